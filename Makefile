@@ -1,0 +1,33 @@
+# Each target makes .venv when it is missing, installs what requirements.txt pins, then does its job.
+# PYTHON picks the interpreter .venv is made with (3.11 or newer).
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := demo
+
+# The stamp is newer than what it was made from, so a second call installs nothing.
+.venv/installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "loco needs Python 3.11 or newer; choose one with: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: .venv/installed
+	$(BIN)/python -m experiments.compare
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: .venv/installed
+	$(BIN)/python -m experiments.bench
+
+clean:
+	rm -rf .venv build *.egg-info runs

@@ -1,0 +1,192 @@
+"""The specification: a round's work on one site's flat state, in plain torch, readable and exact.
+
+Every FP32 operation is its own torch call, so each is rounded on its own: no fused multiply-add, no
+reordering. Faster homes of these ops must give the same bits; this file says which bits are right.
+
+The flat state is cut into blocks, so that the temporaries of an op stay small whatever the model's size.
+
+    anchor      θ  [n] float32      the parameters all sites agree on
+    momentum    m  [n] float32      the outer momentum, or None for μ = 0
+    residual    e  [n] float32      what this site has withheld, or None where nothing ever is
+    weights     w  1-D pieces of the parameters, in order, n elements together, any supported dtype
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .types import Encoded, Entries, Gate, OuterStep
+
+BLOCK = 1 << 20  # elements per block: 4 MiB of FP32, small beside any model, large beside torch's overhead
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round FP32 `x` to `dtype`, to nearest, ties to even.
+
+    BF16 is rounded on the bits: hardware that rounds BF16 may flush denormals, and the bits must not
+    depend on who rounds. NaN becomes the quiet NaN 0x7FC0.
+    """
+    if dtype != torch.bfloat16:
+        return x.to(dtype)
+    bits = x.view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = torch.where(x.isnan(), 0x7FC0, rounded)
+    return rounded.to(torch.int16).view(torch.bfloat16)
+
+
+def visible(anchor: Tensor, update: Tensor, gate: Gate) -> Tensor:
+    """Step 4: bf16(θ) ≠ bf16(θ − γ·s), compared as values, so that +0 equals −0. -> [n] bool"""
+    moved = anchor - gate.gain * update
+    return cast(anchor, torch.bfloat16).float() != cast(moved, torch.bfloat16).float()
+
+
+def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None) -> Encoded:
+    """Steps 2 to 5 without writing: the entries to send, the digest of θ, the first bad position.
+
+        Δ = float(cast(θ)) − float(w)
+        s = Δ + e
+        send (i, s_i) for the visible i; without a gate send every s_i
+
+    Nothing is changed, so a round whose exchange fails can be repeated; `apply` writes the residual.
+    """
+    first_nonfinite = -1
+    indices: list[Tensor] = []
+    values: list[Tensor] = []
+    for at, w in _blocks(weights):
+        update = _update(anchor, w, residual, at)
+        if first_nonfinite < 0:
+            bad = update.isfinite().logical_not_().nonzero()
+            if bad.numel():
+                first_nonfinite = at.start + int(bad[0])
+        if gate is None:
+            values.append(update)
+            continue
+        sent = visible(anchor[at], update, gate).nonzero().view(-1)
+        indices.append(sent + at.start)
+        values.append(update[sent])
+    entries = Entries(
+        indices=None if gate is None else _join(indices, torch.int64, anchor.device),
+        values=_join(values, torch.float32, anchor.device),
+    )
+    return Encoded(entries, digest(anchor), first_nonfinite)
+
+
+def apply(
+    anchor: Tensor,
+    momentum: Tensor | None,
+    weights: Sequence[Tensor],
+    residual: Tensor | None,
+    own: Entries,
+    contributions: Sequence[Entries],
+    outer: OuterStep,
+) -> None:
+    """Steps 5 to 8, in place: the residual, the mean, the outer step, the weights.
+
+    e = 0 where sent, s elsewhere
+    g = ((0 + c_0) + c_1 + …) / R           contributions in site order
+    m = μ·m + g
+    θ = θ − α·(g + μ·m)                     Nesterov; θ − α·m plain; θ − α·g for μ = 0
+    w = cast(θ)
+    """
+    sites = torch.full((), outer.num_sites, dtype=torch.float32, device=anchor.device)
+    for at, w in _blocks(weights):
+        if residual is not None:
+            kept = _update(anchor, w, residual, at)
+            if own.indices is None:
+                kept.zero_()
+            else:
+                kept[_within(own, at)[0]] = 0.0
+            residual[at] = kept
+
+        total = torch.zeros(at.stop - at.start, dtype=torch.float32, device=anchor.device)
+        for contribution in contributions:
+            if contribution.indices is None:
+                total += contribution.values[at]
+            else:
+                where, what = _within(contribution, at)
+                total[where] += what  # a contribution names an index once, so this is one addition
+        # Divided by a tensor: CUDA divides by a Python scalar through its reciprocal, in other bits.
+        mean = total / sites
+
+        if momentum is None:
+            direction = mean
+        else:
+            m = outer.momentum * momentum[at] + mean
+            momentum[at] = m
+            direction = mean + outer.momentum * m if outer.nesterov else m
+        anchor[at] -= outer.lr * direction
+        w.copy_(cast(anchor[at], w.dtype))
+
+
+def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:
+    """Step 8 alone: w = cast(θ)."""
+    for at, w in _blocks(weights):
+        w.copy_(cast(anchor[at], w.dtype))
+
+
+def norm(x: Tensor) -> float:
+    """The L2 norm of an FP32 vector, for reports: its last bits are not specified."""
+    return math.sqrt(sum(float(block.double().square_().sum()) for block in x.split(BLOCK)))
+
+
+def digest(data: Tensor) -> int:
+    """A 64-bit digest of the bytes of a contiguous 1-D tensor, as 32-bit little-endian words u_0, u_1, …
+
+        k_i = i · 0x9E3779B1                mod 2^32
+        v_i = (u_i + k_i) mod 2^32, then v_i ^= v_i >> 15
+        digest = Σ v_i · (k_i | 1)          mod 2^64
+
+    The last word is padded with zero bytes. A change of one word is always noticed, since v_i is a
+    bijection of u_i and its factor is odd; other changes go unnoticed with a chance of about 2^-32. The
+    sum has no order, so any block size and any number of threads give the same digest.
+    """
+    words = _words(data)
+    total = 0
+    for start in range(0, words.numel(), BLOCK):
+        u = words[start : start + BLOCK].to(torch.int64)
+        position = torch.arange(start, start + u.numel(), device=data.device)
+        k = (position * 0x9E3779B1) & 0xFFFFFFFF
+        v = (u + k) & 0xFFFFFFFF
+        v ^= v >> 15
+        total += int((v * (k | 1)).sum())  # wraps mod 2^64, which is what is wanted
+    return total & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def _update(anchor: Tensor, w: Tensor, residual: Tensor | None, at: slice) -> Tensor:
+    """Steps 2 and 3: s = Δ + e."""
+    pseudo_grad = cast(anchor[at], w.dtype).float() - w.float()
+    # Adding a zero e is not idle: it makes −0 into +0, so that dense and sparse rounds send equal bits.
+    return pseudo_grad + (0.0 if residual is None else residual[at])
+
+
+def _blocks(weights: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """Cut the flat state at the pieces' borders and every BLOCK elements."""
+    start = 0
+    for piece in weights:
+        for block in piece.split(BLOCK):
+            yield slice(start, start + block.numel()), block
+            start += block.numel()
+
+
+def _within(entries: Entries, at: slice) -> tuple[Tensor, Tensor]:
+    """The entries that fall into a block: their positions in it, and their values."""
+    assert entries.indices is not None
+    edges = torch.tensor([at.start, at.stop], device=entries.indices.device)
+    low, high = torch.searchsorted(entries.indices, edges).tolist()
+    return entries.indices[low:high] - at.start, entries.values[low:high]
+
+
+def _join(pieces: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
+
+
+def _words(data: Tensor) -> Tensor:
+    """[bytes / 4] int32, the last word padded with zeros."""
+    size = data.numel() * data.element_size()
+    if size % 4 == 0 and data.data_ptr() % 4 == 0:
+        return data.view(torch.int32)
+    padded = torch.zeros(-(-size // 4) * 4, dtype=torch.uint8, device=data.device)
+    padded[:size] = data.view(torch.uint8)
+    return padded.view(torch.int32)

@@ -1,0 +1,31 @@
+"""loco: an optimizer for trainers that sit in different places.
+
+inner = torch.optim.AdamW(model.parameters(), lr=1e-6)
+optimizer = loco.PulseLoCo(inner, sync_every=8)
+"""
+
+from .errors import (
+    AgreementError,
+    LocoError,
+    NonFiniteError,
+    ReplicaError,
+    TransportError,
+    WireError,
+)
+from .optimizer import DiLoCo, PulseLoCo
+from .report import SyncReport
+from .topology import Topology
+
+__all__ = [
+    "AgreementError",
+    "DiLoCo",
+    "LocoError",
+    "NonFiniteError",
+    "PulseLoCo",
+    "ReplicaError",
+    "SyncReport",
+    "Topology",
+    "TransportError",
+    "WireError",
+]
+__version__ = "0.1.0"

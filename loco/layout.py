@@ -1,0 +1,119 @@
+"""The parameters of an optimizer as one flat vector: which element lies where."""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Layout:
+    """Every parameter once, in the order of the parameter groups, each in its logical (row-major) order.
+
+    Frozen parameters have their place too: they may thaw later, and the sites must agree on them anyway.
+
+    Raises:
+        ValueError: a parameter that can't be synchronised, and why.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        named = _named_parameters(inner)
+        self.names = list(named)
+        self.params = list(named.values())
+        self.shapes = [tuple(p.shape) for p in self.params]
+        self.dtypes = [p.dtype for p in self.params]
+        self.starts = list(accumulate((p.numel() for p in self.params), initial=0))
+        self.numel = self.starts.pop()
+        self.device = self.params[0].device
+        seen: dict[tuple, str] = {}
+        for name, p in named.items():
+            if p.dtype not in SUPPORTED:
+                raise ValueError(
+                    f"parameter {name} is {p.dtype}; loco synchronises float32, bfloat16 and float16"
+                )
+            if p.layout != torch.strided or p.is_meta:
+                raise ValueError(f"parameter {name} is {p.layout} on {p.device}; it must be dense")
+            if p.device != self.device:
+                raise ValueError(
+                    f"parameters lie on {self.device} and ({name}) on {p.device}; "
+                    f"all parameters of one optimizer must be on one device"
+                )
+            memory = (p.data_ptr(), p.shape, p.stride())
+            if p.numel() and memory in seen:
+                raise ValueError(
+                    f"parameters {seen[memory]} and {name} share their memory but are two Parameters: "
+                    f"tie weights by using one Parameter in both places"
+                )
+            seen[memory] = name
+
+    def describe(self) -> list[list]:
+        """Names, shapes and dtypes, as the sites compare them."""
+        columns = zip(self.names, self.shapes, self.dtypes, strict=True)
+        return [[name, list(shape), str(dtype)] for name, shape, dtype in columns]
+
+    def name_at(self, position: int) -> str:
+        return self.names[self.index_at(position)]
+
+    def index_at(self, position: int) -> int:
+        """Which parameter the flat position belongs to (empty parameters own none)."""
+        return bisect_right(self.starts, position) - 1
+
+    def check_unchanged(self, inner: Optimizer) -> None:
+        """The parameters are still those the sites agreed on.
+
+        Raises:
+            ValueError: some were added, replaced, moved or converted since.
+        """
+        now = _named_parameters(inner)
+        if [id(p) for p in now.values()] != [id(p) for p in self.params]:
+            raise ValueError(
+                "the inner optimizer's parameters have changed since the sites agreed on them: "
+                "build a new optimizer with all of them"
+            )
+        for name, p, shape, dtype in zip(self.names, self.params, self.shapes, self.dtypes, strict=True):
+            if p.device != self.device or p.dtype != dtype or tuple(p.shape) != shape:
+                raise ValueError(
+                    f"parameter {name} was {dtype} {shape} on {self.device} when the sites agreed, and is "
+                    f"now {p.dtype} {tuple(p.shape)} on {p.device}: convert and move the model before you "
+                    f"build the optimizer"
+                )
+
+    @contextmanager
+    def pieces(self, start: int, stop: int, *, write: bool = False) -> Iterator[list[Tensor]]:
+        """The parameters' elements start … stop, as 1-D tensors in order.
+
+        Contiguous parameters are seen through views. Others are copied, and with `write` copied back.
+        """
+        pieces: list[Tensor] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        for p, begin in zip(self.params, self.starts, strict=True):
+            low, high = max(start, begin), min(stop, begin + p.numel())
+            if low >= high:
+                continue
+            param = p.detach()
+            flat = param.reshape(-1)
+            if not param.is_contiguous():
+                copied.append((param, flat))
+            pieces.append(flat[low - begin : high - begin])
+        yield pieces
+        if write:
+            for param, flat in copied:
+                param.copy_(flat.view(param.shape))
+
+
+def _named_parameters(inner: Optimizer) -> dict[str, Tensor]:
+    """Each parameter once, by the name it was given (`AdamW(model.named_parameters())`) or its place."""
+    named: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for g, group in enumerate(inner.param_groups):
+        names = group.get("param_names") or [f"group{g}.param{k}" for k in range(len(group["params"]))]
+        for name, p in zip(names, group["params"], strict=True):
+            if id(p) not in seen:
+                seen.add(id(p))
+                named[name] = p
+    return named

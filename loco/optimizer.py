@@ -1,0 +1,251 @@
+"""PULSELoCo and DiLoCo around a torch optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .exchange import DenseExchange, Exchange, GatherExchange
+from .layout import Layout
+from .outer import OuterLoop, Settings
+from .report import SyncReport
+from .topology import Topology
+
+
+class LowCommunicationOptimizer(Optimizer):
+    """An inner optimizer that steps on its own, and an outer loop that joins the sites every so often.
+
+    It is a torch optimizer: `param_groups` and `state` are the inner optimizer's own, so that schedulers,
+    gradient scalers and hooks see what they would see there.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        settings: Settings,
+        topology: Topology | None,
+        exchange: type[Exchange],
+    ) -> None:
+        if not isinstance(inner, Optimizer):
+            raise TypeError(f"inner must be a torch.optim.Optimizer, got {type(inner).__name__}")
+        if isinstance(inner, LowCommunicationOptimizer):
+            raise ValueError("inner already exchanges with the other sites; wrap the optimizer inside it")
+        self.inner = inner
+        self._built = False
+        super().__init__(inner.param_groups, inner.defaults)
+        self._outer = OuterLoop(Layout(inner), settings, topology or Topology(), exchange)
+        self.topology = self._outer.topology
+        self.local_step = 0  # inner steps since the last round
+        self.last_report: SyncReport | None = None
+        self._built = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """An inner step; every `sync_every`-th call also runs a round. Returns the inner step's loss.
+
+        Raises:
+            LocoError: the round failed and changed nothing; the inner step stands. `sync()` repeats the
+                round, and so does the next `step()`, after another inner step.
+        """
+        self._outer.check_whole()
+        loss = self.inner.step() if closure is None else self.inner.step(closure)
+        self.local_step += 1
+        if self.local_step >= self.sync_every:
+            self.sync()
+        return loss
+
+    def sync(self) -> SyncReport:
+        """Run a round now, on every rank: at the end of training, before an evaluation.
+
+        Raises:
+            LocoError: the round failed and changed nothing; it can be repeated.
+        """
+        self._outer.layout.check_unchanged(self.inner)
+        self.last_report = self._outer.round()
+        self.local_step = 0
+        return self.last_report
+
+    @property
+    def sync_every(self) -> int:
+        return self._outer.settings.sync_every
+
+    @property
+    def round(self) -> int:
+        """Rounds done."""
+        return self._outer.rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, and under "loco" all that the outer loop holds on this rank.
+
+        Every rank saves its own: residuals and, between rounds, weights differ from site to site. As in
+        torch, tensors are references.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state: dict[str, Any] = self.inner.state_dict()
+        state = {**state, "loco": self._outer.state_dict() | {"local_step": self.local_step}}
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state = hook(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from `state_dict()` of the same rank, bit for bit, in the middle of a round too.
+
+        The weights are restored with it. Load the model first if you load both.
+
+        Raises:
+            ValueError: the state is not this rank's or not of this setup; nothing was changed.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        if "loco" not in state_dict:
+            raise ValueError(
+                "this state has no 'loco' entry, so it is not of a loco optimizer: load an inner "
+                "optimizer's state into the inner optimizer before you wrap it"
+            )
+        outer = state_dict.pop("loco")
+        self._outer.check_state(outer)
+        self.inner.load_state_dict(state_dict)
+        self._outer.load_state_dict(outer)
+        self.local_step = int(outer["local_step"])
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the sites agree on the parameters once, at construction."""
+        if not self._built:
+            return  # torch's constructor offers the inner optimizer's own groups
+        raise ValueError(
+            f"the sites agreed on the parameters when this {type(self).__name__} was built: add the group "
+            f"to the inner optimizer before you build it, or build a new one around the inner optimizer"
+        )
+
+    # torch's constructor and load_state_dict assign these two; what counts is what the inner one holds.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._built:
+            self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._built:
+            self.inner.state = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a {type(self).__name__} holds process groups and can't be copied or pickled: "
+            f"save its state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        settings = ", ".join(
+            f"{name}={value!r}" for name, value in vars(self._outer.settings).items() if name != "kind"
+        )
+        return f"{type(self).__name__}({settings}, sites={self.topology.num_sites}) around {self.inner}"
+
+
+class PulseLoCo(LowCommunicationOptimizer):
+    """DiLoCo that sends only what the next forward pass can see (PULSELoCo, arXiv 2602.03839).
+
+    After H inner steps, on each of R sites:
+
+        Δ = float(cast(θ)) − float(w)            what the inner steps did
+        s = Δ + e                                plus what was withheld before
+        send s_i where bf16(θ_i) ≠ bf16(θ_i − γ·s_i); e_i = 0 there, s_i elsewhere
+        g = (Σ sent s, in site order) / R
+        m = μ·m + g
+        θ = θ − α·(g + μ·m)                      Nesterov; plain: θ − α·m
+        w = cast(θ)
+
+    Args:
+        inner: the optimizer to wrap, built on the model's parameters. θ starts as site 0's weights.
+        sync_every: H, inner steps per round.
+        outer_lr: α.
+        outer_momentum: μ, in [0, 1).
+        nesterov: whether the step looks ahead.
+        topology: which ranks form a site; by default each rank of the default group is one.
+        gate: "bf16", or "open" to send every entry (DiLoCo's bits through PULSELoCo's wire).
+        gate_gain: γ; above 1 sends earlier, and more.
+
+    Raises:
+        ValueError: an argument is out of range, a parameter can't be synchronised, or there is no
+            process group.
+        AgreementError: the sites were built differently.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        *,
+        sync_every: int = 8,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        topology: Topology | None = None,
+        gate: str = "bf16",
+        gate_gain: float = 1.0,
+    ) -> None:
+        settings = Settings(
+            kind="PulseLoCo",
+            sync_every=sync_every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            nesterov=nesterov,
+            gate=gate,
+            gate_gain=gate_gain,
+        )
+        super().__init__(inner, settings, topology, GatherExchange)
+
+
+class DiLoCo(LowCommunicationOptimizer):
+    """Exchange FP32 pseudo-gradients after every H inner steps (DiLoCo, arXiv 2311.08105).
+
+        Δ = float(cast(θ)) − float(w)
+        g = (Σ Δ, in site order) / R
+        m = μ·m + g
+        θ = θ − α·(g + μ·m)                      Nesterov; plain: θ − α·m
+        w = cast(θ)
+
+    Each site sums one slice and the slices are gathered, so a round sends what a ring all-reduce would,
+    2(R−1)/R · 4 bytes per parameter, and all sites get the same bits.
+
+    Args:
+        inner: the optimizer to wrap, built on the model's parameters. θ starts as site 0's weights.
+        sync_every: H, inner steps per round.
+        outer_lr: α.
+        outer_momentum: μ, in [0, 1).
+        nesterov: whether the step looks ahead.
+        topology: which ranks form a site; by default each rank of the default group is one.
+
+    Raises:
+        ValueError, AgreementError: as `PulseLoCo`.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        *,
+        sync_every: int = 8,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        topology: Topology | None = None,
+    ) -> None:
+        settings = Settings(
+            kind="DiLoCo",
+            sync_every=sync_every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            nesterov=nesterov,
+            gate="open",
+            gate_gain=1.0,
+        )
+        super().__init__(inner, settings, topology, DenseExchange)

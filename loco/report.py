@@ -1,0 +1,32 @@
+"""What a round did."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """One round as this rank saw it. Bytes are those handed to and taken from the transport.
+
+    With several ranks per site the figures are of this rank's slice of the parameters.
+    """
+
+    round: int  # rounds done, this one included
+    numel: int  # parameters this rank exchanges
+    entries: int  # of which it sent
+    density: float  # entries / numel
+    payload_bytes: int  # one encoded payload, header included
+    sent_bytes: int  # across the sites: payloads, headers and votes
+    received_bytes: int
+    site_bytes: int  # sent inside the site: its votes and its part of the new anchor
+    dense_bytes: int  # what a ring all-reduce of FP32 would have sent: 2(R−1)/R · 4 · numel
+    residual_norm: float  # L2 norm of what is withheld after the round
+    seconds: Mapping[str, float]  # by phase: encode, exchange, apply
+
+    def __str__(self) -> str:
+        less = f", {self.dense_bytes / self.sent_bytes:.1f}x below dense" if self.sent_bytes else ""
+        phases = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items())
+        return (
+            f"round {self.round}: sent {self.density:.2%} of {self.numel:,} entries in "
+            f"{self.sent_bytes:,} bytes{less}; {phases}"
+        )

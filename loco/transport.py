@@ -1,0 +1,167 @@
+"""Point-to-point messages among the members of one process group, every byte counted.
+
+One primitive, `swap`, carries all that the sites say to each other: it works alike on gloo and NCCL, takes
+unequal sizes, and what it is handed is what goes on the wire, so the counts need no model of a collective.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import TransportError
+
+
+class Transport:
+    """The members of `group` as seen by this rank.
+
+    Args:
+        group: the process group; its members are called 0 … size−1 here.
+        device: where the caller's tensors live. Messages must be on `self.device`, which is the same,
+            or the CPU where the group can only send CPU memory (gloo).
+        timeout: seconds to wait for a message.
+        member: what a member is called in errors, e.g. "site".
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, device: torch.device, timeout: float, member: str
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.device = _wire_device(group, device)
+        self.timeout = timeout
+        self.member = member
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    @property
+    def peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], *, phase: str) -> None:
+        """Send `outgoing[peer]` and fill `incoming[peer]`, all at once; returns when both are done.
+
+        Tensors are contiguous uint8; sizes are known to both ends, and empty messages are not sent.
+
+        Raises:
+            TransportError: a peer is gone or silent; names it, the phase and the timeout.
+        """
+        sends = [(p, t) for p, t in outgoing.items() if t.numel()]
+        receives = [(p, t) for p, t in incoming.items() if t.numel()]
+        works: list[dist.Work] = []
+        peer = -1
+        deadline = time.monotonic() + self.timeout
+        try:
+            if sends or receives:
+                works = dist.batch_isend_irecv(
+                    [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for p, t in receives]
+                    + [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for p, t in sends]
+                )
+            # gloo returns one work per message, NCCL one for the whole batch.
+            order = [p for p, _ in receives] + [p for p, _ in sends]
+            for k, work in enumerate(works):
+                peer = order[k] if len(works) == len(order) else -1
+                left = max(deadline - time.monotonic(), 0.001)
+                work.wait(timedelta(seconds=left))
+        except (RuntimeError, ValueError) as error:
+            who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
+            silent = time.monotonic() >= deadline
+            what = f"no answer from {who} within {self.timeout:g} s" if silent else f"lost {who}"
+            raise TransportError(f"{phase}: {what} ({_first_line(error)})") from error
+        self.sent_bytes += sum(t.numel() for _, t in sends)
+        self.received_bytes += sum(t.numel() for _, t in receives)
+
+    def swap_records(self, record: bytes, *, phase: str) -> list[bytes]:
+        """Every member's record, in order; all records have the same size."""
+        mine = self.message(record)
+        incoming = {peer: torch.empty_like(mine) for peer in self.peers}
+        self.swap(dict.fromkeys(self.peers, mine), incoming, phase=phase)
+        return [record if p == self.rank else to_bytes(incoming[p]) for p in range(self.size)]
+
+    def swap_blobs(self, blob: bytes, *, phase: str) -> list[bytes]:
+        """Every member's bytes, in order; sizes may differ and travel first."""
+        sizes = [
+            int.from_bytes(size, "little")
+            for size in self.swap_records(len(blob).to_bytes(8, "little"), phase=phase)
+        ]
+        incoming = {
+            peer: torch.empty(sizes[peer], dtype=torch.uint8, device=self.device) for peer in self.peers
+        }
+        self.swap(dict.fromkeys(self.peers, self.message(blob)), incoming, phase=phase)
+        return [blob if p == self.rank else to_bytes(incoming[p]) for p in range(self.size)]
+
+    def broadcast(self, tensor: Tensor, *, phase: str) -> None:
+        """Member 0's tensor to all, in place."""
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        staged = tensor.to(self.device)
+        self._collective(dist.broadcast, staged, group_src=0, phase=phase)
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def gather(self, whole: Sequence[Tensor], part: Tensor, *, phase: str) -> None:
+        """Every member's part (all of one size) into `whole`, in order."""
+        staged = torch.empty(self.size * part.numel(), dtype=part.dtype, device=self.device)
+        self._collective(dist.all_gather_into_tensor, staged, part.to(self.device), phase=phase)
+        for target, source in zip(whole, staged.chunk(self.size), strict=True):
+            target.copy_(source)
+        moved = (self.size - 1) * part.numel() * part.element_size()
+        self.sent_bytes += moved
+        self.received_bytes += moved
+
+    def message(self, data: bytes) -> Tensor:
+        """Bytes as a tensor that `swap` takes."""
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+    def _collective(self, call: Callable[..., Any], *args: Tensor, phase: str, **options: int) -> None:
+        try:
+            work = call(*args, group=self.group, async_op=True, **options)
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise TransportError(
+                f"{phase}: the exchange with the other {self.member}s failed, or took more than "
+                f"{self.timeout:g} s ({_first_line(error)})"
+            ) from error
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous 1-D tensor's memory as uint8, without a copy."""
+    return tensor.view(torch.uint8)
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+def any_device(group: dist.ProcessGroup) -> torch.device:
+    """Some device whose memory the group can send."""
+    return torch.device(next(iter(_backends(group))))
+
+
+def _wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where messages must lie for this group to send them."""
+    backends = _backends(group)
+    if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
+        return device
+    # gloo sends CPU memory only, so a GPU's messages are staged through the host.
+    if "cpu" in backends:
+        return torch.device("cpu")
+    raise ValueError(
+        f"the process group's backend ({dist.get_backend_config(group)}) can't send {device.type} "
+        f"memory: call init_process_group with backend='cpu:gloo,cuda:nccl'"
+    )
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Backend by device type, from e.g. "cpu:gloo,cuda:nccl"."""
+    pairs = str(dist.get_backend_config(group)).split(",")
+    return {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

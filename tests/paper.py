@@ -1,0 +1,69 @@
+"""The round as the specification states it, in numpy, one site after the other.
+
+It shares nothing with the library: BF16 is rounded by arithmetic on the value, not on its bits.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+F32 = np.float32
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """Round FP32 to the nearest BF16 value, ties to even; the result is held in FP32."""
+    exact = x.astype(np.float64)
+    _, exponent = np.frexp(exact)
+    spacing = np.exp2(np.maximum(exponent - 8, -133).astype(np.float64))  # of BF16 numbers around x
+    rounded = np.rint(exact / spacing) * spacing  # a power of two: only rint rounds, half to even
+    largest = 2.0**128 * (1 - 2.0**-8)
+    rounded = np.where(np.abs(rounded) > largest, np.copysign(np.inf, exact), rounded)
+    return np.where(np.isfinite(exact), rounded, exact).astype(F32)
+
+
+@dataclass
+class Paper:
+    """All sites of a run. `bf16[i]` says that parameter element i is stored in BF16."""
+
+    anchor: np.ndarray
+    bf16: np.ndarray
+    sites: int
+    lr: float
+    mu: float
+    nesterov: bool
+    gain: float = 1.0
+    dense: bool = False
+    momentum: np.ndarray = field(init=False)
+    residuals: list[np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.momentum = np.zeros_like(self.anchor)
+        self.residuals = [np.zeros_like(self.anchor) for _ in range(self.sites)]
+
+    def cast(self, x: np.ndarray) -> np.ndarray:
+        return np.where(self.bf16, to_bf16(x), x)
+
+    def round(self, weights: list[np.ndarray]) -> list[int]:
+        """One round after the inner steps left `weights`, one vector a site -> entries each site sent."""
+        theta = self.anchor
+        total = np.zeros_like(theta)
+        sent = []
+        for site, w in enumerate(weights):
+            s = (self.cast(theta) - w) + self.residuals[site]
+            if self.dense:
+                send = np.ones(theta.shape, dtype=bool)
+            else:
+                send = to_bf16(theta) != to_bf16(theta - F32(self.gain) * s)
+            self.residuals[site] = np.where(send, F32(0), s)
+            total = np.where(send, total + s, total)
+            sent.append(int(send.sum()))
+        g = total / F32(self.sites)
+        lr, mu = F32(self.lr), F32(self.mu)
+        self.momentum = mu * self.momentum + g
+        if self.mu == 0:
+            self.anchor = theta - lr * g
+        elif self.nesterov:
+            self.anchor = theta - lr * (g + mu * self.momentum)
+        else:
+            self.anchor = theta - lr * self.momentum
+        return sent

@@ -1,0 +1,97 @@
+"""Run a function on several ranks, each a process of its own, joined by gloo over loopback."""
+
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Processes are forked from a server that has torch loaded: a rank starts in a tenth of a second.
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "loco"])
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
+    """`function(rank, *args)` on every rank of a fresh process group -> results by rank.
+
+    An exception on any rank ends all of them and is raised here with that rank's traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = Path(folder) / "rendezvous"
+        ends: list[Connection] = []
+        processes = []
+        for rank in range(world):
+            ours, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_rank, args=(rank, world, str(rendezvous), theirs, function, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+        try:
+            return _collect(ends, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def error_of(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
+    """The type's name and the text of what `function` raises, as a picklable pair."""
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
+def _collect(ends: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) < len(ends):
+        waiting = [end for rank, end in enumerate(ends) if rank not in results]
+        ready = wait(waiting, max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            raise TimeoutError(f"only ranks {sorted(results)} of {len(ends)} ended within {timeout:g} s")
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = ends.index(end)
+            try:
+                ok, result = pickle.loads(end.recv_bytes())
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word") from None
+            if not ok:
+                raise RuntimeError(f"rank {rank} failed:\n{result}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _rank(
+    rank: int,
+    world: int,
+    rendezvous: str,
+    results: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+        message = True, function(rank, *args)
+    except BaseException:
+        message = False, traceback.format_exc()
+    results.send_bytes(pickle.dumps(message))
+    results.close()
+    # A rank that leaves early would close its links while others still use theirs; all are ended by
+    # the parent when the last result is in.
+    time.sleep(3600)
