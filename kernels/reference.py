@@ -185,7 +185,7 @@ def _join(pieces: list[Tensor], dtype: torch.dtype, device: torch.device) -> Ten
 def _words(data: Tensor) -> Tensor:
     """[bytes / 4] int32, the last word padded with zeros."""
     size = data.numel() * data.element_size()
-    if size % 4 == 0 and data.data_ptr() % 4 == 0:
+    if size % 4 == 0 and data.storage_offset() * data.element_size() % 4 == 0:
         return data.view(torch.int32)
     padded = torch.zeros(-(-size // 4) * 4, dtype=torch.uint8, device=data.device)
     padded[:size] = data.view(torch.uint8)

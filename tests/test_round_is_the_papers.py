@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import loco
-
 from paper import Paper, to_bf16
 from scripted import Scripted, bits, flat, move, parameters
 from sites import run_ranks
+
+import loco
 
 NUMEL, ROUNDS, SEED = 1003, 4, 7
 

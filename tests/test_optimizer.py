@@ -1,0 +1,410 @@
+"""PulseLoCo and DiLoCo are torch optimizers: what works around an AdamW works around them."""
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import loco
+
+pytestmark = pytest.mark.usefixtures("single_site")
+BOTH = pytest.mark.parametrize("wrap", [loco.PulseLoCo, loco.DiLoCo])
+Wrap = Callable[..., loco.PulseLoCo | loco.DiLoCo]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def loss_of(net: nn.Module, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(seed))
+    return net(x).square().mean()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+
+
+def weights(net: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+@BOTH
+def test_between_rounds_it_is_the_inner_optimizer(wrap: Wrap) -> None:
+    plain, wrapped = model(), model()
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 5)
+    optimizer = wrap(torch.optim.AdamW(wrapped.parameters(), lr=1e-2), sync_every=6)
+    train(wrapped, optimizer, 5)
+    assert torch.equal(weights(plain), weights(wrapped))
+    assert optimizer.last_report is None
+    train(wrapped, optimizer, 1)
+    assert optimizer.last_report is not None
+    assert optimizer.last_report.round == 1
+
+
+def test_the_pseudo_gradient_points_downhill() -> None:
+    """One site, plain averaging: a round keeps what the inner steps gained, and does not undo it."""
+    plain, wrapped = model(), model()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 10)
+    inner = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    optimizer = loco.DiLoCo(inner, sync_every=10, outer_lr=1.0, outer_momentum=0.0)
+    train(wrapped, optimizer, 10)
+    assert optimizer.round == 1
+    # θ − (θ − w) is w up to the rounding of two subtractions, of numbers below 1.
+    torch.testing.assert_close(weights(wrapped), weights(plain), rtol=0, atol=2.0**-23)
+    assert loss_of(wrapped).item() < 0.5 * loss_of(model()).item()
+
+
+@BOTH
+def test_the_inner_state_survives_a_round(wrap: Wrap) -> None:
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = wrap(inner, sync_every=2)
+    train(net, optimizer, 2)
+    state = inner.state[net[0].weight]
+    before = state["exp_avg"].clone()
+    optimizer.sync()
+    assert torch.equal(before, inner.state[net[0].weight]["exp_avg"])
+    assert int(state["step"]) == 2
+    assert before.abs().sum() > 0
+
+
+@BOTH
+def test_a_scheduler_changes_the_inner_rate_also_after_loading(wrap: Wrap) -> None:
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=1.0)
+    optimizer = wrap(inner, sync_every=4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    train(net, optimizer, 1)
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.5
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(net, optimizer, 1)
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups is inner.param_groups
+
+
+def test_a_scheduler_built_on_the_inner_optimizer_works_too() -> None:
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(inner, 0.1, total_iters=10)
+    optimizer = loco.PulseLoCo(inner)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    train(net, optimizer, 1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.19)
+
+
+@BOTH
+def test_a_closure_is_evaluated_and_its_loss_returned(wrap: Wrap) -> None:
+    net = model()
+    optimizer = wrap(torch.optim.LBFGS(net.parameters(), max_iter=4), sync_every=2)
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = loss_of(net)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure).item()
+    second = optimizer.step(closure).item()
+    assert calls > 2
+    assert second < first
+    assert optimizer.round == 1
+
+
+@BOTH
+def test_hooks_fire_on_the_wrapper_and_on_the_inner_optimizer(wrap: Wrap) -> None:
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = wrap(inner, sync_every=2)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    inner.register_step_pre_hook(lambda *_: seen.append("inner"))
+    train(net, optimizer, 1)
+    assert seen == ["before", "inner", "after"]
+
+
+def test_state_dict_hooks_fire() -> None:
+    optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+    seen: list[str] = []
+
+    def mark(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append("saved")
+        return {**state, "mark": 1}
+
+    def unmark(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append(f"loading {state.pop('mark')}")
+        return state
+
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saving"))
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_pre_hook(unmark)
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["saving", "saved", "loading 1", "loaded"]
+
+
+@BOTH
+def test_groups_frozen_tied_and_unused_parameters(wrap: Wrap) -> None:
+    net = model()
+    unused, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=False)
+    shared = nn.Linear(6, 6, bias=False)
+    twice = nn.Sequential(shared, shared, net)  # one Parameter in two places
+    inner = torch.optim.AdamW(
+        [
+            {"params": list(twice.parameters()), "lr": 1e-2},
+            {"params": [unused, frozen], "lr": 1e-3},
+        ],
+        weight_decay=0.0,
+    )
+    optimizer = wrap(inner, sync_every=1)
+    train(twice, optimizer, 3)
+    assert optimizer.last_report is not None
+    assert optimizer.last_report.numel == 36 + 65 + 5
+    assert torch.equal(unused, torch.ones(3))
+    assert torch.equal(frozen, torch.ones(2))
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-3]
+
+
+def test_a_parameter_thawed_after_construction_is_synchronised() -> None:
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = loco.DiLoCo(torch.optim.SGD([frozen], lr=0.5), sync_every=1, outer_lr=1.0, outer_momentum=0.0)
+    frozen.requires_grad_(True)
+    frozen.sum().backward()
+    optimizer.step()
+    assert optimizer._outer.anchor.tolist() == [0.5, 0.5]
+
+
+def test_clipping_accumulation_and_zero_grad() -> None:
+    plain, wrapped = model(), model()
+    optimizers = [
+        torch.optim.AdamW(plain.parameters(), lr=1e-2),
+        loco.PulseLoCo(torch.optim.AdamW(wrapped.parameters(), lr=1e-2), sync_every=100),
+    ]
+    for net, optimizer in zip((plain, wrapped), optimizers, strict=True):
+        for step in range(4):
+            for micro in range(3):
+                (loss_of(net, 3 * step + micro) / 3).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            assert all((p.grad is None) == (step % 2 == 0) for p in net.parameters())
+    assert torch.equal(weights(plain), weights(wrapped))
+
+
+def test_a_gradient_scaler_drives_it_and_skips_on_overflow() -> None:
+    plain, wrapped = model(), model()
+    optimizers = [
+        torch.optim.SGD(plain.parameters(), lr=1e-2),
+        loco.PulseLoCo(torch.optim.SGD(wrapped.parameters(), lr=1e-2), sync_every=100),
+    ]
+    for net, optimizer in zip((plain, wrapped), optimizers, strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(net, step)
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert torch.equal(weights(plain), weights(wrapped))
+    assert isinstance(optimizers[1], loco.PulseLoCo)
+    assert optimizers[1].local_step == 2
+
+
+@BOTH
+def test_bf16_parameters_stay_the_cast_of_the_anchor(wrap: Wrap) -> None:
+    net = model().to(torch.bfloat16)
+    optimizer = wrap(torch.optim.AdamW(net.parameters(), lr=1e-3), sync_every=2)
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
+        net(x).square().mean().backward()
+        optimizer.step()
+    anchor = optimizer._outer.anchor
+    assert torch.equal(weights(net), anchor.bfloat16())
+    assert not torch.equal(anchor, anchor.bfloat16().float())  # FP32 keeps what BF16 can't
+
+
+def test_parameters_are_named_in_errors_as_the_user_named_them() -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.SGD(net.named_parameters(), lr=0.1))
+    net[2].bias.data.fill_(float("nan"))
+    with pytest.raises(
+        loco.NonFiniteError, match=r"round 1, site 0: the update of 2\.bias is infinite or NaN"
+    ):
+        optimizer.sync()
+
+
+def test_adding_a_group_later_says_what_to_do() -> None:
+    inner = torch.optim.SGD(model().parameters(), lr=0.1)
+    optimizer = loco.PulseLoCo(inner)
+    extra = {"params": [nn.Parameter(torch.ones(1))]}
+    with pytest.raises(ValueError, match="before you build it, or build a new one"):
+        optimizer.add_param_group(extra)
+    inner.add_param_group(extra)  # behind the wrapper's back
+    with pytest.raises(ValueError, match="parameters have changed since the sites agreed"):
+        optimizer.sync()
+
+
+def test_converting_the_model_later_says_what_to_do() -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.SGD(net.named_parameters(), lr=0.1))
+    net.to(torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"parameter 0\.weight was torch\.float32 .* convert and move the model"
+    ):
+        optimizer.sync()
+
+
+def test_a_state_dict_is_plain_data_and_keeps_torchs_shape() -> None:
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = loco.PulseLoCo(inner, sync_every=2)
+    train(net, optimizer, 3)
+    state = optimizer.state_dict()
+    assert set(state) == {"state", "param_groups", "loco"}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    again = torch.load(buffer, weights_only=True)
+    assert again["loco"]["round"] == 1
+    assert again["loco"]["local_step"] == 1
+    assert torch.equal(again["loco"]["residual"], optimizer._outer.residual)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sync_every": 3}, "sync_every = 2, this optimizer has 3"),
+        ({"outer_lr": 0.5}, "outer_lr = 0.7, this optimizer has 0.5"),
+        ({"gate": "open"}, "gate = bf16, this optimizer has open"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    def build(**options: Any) -> loco.PulseLoCo:
+        return loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1), **options)
+
+    state = build(sync_every=2).state_dict()
+    other = build(**({"sync_every": 2} | change))
+    before = other._outer.anchor.clone()
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(state)
+    assert torch.equal(before, other._outer.anchor)
+
+
+def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
+    optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+    dense = loco.DiLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+    narrow = loco.PulseLoCo(torch.optim.SGD(nn.Linear(6, 7).parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="kind = DiLoCo, this optimizer has PulseLoCo"):
+        optimizer.load_state_dict(dense.state_dict())
+    with pytest.raises(ValueError, match=r"parameters = \['group0.param0', \[7, 6\]"):
+        optimizer.load_state_dict(narrow.state_dict())
+    with pytest.raises(ValueError, match="no 'loco' entry"):
+        optimizer.load_state_dict(optimizer.inner.state_dict())
+    foreign = optimizer.state_dict()
+    foreign["loco"]["site"] = 1
+    with pytest.raises(ValueError, match="site = 1, this optimizer has 0"):
+        optimizer.load_state_dict(foreign)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 0}, "sync_every must be a whole number >= 1, got 0"),
+        ({"sync_every": 2.5}, "sync_every must be a whole number >= 1, got 2.5"),
+        ({"outer_lr": -1.0}, "outer_lr must be > 0 and finite, got -1.0"),
+        ({"outer_lr": float("nan")}, "outer_lr must be > 0 and finite, got nan"),
+        ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
+        ({"gate": "fp4"}, "gate must be 'bf16' or 'open', got 'fp4'"),
+        ({"gate_gain": 0.0}, "gate_gain must be > 0 and finite, got 0.0"),
+    ],
+)
+def test_arguments_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1), **options)
+
+
+def test_parameters_that_cannot_be_synchronised_are_named() -> None:
+    def build(*params: torch.Tensor) -> loco.PulseLoCo:
+        named = [(f"p{k}", p) for k, p in enumerate(params)]
+        return loco.PulseLoCo(torch.optim.SGD(named, lr=0.1))
+
+    one = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match=r"p1 is torch\.float64"):
+        build(one, nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    with pytest.raises(ValueError, match="p0 and p1 share their memory"):
+        build(one, nn.Parameter(one.data))
+    with pytest.raises(ValueError, match=r"p1 is infinite or NaN on site 0"):
+        build(one, nn.Parameter(torch.tensor([1.0, float("inf")])))
+    with pytest.raises(ValueError, match="inner already exchanges"):
+        loco.DiLoCo(build(one))
+    with pytest.raises(TypeError, match=r"inner must be a torch.optim.Optimizer, got list"):
+        loco.PulseLoCo([one])  # pyright: ignore[reportArgumentType]
+
+
+def test_it_refuses_to_flush_denormals() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU can't flush denormals")
+    try:
+        with pytest.raises(ValueError, match=r"call torch\.set_flush_denormal\(False\)"):
+            loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_it_cannot_be_pickled_and_says_what_to_save() -> None:
+    with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
+        pickle.dumps(loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1)))
+
+
+def test_a_round_interrupted_while_applied_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.SGD(net.parameters(), lr=0.1), sync_every=1)
+    saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+
+    def ctrl_c(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("loco.kernels.apply", ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    for call in (optimizer.state_dict, optimizer.sync, optimizer.step):
+        with pytest.raises(loco.LocoError, match=r"round 1 was interrupted .* Load the last checkpoint"):
+            call()
+    optimizer.load_state_dict(saved)
+    assert optimizer.sync().round == 1
+
+
+def test_an_extra_round_sends_nothing_and_keeps_the_residual() -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(
+        torch.optim.SGD(net.parameters(), lr=1e-5), sync_every=1, outer_lr=1.0, outer_momentum=0.0
+    )
+    train(net, optimizer, 1)
+    residual = optimizer._outer.residual
+    assert residual is not None
+    before = residual.clone()
+    report = optimizer.sync()
+    assert report.round == 2
+    assert report.entries == 0
+    assert before.norm() > 0
+    assert torch.equal(before, residual)
+    assert report.residual_norm == pytest.approx(float(before.norm()))
+    assert "round 2: sent 0.00% of 65 entries" in str(report)
