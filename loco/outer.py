@@ -107,11 +107,15 @@ class OuterLoop:
         with self.layout.pieces(self.start, self.stop, write=True) as weights:
             # 2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send
             encoded = kernels.encode(self.anchor, weights, self.residual, self._gate)
-            problem = self._non_finite(encoded.first_nonfinite) or self._site_drift()
+            # Both are asked always: a rank that skipped the second would leave its site waiting.
+            problems = self._non_finite(encoded.first_nonfinite), self._site_drift()
 
             exchanging = time.perf_counter()
             contributions, payload_bytes = self._exchange.contributions(
-                encoded, round=self.rounds + 1, numel=self.stop - self.start, problem=problem
+                encoded,
+                round=self.rounds + 1,
+                numel=self.stop - self.start,
+                problem=problems[0] or problems[1],
             )
 
             # 5. e = what was not sent   6. g = Σ / R   7. m and θ   8. w = cast(θ)
@@ -245,10 +249,8 @@ class OuterLoop:
             part = self.anchor.new_zeros(high - low)
             mine = self.anchor[low:high]
             part[: mine.numel()] = mine
-            whole = part.new_empty(self._inside.size, high - low)
             phase = f"round {self.rounds + 1}, anchor inside the site"
-            self._inside.gather(list(whole), part, phase=phase)
-            for place, values in enumerate(whole):
+            for place, values in enumerate(self._inside.gather(part, phase=phase)):
                 first = place * self._width + low
                 last = min(first + high - low, (place + 1) * self._width, self.layout.numel)
                 if place == self.topology.place or first >= last:

@@ -5,9 +5,8 @@ unequal sizes, and what it is handed is what goes on the wire, so the counts nee
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,38 +94,31 @@ class Transport:
         self.swap(dict.fromkeys(self.peers, self.message(blob)), incoming, phase=phase)
         return [blob if p == self.rank else to_bytes(incoming[p]) for p in range(self.size)]
 
+    def gather(self, part: Tensor, *, phase: str) -> list[Tensor]:
+        """Every member's part, in order; all parts have one size and type."""
+        mine = part.to(self.device)
+        parts = [mine if p == self.rank else torch.empty_like(mine) for p in range(self.size)]
+        incoming = {p: as_bytes(parts[p]) for p in self.peers}
+        self.swap(dict.fromkeys(self.peers, as_bytes(mine)), incoming, phase=phase)
+        return [p.to(part.device) for p in parts]
+
     def broadcast(self, tensor: Tensor, *, phase: str) -> None:
-        """Member 0's tensor to all, in place."""
-        if self.size == 1 or tensor.numel() == 0:
-            return
+        """Member 0's tensor to all, in place. Not counted: it belongs to no round."""
         staged = tensor.to(self.device)
-        self._collective(dist.broadcast, staged, group_src=0, phase=phase)
-        if staged is not tensor:
-            tensor.copy_(staged)
-
-    def gather(self, whole: Sequence[Tensor], part: Tensor, *, phase: str) -> None:
-        """Every member's part (all of one size) into `whole`, in order."""
-        staged = torch.empty(self.size * part.numel(), dtype=part.dtype, device=self.device)
-        self._collective(dist.all_gather_into_tensor, staged, part.to(self.device), phase=phase)
-        for target, source in zip(whole, staged.chunk(self.size), strict=True):
-            target.copy_(source)
-        moved = (self.size - 1) * part.numel() * part.element_size()
-        self.sent_bytes += moved
-        self.received_bytes += moved
-
-    def message(self, data: bytes) -> Tensor:
-        """Bytes as a tensor that `swap` takes."""
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-
-    def _collective(self, call: Callable[..., Any], *args: Tensor, phase: str, **options: int) -> None:
         try:
-            work = call(*args, group=self.group, async_op=True, **options)
-            work.wait(timedelta(seconds=self.timeout))
+            work = dist.broadcast(staged, group=self.group, group_src=0, async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
             raise TransportError(
                 f"{phase}: the exchange with the other {self.member}s failed, or took more than "
                 f"{self.timeout:g} s ({_first_line(error)})"
             ) from error
+        tensor.copy_(staged)
+
+    def message(self, data: bytes) -> Tensor:
+        """Bytes as a tensor that `swap` takes."""
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 
 @pytest.fixture
 def single_site() -> Iterator[None]:
     """A process group of one rank, in this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
