@@ -14,9 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Processes are forked from a server that has torch loaded: a rank starts in a tenth of a second.
+# Processes are forked from a server that has torch loaded, and torch._dynamo, which the first optimizer of
+# a process would import: a rank starts in a tenth of a second.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "loco"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "loco"]
+)
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
