@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
+from loco import outer
 
 STEPS, H = 7, 2
 
@@ -38,7 +39,8 @@ def build(model: nn.Module, kind: str, topology: loco.Topology | None = None) ->
     return getattr(loco, kind)(inner, sync_every=H, topology=topology)
 
 
-def two_by_two(rank: int, kind: str) -> dict[str, Any]:
+def two_by_two(rank: int, kind: str, chunk: int) -> dict[str, Any]:
+    outer.GATHER_ELEMENTS = chunk  # this process's own
     topology = loco.Topology(ranks_per_site=2)
     assert (topology.site, topology.place, topology.num_sites) == (rank // 2, rank % 2, 2)
     model = DistributedDataParallel(net(), process_group=topology.site_group)
@@ -63,10 +65,10 @@ def one_rank_per_site(rank: int, kind: str) -> dict[str, Any]:
     return {"state": snapshot(optimizer), "report": optimizer.last_report}
 
 
-@pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
-def test_two_sites_of_two_ranks_equal_two_sites_of_one(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "chunk"), [("PulseLoCo", 1 << 20), ("DiLoCo", 7)])
+def test_two_sites_of_two_ranks_equal_two_sites_of_one(kind: str, chunk: int) -> None:
     sites = run_ranks(2, one_rank_per_site, kind)
-    ranks = run_ranks(4, two_by_two, kind)
+    ranks = run_ranks(4, two_by_two, kind, chunk)
     numel = sites[0]["report"].numel
     for rank, result in enumerate(ranks):
         whole, mine = sites[rank // 2]["state"], result["state"]
