@@ -1,0 +1,225 @@
+"""From a command line to ranks that train, and from every mistake to one sentence.
+
+A program either runs as one of torchrun's ranks (`RANK` is set), or it launches its own ranks through
+torchrun's Python interface (`nproc=4`). Either way a mistake ends in one sentence on stderr and a
+non-zero exit status: the first rank's sentence, not every rank's traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Generic
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import loco
+from experiments.config import C, check_world, load, to_yaml
+from experiments.errors import ExperimentError
+
+_OWN_LAUNCH = "LOCO_LAUNCHED_BY_EXPERIMENTS"  # tells a rank that its parent will say what went wrong
+_PATIENCE = 5.0  # seconds
+_INTERRUPTED = 130  # what shells report after Ctrl-C
+_WARM_START_PATIENCE = timedelta(minutes=30)  # the other ranks wait while rank 0 pre-trains
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program(Generic[C]):
+    """What `python -m module key=value…` is made of."""
+
+    module: str
+    about: str
+    config: type[C]
+    prepare: Callable[[C], Any]  # finds mistakes before anything is launched; raises ExperimentError
+    work: Callable[[C, torch.device], None]  # what every rank does
+
+
+def main(program: Program[C]) -> int:
+    """Run `program` with the command line's arguments; returns the exit status."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(f"{program.about}\nKeys and their defaults:\n\n{to_yaml(program.config())}")
+        return 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # see experiments/__init__.py
+    try:
+        if "RANK" in os.environ:
+            return _be_a_rank(program, arguments)
+        config = load(program.config, arguments)
+        line = f"torchrun --nproc-per-node 4 -m {program.module} {' '.join(arguments)}".rstrip()
+        if config.nproc is None:
+            raise ExperimentError(
+                f"several processes are needed to exchange anything, and this is one: launch with "
+                f"`{line}`, or add nproc=4 to let this command launch them"
+            )
+        check_world(config, config.nproc, launch_line=f"nproc={2 * config.ranks_per_site}")
+        program.prepare(config)
+        return _launch(program.module, arguments, nproc=config.nproc, port=config.port)
+    except ExperimentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, SignalException):
+        print("\ninterrupted: all ranks were stopped, no results were written", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _launch(module: str, arguments: list[str], *, nproc: int, port: int | None) -> int:
+    """Run the same command once per rank, through torchrun's own agent, and wait."""
+    port = _free_port(port)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # gloo logs what an exception says too
+    os.environ[_OWN_LAUNCH] = "1"
+    logging.disable()  # the agent logs what it does about a failure; the sentence says what failed
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id="loco",
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": 0},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+    )
+    # A rank dies of SIGTERM without a word. The agent passes on the signal it is stopped by, so Ctrl-C is
+    # turned into that one here.
+    signal.signal(signal.SIGINT, _stop)
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:
+        raise ExperimentError(_first_cause(error.failures)) from error
+    return 0
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the stopping
+    raise SignalException("Ctrl-C", signal.SIGTERM)
+
+
+def _free_port(wanted: int | None) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted or 0))
+        except OSError as error:
+            raise ExperimentError(
+                f"port {wanted} cannot be used ({error.strerror}): choose another one, or leave port out"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _first_cause(failures: dict[int, ProcessFailure]) -> str:
+    """The sentence of the rank that failed first; a lost connection is never the cause."""
+    sentences = []
+    for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
+        message: Any = failure.message  # declared a str; `_leave` wrote a dict
+        if isinstance(message, dict):
+            sentences.append((message["consequence"], message["message"]))
+        elif failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            sentences.append((False, f"rank {rank} was killed by {name}"))
+        else:
+            sentences.append((True, f"rank {rank} ended with status {failure.exitcode}"))
+    return min(sentences, key=lambda sentence: sentence[0])[1]
+
+
+def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
+    rank = int(os.environ["RANK"])
+    if rank != 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # dies without a word: rank 0 speaks for all
+    try:
+        config = load(program.config, arguments)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        check_world(config, world, launch_line=f"torchrun --nproc-per-node {2 * config.ranks_per_site} …")
+        program.prepare(config)
+        device = _device(config.device)
+        _join(device)
+        program.work(config, device)
+    except ExperimentError as error:
+        return _leave(str(error), shared=True)
+    except loco.LocoError as error:
+        return _leave(str(error), shared=True, consequence=_is_lost_connection(error))
+    except KeyboardInterrupt:
+        return _leave("interrupted: no results were written", shared=True, status=_INTERRUPTED)
+    except Exception as error:
+        if _is_lost_connection(error):
+            return _leave("the connection to another rank was lost", shared=True, consequence=True)
+        # Not a mistake of the user's: the traceback is wanted, once.
+        text = f"rank {rank}: {type(error).__name__}: {error}"
+        return _leave(f"{traceback.format_exc()}{text}" if rank == 0 else text, shared=False)
+    dist.destroy_process_group()
+    return 0
+
+
+def _device(wanted: str) -> torch.device:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    enough = local_rank < torch.cuda.device_count()
+    if wanted == "cuda" and not enough:
+        raise ExperimentError(
+            f"device=cuda needs a GPU per rank, and this machine has {torch.cuda.device_count()}"
+        )
+    if wanted == "cpu" or not enough:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _join(device: torch.device) -> None:
+    if "MASTER_ADDR" not in os.environ:
+        raise ExperimentError(
+            "RANK is set but MASTER_ADDR is not, so this process cannot find the others: "
+            "launch with torchrun, or unset RANK and add nproc=4"
+        )
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_WARM_START_PATIENCE)
+    except (ValueError, RuntimeError) as error:  # torch's DistNetworkError is a RuntimeError
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+        reason = str(error).splitlines()[0]
+        raise ExperimentError(
+            f"the ranks could not meet at {address} ({reason}): launch with torchrun, "
+            "and give two launches on one machine different ports (--master-port)"
+        ) from error
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    return isinstance(error, loco.TransportError | dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in str(error) or "onnection" in str(error))
+    )
+
+
+def _leave(sentence: str, *, shared: bool, consequence: bool = False, status: int = 1) -> int:
+    """Tell the parent and, unless it will repeat it, the person; then go without waiting for anyone.
+
+    `shared`: every rank has met the same, so rank 0 speaks. `consequence`: of another rank's failure.
+    """
+    sentence = sentence.strip()
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun prints `py_callstack` in its summary: the sentence serves better than a traceback.
+        extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+        message = {"message": sentence, "consequence": consequence, "extraInfo": extra}
+        with open(file, "w", encoding="utf-8") as target:
+            json.dump({"message": message}, target)
+    rank = os.environ["RANK"]
+    if consequence or (shared and rank != "0"):
+        # The launcher stops all ranks when the first one leaves: let the one that knows more be it.
+        time.sleep(_PATIENCE)
+    if _OWN_LAUNCH not in os.environ and (rank == "0" or not shared):
+        print(f"error: {sentence}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The process group's own shutdown would wait for ranks that are gone.
+    os._exit(status)

@@ -1,0 +1,85 @@
+"""Time and bytes of the training steps, and of nothing else: no evaluation, no barrier, no set-up."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import torch
+
+import loco
+from experiments.ledger import TcpBytes, tcp_bytes
+
+
+class Meter:
+    """`begin()` before a step's work and `end()` after it; the sums are this rank's, for the run."""
+
+    def __init__(self, device: torch.device, *, computed_bytes_per_step: int) -> None:
+        self._device = device
+        self._computed_bytes_per_step = computed_bytes_per_step  # of a gradient all-reduce; else 0
+        self._kernel: TcpBytes | None = TcpBytes(0, 0)
+        self._began: tuple[float, TcpBytes | None] = (0.0, None)
+        self._computing: list[float] = []  # seconds of each step's own work
+        self._steps = 0
+        self.reports: list[tuple[int, loco.SyncReport]] = []  # (step, what the round did)
+        self.exchange_seconds = 0.0
+        self.round_seconds = 0.0
+
+    def begin(self) -> None:
+        self._began = (self._now(), tcp_bytes())
+
+    def end(self, *, waited: float, report: loco.SyncReport | None) -> None:
+        """`waited` for gradients inside the step; `report` if the step ended a round."""
+        elapsed = self._now() - self._began[0]
+        before, after = self._began[1], tcp_bytes()
+        if self._kernel is None or before is None or after is None:
+            self._kernel = None
+        else:
+            self._kernel += after - before
+        self._steps += 1
+        self.exchange_seconds += waited
+        if report is None:
+            self._computing.append(elapsed - waited)
+            return
+        self.reports.append((self._steps, report))
+        exchange = report.seconds["exchange"]
+        work = sum(report.seconds.values()) - exchange
+        self.exchange_seconds += exchange
+        self.round_seconds += work
+        self._computing.append(elapsed - waited - exchange - work)
+
+    @property
+    def step_seconds(self) -> float:
+        return median(self._computing)
+
+    @property
+    def kernel(self) -> TcpBytes | None:
+        """What the kernel counted; None where it does not, or where the traffic is not TCP."""
+        return self._kernel if self._device.type == "cpu" else None
+
+    @property
+    def source(self) -> str:
+        if not self._computed_bytes_per_step:
+            return "counted"
+        return "kernel" if self.kernel else "computed"
+
+    @property
+    def accounted_bytes(self) -> int:
+        counted = sum(report.sent_bytes for _, report in self.reports)
+        return counted + self._computed_bytes_per_step * self._steps
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.kernel.sent if self.kernel and self.source == "kernel" else self.accounted_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        if self.kernel and self.source == "kernel":
+            return self.kernel.received
+        received = sum(report.received_bytes for _, report in self.reports)
+        return received + self._computed_bytes_per_step * self._steps
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
