@@ -16,15 +16,20 @@ def agree_on_setup(everyone: Transport, ranks_per_site: int, setup: Mapping[str,
     """
     mine = json.dumps(setup, sort_keys=True).encode()
     blobs = everyone.swap_blobs(mine, phase="agreement at construction")
-    first = json.loads(blobs[0])
-    for rank, blob in enumerate(blobs):
-        if blob == blobs[0]:
+    setups = [json.loads(blob) for blob in blobs]
+
+    def where(rank: int) -> str:
+        site = f"site {rank // ranks_per_site}"
+        return site if ranks_per_site == 1 else f"{site} (rank {rank})"
+
+    for rank, theirs in enumerate(setups):
+        if "error" in theirs:
+            raise AgreementError(f"{where(rank)} could not be built: {theirs['error']}")
+    for rank, theirs in enumerate(setups):
+        if theirs == setups[0]:
             continue
-        what, ours, theirs = _difference(first, json.loads(blob))
-        where = f"site {rank // ranks_per_site}"
-        if ranks_per_site > 1:
-            where += f" (rank {rank})"
-        raise AgreementError(f"the sites differ in {what}: site 0 has {ours}, {where} has {theirs}")
+        what, here, there = _difference(setups[0], theirs)
+        raise AgreementError(f"the sites differ in {what}: site 0 has {here}, {where(rank)} has {there}")
 
 
 def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, Any, Any]:

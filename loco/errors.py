@@ -2,7 +2,7 @@
 
 
 class LocoError(RuntimeError):
-    """Base of all errors of a round; the site's state is what it was before the round."""
+    """Base of all errors of a round. Unless it says otherwise the state is what it was before the round."""
 
 
 class AgreementError(LocoError):
@@ -23,3 +23,7 @@ class WireError(LocoError):
 
 class TransportError(LocoError):
     """The network failed, or a peer did not answer in time."""
+
+
+class PeerError(LocoError):
+    """Another rank failed in the round, for a reason that only its own error knows."""

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loco import kernels
 from loco.kernels import Encoded, Entries
 
 from .codec import WholeFloat32
-from .errors import LocoError, NonFiniteError, ReplicaError, WireError
-from .transport import Transport, as_bytes
-from .wire import VOTE, Header, Status, check_header, decode_payload, encode_payload
+from .errors import LocoError, NonFiniteError, PeerError, ReplicaError, TransportError, WireError
+from .transport import Transport, as_bytes, to_bytes
+from .wire import HEADER_BYTES, VOTE, Header, Status, check_header, decode_payload, encode_payload
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,15 @@ class Problem:
 
     status: Status
     subject: int = 0
-    seen: LocoError | None = None
+    seen: Exception | None = None
+
+
+class Refused(Exception):  # noqa: N818
+    """All ranks refuse the round together, so that all of them are ready to repeat it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Exchange(ABC):
@@ -35,6 +44,10 @@ class Exchange(ABC):
     2. vote: does any rank anywhere see a reason to refuse? Then all raise, and no body was sent.
     3. transfer: the bodies.
     4. vote: did all of them arrive whole, everywhere? Then all go on; else all raise, nothing changed.
+
+    Whatever goes wrong on a rank between two messages becomes its vote, so that none is left waiting. Only
+    a lost link can't be voted on: if one breaks during the last vote, some ranks may go on and others not,
+    and the next round says so.
 
     Args:
         across: the link to the same place in the other sites.
@@ -48,53 +61,79 @@ class Exchange(ABC):
         self.name_of = name_of
 
     def contributions(
-        self, encoded: Encoded, *, round: int, numel: int, problem: Problem | None
+        self, encoded: Encoded | None, *, round: int, numel: int, problem: Problem | None
     ) -> tuple[list[Entries], int]:
         """What all sites send in this round, and the bytes of this site's payload.
 
         Args:
-            encoded: this site's entries of a vector of `numel` elements, and the digest of its θ.
+            encoded: this site's entries of a vector of `numel` elements, and the digest of its θ; None if
+                a problem kept this rank from encoding.
             problem: a reason of this rank's to refuse the round.
 
         Raises:
-            LocoError: the same on every rank of every site, and nothing was applied anywhere; or a
-                TransportError on those that lost a peer.
+            Refused: on every rank of every site, with the error to raise; nothing was applied anywhere.
+            TransportError, WireError: a link is lost, or says what no peer would say.
         """
+        header, body = Header(codec=VOTE, site=self.across.rank, round=round), None
+        if encoded is not None and problem is None:
+            try:
+                header, body = self._payload(encoded, round, numel)
+            except Exception as error:
+                problem = Problem(Status.FAILED, seen=error)
+
+        headers, unreadable = self._announce(header, announces=body is not None)
+        problem = problem or unreadable or _replica_problem(headers)
+        room: dict[int, Tensor] = {}
+        if problem is None:
+            try:
+                room = self._room(headers)
+            except Exception as error:
+                problem = Problem(Status.FAILED, seen=error)
+        self._vote(problem, round, 1)
+        assert encoded is not None
+        assert body is not None
+
+        contributions: list[Entries] = []
+        try:
+            contributions, problem = self._transfer(headers, encoded.entries, body, room)
+        except TransportError:
+            raise
+        except Exception as error:
+            problem = Problem(Status.FAILED, seen=error)
+        self._vote(problem, round, 2)
+        return contributions, HEADER_BYTES + header.body_bytes
+
+    def _payload(self, encoded: Encoded, round: int, numel: int) -> tuple[Header, Tensor]:
         header, body = encode_payload(
-            encoded.entries,
-            site=self.across.rank,
-            round=round,
-            numel=numel,
-            digest=encoded.digest,
+            encoded.entries, site=self.across.rank, round=round, numel=numel, digest=encoded.digest
         )
-        body = body.to(self.across.device)
+        return header, body.to(self.across.device)
 
-        headers, unreadable = self._announce(header)
-        self._vote(problem or unreadable or _replica_problem(headers), round)
-
-        contributions, problem = self._transfer(headers, encoded.entries, body)
-        self._vote(problem, round)
-        return contributions, len(header.pack()) + body.numel()
+    @abstractmethod
+    def _room(self, headers: list[Header]) -> dict[int, Tensor]:
+        """Memory for what each peer will send, taken while the round can still be refused."""
 
     @abstractmethod
     def _transfer(
-        self, headers: list[Header], own: Entries, body: Tensor
+        self, headers: list[Header], own: Entries, body: Tensor, room: dict[int, Tensor]
     ) -> tuple[list[Entries], Problem | None]:
         """Move the bodies; a body that can't be read is a problem, a lost peer raises."""
 
-    def _announce(self, mine: Header) -> tuple[list[Header], Problem | None]:
+    def _announce(self, mine: Header, *, announces: bool) -> tuple[list[Header], Problem | None]:
+        """All sites' headers; a site that has a problem announces nothing but its coming vote."""
         phase = f"round {mine.round}, announcement"
         headers: list[Header] = []
         for site, raw in enumerate(self.across.swap_records(mine.pack(), phase=phase)):
             try:
                 header = Header.unpack(raw)
-                check_header(header, site=site, numel=mine.numel, codec=mine.codec)
+                if announces and header.codec != VOTE:
+                    check_header(header, site=site, numel=mine.numel, codec=mine.codec)
             except WireError as error:
-                return headers, _unreadable(site, error, mine.round)
+                return [], _unreadable(site, error, mine.round)
             headers.append(header)
         return headers, None
 
-    def _vote(self, problem: Problem | None, round: int) -> None:
+    def _vote(self, problem: Problem | None, round: int, number: int) -> None:
         """All ranks of all sites learn of the first problem and raise, or none does.
 
         A site's ranks vote among themselves first, so that each then speaks for the whole site.
@@ -106,16 +145,26 @@ class Exchange(ABC):
             round=round,
             status=problem.status,
             subject=problem.subject,
+            entries=number,
         )
         for transport in (self.inside, self.across):
-            raws = transport.swap_records(vote.pack(), phase=f"round {round}, vote")
-            votes = [Header.unpack(raw) for raw in raws]
+            phase = f"round {round}, vote {number}"
+            votes = [Header.unpack(raw) for raw in transport.swap_records(vote.pack(), phase=phase)]
+            for member, got in enumerate(votes):
+                site = member if transport is self.across else self.across.rank
+                # In the first vote a peer may be in another round, which is what the vote is about.
+                in_round = round if number == 2 else got.round
+                if (got.codec, got.site, got.entries, got.round) != (VOTE, site, number, in_round):
+                    raise WireError(
+                        f"{phase}: {transport.member} {member} sent another message than its vote: the "
+                        f"ranks are not at the same point"
+                    )
             vote = next((v for v in votes if v.status != Status.OK), vote)
         if vote.status == Status.OK:
             return
         if problem.seen is not None and problem.status == vote.status:
-            raise problem.seen
-        raise self._reported(vote)
+            raise Refused(problem.seen)
+        raise Refused(self._reported(vote))
 
     def _reported(self, vote: Header) -> LocoError:
         """The error for a problem that another rank saw."""
@@ -134,22 +183,29 @@ class Exchange(ABC):
                 f"{where}: its ranks hold different weights. Wrap the model of a site of several ranks "
                 f"in DistributedDataParallel(process_group=topology.site_group)"
             )
+        if vote.status == Status.FAILED:
+            return PeerError(
+                f"{where} failed, and its own error says why. No state has changed; once it is mended, "
+                f"all ranks can repeat the round"
+            )
         return WireError(f"{where} could not read the message of site {vote.subject}")
 
 
 class GatherExchange(Exchange):
     """Each site's payload to all sites, in its own size. Sends (R−1) payloads."""
 
-    def _transfer(
-        self, headers: list[Header], own: Entries, body: Tensor
-    ) -> tuple[list[Entries], Problem | None]:
+    def _room(self, headers: list[Header]) -> dict[int, Tensor]:
         across = self.across
-        bodies = {
+        return {
             site: torch.empty(headers[site].body_bytes, dtype=torch.uint8, device=across.device)
             for site in across.peers
         }
-        round = headers[across.rank].round
-        across.swap(dict.fromkeys(across.peers, body), bodies, phase=f"round {round}, payloads")
+
+    def _transfer(
+        self, headers: list[Header], own: Entries, body: Tensor, room: dict[int, Tensor]
+    ) -> tuple[list[Entries], Problem | None]:
+        across, round = self.across, headers[self.across.rank].round
+        across.swap(dict.fromkeys(across.peers, body), room, phase=f"round {round}, payloads")
 
         contributions: list[Entries] = []
         for site, header in enumerate(headers):
@@ -157,7 +213,7 @@ class GatherExchange(Exchange):
                 contributions.append(own)
                 continue
             try:
-                entries = decode_payload(header, bodies.pop(site).to(own.values.device))
+                entries = decode_payload(header, room.pop(site).to(own.values.device))
             except WireError as error:
                 return [], _unreadable(site, error, round)
             contributions.append(entries)
@@ -168,36 +224,87 @@ class DenseExchange(Exchange):
     """Each site sums one slice in site order, then the slices are gathered.
 
     Sends 2(R−1)/R · 4 bytes per element, as a ring all-reduce does, but the order of the sum, and so its
-    bits, do not depend on a ring.
+    bits, do not depend on a ring. Every slice travels with its digest.
     """
 
+    def _payload(self, encoded: Encoded, round: int, numel: int) -> tuple[Header, Tensor]:
+        codec = WholeFloat32()
+        body = codec.encode(encoded.entries)
+        header = Header(
+            codec=codec.id,
+            site=self.across.rank,
+            round=round,
+            numel=numel,
+            entries=numel,
+            body_bytes=body.numel(),
+            digest=encoded.digest,
+        )
+        return header, body.to(self.across.device)
+
+    def _room(self, headers: list[Header]) -> dict[int, Tensor]:
+        """The peers' parts of this site's slice, and, under this site's own number, the whole sum."""
+        across, numel = self.across, headers[self.across.rank].numel
+        mine = self._slices(numel)[across.rank]
+        width = mine.stop - mine.start
+        return {
+            site: torch.zeros(
+                numel if site == across.rank else width, dtype=torch.float32, device=across.device
+            )
+            for site in range(across.size)
+        }
+
     def _transfer(
-        self, headers: list[Header], own: Entries, body: Tensor
+        self, headers: list[Header], own: Entries, body: Tensor, room: dict[int, Tensor]
     ) -> tuple[list[Entries], Problem | None]:
-        across, numel, round = self.across, own.values.numel(), headers[0].round
-        assert headers[0].codec == WholeFloat32.id
-        width = -(-numel // across.size)
-        slices = [slice(min(k * width, numel), min((k + 1) * width, numel)) for k in range(across.size)]
-        values = body.view(torch.float32)
+        across, round = self.across, headers[self.across.rank].round
+        values, total = body.view(torch.float32), room.pop(across.rank)
+        slices = self._slices(values.numel())
         mine = slices[across.rank]
 
-        received = {peer: torch.empty_like(values[mine]) for peer in across.peers}
-        across.swap(
-            {peer: as_bytes(values[slices[peer]]) for peer in across.peers},
-            {peer: as_bytes(part) for peer, part in received.items()},
-            phase=f"round {round}, slices to their owners",
-        )
-        total = torch.empty_like(values)
-        total[mine] = 0.0
+        problem = None
+        outgoing = {peer: values[slices[peer]] for peer in across.peers}
+        damaged = self._swap_sealed(outgoing, room, f"round {round}, slices to their owners")
+        if damaged is not None:
+            problem = _unreadable(damaged, _DAMAGED, round)
         for site in range(across.size):
-            total[mine] += values[mine] if site == across.rank else received.pop(site)
+            total[mine] += values[mine] if site == across.rank else room.pop(site)
 
+        outgoing = dict.fromkeys(across.peers, total[mine])
+        incoming = {peer: total[slices[peer]] for peer in across.peers}
+        damaged = self._swap_sealed(outgoing, incoming, f"round {round}, sums to all")
+        if damaged is not None and problem is None:
+            problem = _unreadable(damaged, _DAMAGED, round)
+        return [Entries(None, total.to(own.values.device))], problem
+
+    def _slices(self, numel: int) -> list[slice]:
+        size = self.across.size
+        width = -(-numel // size)
+        return [slice(min(k * width, numel), min((k + 1) * width, numel)) for k in range(size)]
+
+    def _swap_sealed(
+        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], phase: str
+    ) -> int | None:
+        """Move FP32 slices, and the digest of each after it -> the first peer whose slice is damaged."""
+        across = self.across
         across.swap(
-            {peer: as_bytes(total[mine]) for peer in across.peers},
-            {peer: as_bytes(total[slices[peer]]) for peer in across.peers},
-            phase=f"round {round}, sums to all",
+            {peer: as_bytes(values) for peer, values in outgoing.items()},
+            {peer: as_bytes(values) for peer, values in incoming.items()},
+            phase=phase,
         )
-        return [Entries(None, total.to(own.values.device))], None
+        theirs = torch.empty(across.size, 8, dtype=torch.uint8, device=across.device)
+        across.swap(
+            {peer: across.message(_seal(values)) for peer, values in outgoing.items()},
+            {peer: theirs[peer] for peer in incoming},
+            phase=f"{phase}, digests",
+        )
+        return next((p for p, values in incoming.items() if to_bytes(theirs[p]) != _seal(values)), None)
+
+
+_DAMAGED = WireError("a body whose checksum does not match")
+
+
+def _seal(values: Tensor) -> bytes:
+    return kernels.digest(values).to_bytes(8, "little")
 
 
 def _unreadable(site: int, error: WireError, round: int) -> Problem:
@@ -206,17 +313,21 @@ def _unreadable(site: int, error: WireError, round: int) -> Problem:
 
 
 def _replica_problem(headers: list[Header]) -> Problem | None:
-    """Every site is in the same round and holds the same θ, or the sites that differ are named."""
-    first = headers[0]
+    """Every site is in the same round and holds the same θ, or the sites that differ are named.
+
+    A header without a payload, of a site that is about to refuse the round, has no digest.
+    """
     by_round = ", ".join(f"site {h.site} in round {h.round}" for h in headers)
     by_digest = ", ".join(f"site {h.site} holds {h.digest:016x}" for h in headers)
+    first = next(iter(headers), None)
     for header in headers:
+        assert first is not None
         if header.round != first.round:
             seen = ReplicaError(
                 f"the sites are in different rounds ({by_round}): resume all from the same checkpoint"
             )
             return Problem(Status.REPLICA, header.site, seen)
-        if header.digest != first.digest:
+        if header.digest != first.digest and VOTE not in (header.codec, first.codec):
             seen = ReplicaError(
                 f"round {first.round}: the sites' anchors differ ({by_digest}): "
                 f"resume all from the same checkpoint"

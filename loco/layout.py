@@ -3,10 +3,11 @@
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,33 +24,44 @@ class Layout:
 
     def __init__(self, inner: Optimizer) -> None:
         named = _named_parameters(inner)
-        self.names = list(named)
-        self.params = list(named.values())
+        if not named:
+            raise ValueError("the inner optimizer has no parameters")
+        self.names = [name for name, _ in named]
+        self.params = [p for _, p in named]
         self.shapes = [tuple(p.shape) for p in self.params]
         self.dtypes = [p.dtype for p in self.params]
         self.starts = list(accumulate((p.numel() for p in self.params), initial=0))
         self.numel = self.starts.pop()
         self.device = self.params[0].device
-        seen: dict[tuple, str] = {}
-        for name, p in named.items():
-            if p.dtype not in SUPPORTED:
+        for name, p in named:
+            self._check(name, p)
+        # Two parameters on one memory would be written twice, from two places of the flat vector.
+        spans = sorted((p.data_ptr(), _end(p), name) for name, p in named if p.numel())
+        for (_, end, name), (start, _, other) in pairwise(spans):
+            if start < end:
                 raise ValueError(
-                    f"parameter {name} is {p.dtype}; loco synchronises float32, bfloat16 and float16"
-                )
-            if p.layout != torch.strided or p.is_meta:
-                raise ValueError(f"parameter {name} is {p.layout} on {p.device}; it must be dense")
-            if p.device != self.device:
-                raise ValueError(
-                    f"parameters lie on {self.device} and ({name}) on {p.device}; "
-                    f"all parameters of one optimizer must be on one device"
-                )
-            memory = (p.data_ptr(), p.shape, p.stride())
-            if p.numel() and memory in seen:
-                raise ValueError(
-                    f"parameters {seen[memory]} and {name} share their memory but are two Parameters: "
+                    f"parameters {name} and {other} share their memory but are two Parameters: "
                     f"tie weights by using one Parameter in both places"
                 )
-            seen[memory] = name
+
+    def _check(self, name: str, p: Tensor) -> None:
+        if type(p) not in (Tensor, Parameter):
+            raise ValueError(f"parameter {name} is a {type(p).__name__}; loco synchronises plain tensors")
+        if p.dtype not in SUPPORTED:
+            raise ValueError(
+                f"parameter {name} is {p.dtype}; loco synchronises float32, bfloat16 and float16"
+            )
+        if p.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device: give the model its weights first")
+        if p.layout != torch.strided:
+            raise ValueError(f"parameter {name} is {p.layout}; it must be dense")
+        if p.is_inference():
+            raise ValueError(f"parameter {name} was made under inference_mode, and can't be updated")
+        if p.device != self.device:
+            raise ValueError(
+                f"parameters lie on {self.device} and ({name}) on {p.device}; "
+                f"all parameters of one optimizer must be on one device"
+            )
 
     def describe(self) -> list[list]:
         """Names, shapes and dtypes, as the sites compare them."""
@@ -70,7 +82,7 @@ class Layout:
             ValueError: some were added, replaced, moved or converted since.
         """
         now = _named_parameters(inner)
-        if [id(p) for p in now.values()] != [id(p) for p in self.params]:
+        if [id(p) for _, p in now] != [id(p) for p in self.params]:
             raise ValueError(
                 "the inner optimizer's parameters have changed since the sites agreed on them: "
                 "build a new optimizer with all of them"
@@ -106,14 +118,24 @@ class Layout:
                 param.copy_(flat.view(param.shape))
 
 
-def _named_parameters(inner: Optimizer) -> dict[str, Tensor]:
-    """Each parameter once, by the name it was given (`AdamW(model.named_parameters())`) or its place."""
-    named: dict[str, Tensor] = {}
+def _named_parameters(inner: Optimizer) -> list[tuple[str, Tensor]]:
+    """Each parameter once, by the name it was given (`AdamW(model.named_parameters())`) or its place.
+
+    Names are for people; groups may use one twice (two models' "weight"), and then say whose it is.
+    """
+    named: list[tuple[str, Tensor]] = []
     seen: set[int] = set()
     for g, group in enumerate(inner.param_groups):
-        names = group.get("param_names") or [f"group{g}.param{k}" for k in range(len(group["params"]))]
+        names = group.get("param_names") or [f"param{k}" for k in range(len(group["params"]))]
+        prefix = "" if "param_names" in group and len(inner.param_groups) == 1 else f"group{g}."
         for name, p in zip(names, group["params"], strict=True):
             if id(p) not in seen:
                 seen.add(id(p))
-                named[name] = p
+                named.append((prefix + name, p))
     return named
+
+
+def _end(p: Tensor) -> int:
+    """The address behind the last byte that a tensor's elements reach."""
+    last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+    return p.data_ptr() + (last + 1) * p.element_size()

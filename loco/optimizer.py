@@ -6,7 +6,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .exchange import DenseExchange, Exchange, GatherExchange
-from .layout import Layout
 from .outer import OuterLoop, Settings
 from .report import SyncReport
 from .topology import Topology
@@ -33,7 +32,7 @@ class LowCommunicationOptimizer(Optimizer):
         self.inner = inner
         self._built = False
         super().__init__(inner.param_groups, inner.defaults)
-        self._outer = OuterLoop(Layout(inner), settings, topology or Topology(), exchange)
+        self._outer = OuterLoop(inner, settings, topology or Topology(), exchange)
         self.topology = self._outer.topology
         self.local_step = 0  # inner steps since the last round
         self.last_report: SyncReport | None = None
@@ -42,12 +41,16 @@ class LowCommunicationOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """An inner step; every `sync_every`-th call also runs a round. Returns the inner step's loss.
 
+        A step that a GradScaler skips for an overflow counts too: the sites stay in step.
+
         Raises:
             LocoError: the round failed and changed nothing; the inner step stands. `sync()` repeats the
                 round, and so does the next `step()`, after another inner step.
         """
         self._outer.check_whole()
-        loss = self.inner.step() if closure is None else self.inner.step(closure)
+        loss = None
+        if not self._unscale_or_skip():
+            loss = self.inner.step() if closure is None else self.inner.step(closure)
         self.local_step += 1
         if self.local_step >= self.sync_every:
             self.sync()
@@ -59,10 +62,26 @@ class LowCommunicationOptimizer(Optimizer):
         Raises:
             LocoError: the round failed and changed nothing; it can be repeated.
         """
-        self._outer.layout.check_unchanged(self.inner)
         self.last_report = self._outer.round()
         self.local_step = 0
         return self.last_report
+
+    # torch's GradScaler then always calls step(), with `grad_scale` and `found_inf` set on this optimizer. If
+    # it left out the calls whose gradients overflow, one site's rounds would come later than the others'.
+    _step_supports_amp_scaling = True
+
+    def _unscale_or_skip(self) -> bool:
+        """What GradScaler does for other optimizers: unscale the gradients; true if they overflowed."""
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf):
+            return True
+        if scale is not None:
+            inverse = scale.double().reciprocal().float()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(inverse.to(p.grad.device))
+        return False
 
     @property
     def sync_every(self) -> int:
@@ -120,15 +139,14 @@ class LowCommunicationOptimizer(Optimizer):
             f"to the inner optimizer before you build it, or build a new one around the inner optimizer"
         )
 
-    # torch's constructor and load_state_dict assign these two; what counts is what the inner one holds.
+    # torch's constructor assigns these two; what counts is what the inner optimizer holds.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._built:
-            self.inner.param_groups = groups
+    def param_groups(self, groups: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        pass
 
     @property
     def state(self) -> Any:
@@ -136,8 +154,7 @@ class LowCommunicationOptimizer(Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._built:
-            self.inner.state = state
+        pass
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -1,19 +1,22 @@
 """The outer loop: the state that the sites share, and a round as its numbered steps (DESIGN's §2)."""
 
+import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from loco import kernels
-from loco.kernels import Gate, OuterStep
+from loco.kernels import Encoded, Gate, OuterStep
 
 from .agreement import agree_on_setup
-from .errors import LocoError, ReplicaError
-from .exchange import Exchange, Problem
+from .errors import AgreementError, LocoError, ReplicaError
+from .exchange import Exchange, Problem, Refused
 from .layout import Layout
 from .report import SyncReport
 from .topology import Topology
@@ -35,42 +38,58 @@ class Settings:
     gate_gain: float  # γ
 
     def __post_init__(self) -> None:
-        if self.sync_every < 1 or self.sync_every != int(self.sync_every):
+        if not 1 <= self.sync_every < float("inf") or self.sync_every != int(self.sync_every):
             raise ValueError(f"sync_every must be a whole number >= 1, got {self.sync_every}")
-        if not 0 < self.outer_lr < float("inf"):
-            raise ValueError(f"outer_lr must be > 0 and finite, got {self.outer_lr}")
+        for name in ("outer_lr", "gate_gain"):
+            value = getattr(self, name)
+            # FP32 is what the round computes in.
+            if not 2.0**-126 <= value < 2.0**128:
+                raise ValueError(f"{name} must be > 0 and finite in FP32, got {value}")
         if not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
+        if self.nesterov not in (True, False):
+            raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
         if self.gate not in ("bf16", "open"):
             raise ValueError(f"gate must be 'bf16' or 'open', got {self.gate!r}")
-        if not 0 < self.gate_gain < float("inf"):
-            raise ValueError(f"gate_gain must be > 0 and finite, got {self.gate_gain}")
+        # 8 and 8.0, or a number of numpy's, are one setting: plain types, so that they compare as one.
+        for name, kind in (
+            ("sync_every", int),
+            ("outer_lr", float),
+            ("outer_momentum", float),
+            ("nesterov", bool),
+            ("gate_gain", float),
+        ):
+            object.__setattr__(self, name, kind(getattr(self, name)))
 
 
 class OuterLoop:
     """Anchor θ, outer momentum m and residual e of this rank's slice, and the rounds over them.
 
     Args:
-        layout: the parameters as one flat vector; a site's ranks hold a slice of the state each.
+        inner: the optimizer whose parameters are synchronised.
         settings: equal on all sites.
         topology: who the sites are.
         exchange: the exchange's class.
 
     Raises:
-        ValueError, AgreementError: the parameters can't be synchronised, or the sites differ.
+        ValueError: this rank's parameters can't be synchronised.
+        AgreementError: another rank's can't, or the sites differ.
+        TransportError, ReplicaError: site 0's weights did not reach all.
     """
 
     def __init__(
-        self, layout: Layout, settings: Settings, topology: Topology, exchange: type[Exchange]
+        self, inner: Optimizer, settings: Settings, topology: Topology, exchange: type[Exchange]
     ) -> None:
-        self.layout = layout
         self.settings = settings
         self.topology = topology
         self.rounds = 0  # rounds done
+        self._everyone = topology.everyone()
+        self.layout = self._agree(inner)
+        self._inner = inner
+        self._exchange_type = exchange
+        self._connect()
         self._torn = False
 
-        self._across, self._inside = topology.transports(layout.device)
-        self._exchange = exchange(self._across, self._inside, lambda k: layout.names[k])
         self._gate = Gate(gain=settings.gate_gain) if settings.gate == "bf16" else None
         self._step = OuterStep(
             num_sites=topology.num_sites,
@@ -78,17 +97,12 @@ class OuterLoop:
             momentum=settings.outer_momentum,
             nesterov=settings.nesterov,
         )
-        _check_denormals(layout.device)
-        self._everyone = topology.everyone(layout.device)
-        setup = {"wire version": VERSION, "sites": topology.num_sites}
-        setup |= vars(settings) | {"parameters": layout.describe()}
-        agree_on_setup(self._everyone, topology.ranks_per_site, setup)
-
         # The ranks of a site share the flat state in equal slices, the last ones possibly shorter.
-        self._width = -(-layout.numel // topology.ranks_per_site)
-        edges = [min(topology.place * self._width + k, layout.numel) for k in (0, self._width)]
-        self.start, self.stop = edges
-        zeros = torch.zeros(self.stop - self.start, dtype=torch.float32, device=layout.device)
+        numel = self.layout.numel
+        self._width = -(-numel // topology.ranks_per_site)
+        self.start = min(topology.place * self._width, numel)
+        self.stop = min(self.start + self._width, numel)
+        zeros = torch.zeros(self.stop - self.start, dtype=torch.float32, device=self.layout.device)
         self.anchor = torch.empty_like(zeros)
         self.momentum = torch.zeros_like(zeros) if settings.outer_momentum else None
         self.residual = zeros if self._gate is not None else None
@@ -99,24 +113,31 @@ class OuterLoop:
         """Steps 2 to 8 (step 1 is the caller's H inner steps).
 
         Until every site has confirmed that it received everything, nothing is written: a round that fails
-        leaves θ, m, e and w as they were, and can be repeated.
+        leaves θ, m, e and w as they were, and can be repeated by all ranks together.
         """
         self.check_whole()
-        sent, received, inside = self._bytes()
+        if self._out_of_step:
+            self._connect(again=True)
+        # True until all ranks are known to be at the same message again.
+        self._out_of_step = True
+        before = self._bytes()
         encoding = time.perf_counter()
         with self.layout.pieces(self.start, self.stop, write=True) as weights:
             # 2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send
-            encoded = kernels.encode(self.anchor, weights, self.residual, self._gate)
-            # Both are asked always: a rank that skipped the second would leave its site waiting.
-            problems = self._non_finite(encoded.first_nonfinite), self._site_drift()
-
+            encoded, problem = self._encode(weights)
             exchanging = time.perf_counter()
-            contributions, payload_bytes = self._exchange.contributions(
-                encoded,
-                round=self.rounds + 1,
-                numel=self.stop - self.start,
-                problem=problems[0] or problems[1],
-            )
+            drift = self._site_drift()
+            try:
+                contributions, payload_bytes = self._exchange.contributions(
+                    encoded,
+                    round=self.rounds + 1,
+                    numel=self.stop - self.start,
+                    problem=problem or drift,
+                )
+            except Refused as refusal:
+                self._out_of_step = False
+                raise refusal.error from None
+            assert encoded is not None
 
             # 5. e = what was not sent   6. g = Σ / R   7. m and θ   8. w = cast(θ)
             applying = time.perf_counter()
@@ -131,14 +152,12 @@ class OuterLoop:
                 self._step,
             )
         self._share_anchor_in_site()
-        self._torn = False
+        self._torn = self._out_of_step = False
         self.rounds += 1
         done = time.perf_counter()
 
         numel, entries = self.stop - self.start, encoded.entries.values.numel()
-        sent, received, inside = (
-            now - before for now, before in zip(self._bytes(), (sent, received, inside), strict=True)
-        )
+        sent, received, inside = (now - then for now, then in zip(self._bytes(), before, strict=True))
         sites = self.topology.num_sites
         return SyncReport(
             round=self.rounds,
@@ -182,32 +201,87 @@ class OuterLoop:
             raise ValueError(f"a loco state of format {state.get('format')!r}; this is format 1")
         for key, mine in (self._identity() | {"settings": vars(self.settings)}).items():
             _check_same(key, state.get(key), mine)
+        for name, mine, saved in self._tensors(state):
+            if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (mine.shape, mine.dtype):
+                what = f"{saved.dtype} {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
+                raise ValueError(
+                    f"this state's {name} is {what}, not {mine.dtype} {tuple(mine.shape)}: it is damaged"
+                )
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that `check_state` has passed, weights included."""
+        self._torn = True
+        for _, mine, saved in self._tensors(state):
+            mine.copy_(saved)
         self.rounds = int(state["round"])
-        for mine, saved in (
-            (self.anchor, state["anchor"]),
-            (self.momentum, state["momentum"]),
-            (self.residual, state["residual"]),
-            *zip(self.layout.params, state["weights"], strict=True),
-        ):
-            if mine is not None:
-                mine.copy_(saved)
         self._torn = False
 
+    def _tensors(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, Any]]:
+        """What this rank holds beside what a state has for it."""
+        for name in ("anchor", "momentum", "residual"):
+            mine = getattr(self, name)
+            if mine is not None:
+                yield name, mine, state.get(name)
+        weights = state.get("weights") or []
+        for k, (name, param) in enumerate(zip(self.layout.names, self.layout.params, strict=True)):
+            yield f"weight {name}", param, weights[k] if k < len(weights) else None
+
     def check_whole(self) -> None:
-        """Refuse to go on, or to save, after a round was stopped (Ctrl-C) while it was being applied.
+        """Refuse to go on, or to save, after a round was stopped while it was being applied: by Ctrl-C,
+        for want of memory, or by a link inside the site.
 
         Raises:
             LocoError: the state is half of one round and half of the next.
         """
         if self._torn:
             raise LocoError(
-                f"round {self.rounds + 1} was interrupted while it was being applied: this rank's state is "
+                f"round {self.rounds + 1} was stopped while it was being applied: this rank's state is "
                 f"neither before nor after it. Load the last checkpoint"
             )
+
+    def _connect(self, *, again: bool = False) -> None:
+        self._across, self._inside = self.topology.connect(self.layout.device, again=again)
+        self._exchange = self._exchange_type(self._across, self._inside, lambda k: self.layout.names[k])
+        self._out_of_step = False
+
+    def _agree(self, inner: Optimizer) -> Layout:
+        """The parameters as a flat vector, once all ranks have found that they agree on it.
+
+        A rank that can't go on says so before it raises, so that the others do not wait for it.
+        """
+        setup: dict[str, Any] = {"wire version": VERSION, "sites": self.topology.num_sites}
+        setup |= vars(self.settings)
+        failure: Exception | None = None
+        try:
+            layout = Layout(inner)
+            _check_denormals(layout.device)
+            setup["parameters"] = layout.describe()
+        except Exception as error:
+            failure, layout = error, None
+            setup = {"error": f"{type(error).__name__}: {error}"}
+        try:
+            agree_on_setup(self._everyone, self.topology.ranks_per_site, setup)
+        except AgreementError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        assert layout is not None
+        return layout
+
+    def _encode(self, weights: list[Tensor]) -> tuple[Encoded | None, Problem | None]:
+        """This rank's part of the round, or why it has none."""
+        try:
+            self.layout.check_unchanged(self._inner)
+            _check_denormals(self.layout.device)
+            encoded = kernels.encode(self.anchor, weights, self.residual, self._gate)
+        except Exception as error:
+            return None, Problem(Status.FAILED, seen=error)
+        position = encoded.first_nonfinite
+        if position < 0:
+            return encoded, None
+        return encoded, Problem(Status.NON_FINITE, self.layout.index_at(self.start + position))
 
     def _start_alike(self) -> None:
         """θ is site 0's weights, on all sites, verified; w = cast(θ)."""
@@ -258,20 +332,15 @@ class OuterLoop:
                 with self.layout.pieces(first, last, write=True) as weights:
                     kernels.write_weights(values[: last - first], weights)
 
-    def _non_finite(self, position: int) -> Problem | None:
-        if position < 0:
-            return None
-        return Problem(Status.NON_FINITE, self.layout.index_at(self.start + position))
-
     def _site_drift(self) -> Problem | None:
         """The ranks of a site exchange slices of what must be one and the same model."""
         if self._inside.size == 1:
             return None
         with self.layout.pieces(0, self.layout.numel) as weights:
-            mine = b"".join(kernels.digest(w).to_bytes(8, "little") for w in weights)
+            digests = b"".join(kernels.digest(w).to_bytes(8, "little") for w in weights)
+        mine = hashlib.blake2b(digests, digest_size=8).digest()
         phase = f"round {self.rounds + 1}, weights inside the site"
-        digests = self._inside.swap_records(mine, phase=phase)
-        if all(digest == mine for digest in digests):
+        if all(other == mine for other in self._inside.swap_records(mine, phase=phase)):
             return None
         return Problem(Status.SITE_DRIFT, self.topology.site)
 
@@ -310,5 +379,5 @@ def _check_denormals(device: torch.device) -> None:
     if float(tiny * 0.5) == 0.0:
         raise ValueError(
             "this process flushes denormal numbers to zero, so its bits would differ from the other sites': "
-            "call torch.set_flush_denormal(False) before you build the optimizer"
+            "call torch.set_flush_denormal(False)"
         )

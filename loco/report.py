@@ -24,9 +24,9 @@ class SyncReport:
     seconds: Mapping[str, float]  # by phase: encode, exchange, apply
 
     def __str__(self) -> str:
-        less = f", {self.dense_bytes / self.sent_bytes:.1f}x below dense" if self.sent_bytes else ""
+        share = f", {self.sent_bytes / self.dense_bytes:.1%} of dense" if self.dense_bytes else ""
         phases = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items())
         return (
             f"round {self.round}: sent {self.density:.2%} of {self.numel:,} entries in "
-            f"{self.sent_bytes:,} bytes{less}; {phases}"
+            f"{self.sent_bytes:,} bytes{share}; {phases}"
         )

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import AgreementError
+from .meeting import meet
 from .transport import Transport, any_device
 
 
@@ -25,14 +26,14 @@ class Topology:
 
     Args:
         ranks_per_site: must divide the world size.
-        timeout: seconds a rank waits for a message of another one before the round fails.
+        timeout: seconds a rank waits for a message of another one, from the moment it is ready for it until
+            the last byte is there, before the round fails. Slow links and big payloads need more.
 
     Attributes:
         num_sites: R.
         site: this rank's site, 0 … R−1.
         place: this rank's place inside its site, 0 … ranks_per_site−1.
-        site_group: the ranks of this site.
-        cross_group: the ranks of this place in all sites, in site order.
+        site_group: the ranks of this site, for DDP.
 
     Raises:
         ValueError: no process group, or a world that can't be divided so.
@@ -61,31 +62,38 @@ class Topology:
         self.site, self.place = divmod(dist.get_rank(), ranks_per_site)
         self._agree(world)
 
-        sites, places = range(self.num_sites), range(ranks_per_site)
-        site_groups = [self._group([s * ranks_per_site + p for p in places]) for s in sites]
-        cross_groups = [self._group([s * ranks_per_site + p for s in sites]) for p in places]
-        self.site_group: dist.ProcessGroup = site_groups[self.site]
-        self.cross_group: dist.ProcessGroup = cross_groups[self.place]
+        self.site_group: dist.ProcessGroup = self._groups(inside=True)
 
-    def transports(self, device: torch.device) -> tuple[Transport, Transport]:
-        """The links of this rank: (across the sites, inside the site)."""
-        across = Transport(self.cross_group, device=device, timeout=self.timeout, member="site")
-        inside = Transport(self.site_group, device=device, timeout=self.timeout, member="rank of this site")
-        return across, inside
+    def connect(self, device: torch.device, *, again: bool = False) -> tuple[Transport, Transport]:
+        """Links of the caller's own, built by all ranks together: (across the sites, inside the site).
 
-    def everyone(self, device: torch.device) -> Transport:
-        """The link to every rank of the world."""
+        Nobody else's messages run over them, and `site_group`, which is DDP's, survives when they break.
+
+        Args:
+            device: where the caller's tensors live.
+            again: after a failure, when ranks may come late or not at all. A group that lost a message
+                can't be used any more, and groups are named by counting: all ranks build them, or none.
+
+        Raises:
+            TransportError: not all ranks came within the timeout; nothing was built.
+        """
+        if again:
+            store = dist.distributed_c10d._get_default_store()
+            meet(store, "loco/reconnect", dist.get_world_size(), self.timeout)
+        inside = self._groups(inside=True) if self.ranks_per_site > 1 else self.site_group
+        across = self._groups(inside=False)
+        return self._transport(across, device, "site"), self._transport(inside, device, "rank of this site")
+
+    def everyone(self) -> Transport:
+        """The link to every rank of the world, for messages that fit any memory."""
         world = dist.group.WORLD
         assert world is not None
-        return Transport(world, device=device, timeout=self.timeout, member="rank")
+        return self._transport(world, any_device(world), "rank")
 
     def _agree(self, world: int) -> None:
         """Groups are built by all ranks together: ranks that disagree would wait for each other."""
-        group = dist.group.WORLD
-        assert group is not None
-        sizes = self.everyone(any_device(group)).swap_records(
-            self.ranks_per_site.to_bytes(4, "little"), phase="topology"
-        )
+        mine = self.ranks_per_site.to_bytes(4, "little")
+        sizes = self.everyone().swap_records(mine, phase="topology")
         for rank, size in enumerate(sizes):
             if size != sizes[0]:
                 raise AgreementError(
@@ -93,9 +101,17 @@ class Topology:
                     f"rank {rank} of {world} has {int.from_bytes(size, 'little')}"
                 )
 
-    def _group(self, ranks: list[int]) -> Any:
-        # torch's annotation also allows the placeholder that ranks outside of the group get.
-        return dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
+    def _groups(self, *, inside: bool) -> Any:
+        """Build the groups of all sites, or of all places -> this rank's."""
+        sites, places = range(self.num_sites), range(self.ranks_per_site)
+        at = [[site * self.ranks_per_site + place for place in places] for site in sites]
+        members = at if inside else [list(column) for column in zip(*at, strict=True)]
+        limit = timedelta(seconds=self.timeout)
+        groups = [dist.new_group(ranks, timeout=limit) for ranks in members]
+        return groups[self.site if inside else self.place]
+
+    def _transport(self, group: dist.ProcessGroup, device: torch.device, member: str) -> Transport:
+        return Transport(group, device=device, timeout=self.timeout, member=member)
 
     def __repr__(self) -> str:
         return (

@@ -36,6 +36,7 @@ class Status(IntEnum):
     REPLICA = 2  # subject: the site whose anchor or round is another than site 0's
     UNREADABLE = 3  # subject: the site whose message could not be read
     SITE_DRIFT = 4  # subject: the reporting site, whose ranks hold different weights
+    FAILED = 5  # subject: 0; the reporting rank's own error says what
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class Header:
 def encode_payload(
     entries: Entries, *, site: int, round: int, numel: int, digest: int
 ) -> tuple[Header, Tensor]:
-    """A site's entries as header and body."""
+    """A site's entries as header and body, sealed with the body's digest."""
     codec = codec_for(entries)
     body = codec.encode(entries)
     header = Header(

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from scripted import Scripted, parameters
+from sites import run_ranks
 
 import loco
 from experiments.ledger import TcpBytes, tcp_bytes
-
-from scripted import Scripted, parameters
-from sites import run_ranks
 
 NUMEL, ROUNDS = 200_003, 3
 
@@ -37,9 +36,9 @@ def counted(rank: int, kind: str) -> tuple[int, int, TcpBytes]:
 def test_reported_bytes_are_what_the_kernel_counted(kind: str) -> None:
     for sent, received, kernel in run_ranks(3, counted, kind):
         assert sent > 100_000
-        # gloo adds a preamble of some tens of bytes to each message, of which a round has at most ten a
-        # peer; and the last message of a faster peer's next step can't be told from this round's.
-        slack = ROUNDS * 2 * 10 * 100
+        # gloo frames each message with 144 bytes; a round has up to 7 to each of two peers. A barrier message
+        # of a peer that is already done may be among those received.
+        slack = ROUNDS * 2 * 7 * 150 + 300
         assert 0 <= kernel.sent - sent <= slack
         assert 0 <= kernel.received - received <= slack
 

@@ -117,26 +117,35 @@ def test_the_first_non_finite_update_is_found(
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("mu", "nesterov"), [(0.9, True), (0.9, False), (0.0, True)])
 def test_apply_sums_in_site_order_and_divides_by_sites(n: int, mu: float, nesterov: bool) -> None:
-    """Three sites, of which one sends nothing and one sends all; order and divisor decide the bits."""
+    """Four sites, of which one sends nothing and one sends all; order and divisor decide the bits."""
     anchor, weights, _ = state(n)
     rng = np.random.default_rng(1)
-    values = [rng.standard_normal(n).astype(np.float32) for _ in range(2)]
-    some = np.flatnonzero(rng.random(n) < 0.3)
+    a, b, c = (rng.standard_normal(n).astype(np.float32) for _ in range(3))
+    some, others = (np.flatnonzero(rng.random(n) < 0.6) for _ in range(2))
     contributions = [
-        Entries(torch.from_numpy(some), torch.from_numpy(values[0][some])),
+        Entries(torch.from_numpy(some), torch.from_numpy(a[some])),
         Entries(torch.arange(0), torch.empty(0)),
-        Entries(None, torch.from_numpy(values[1])),
+        Entries(None, torch.from_numpy(b)),
+        Entries(torch.from_numpy(others), torch.from_numpy(c[others])),
     ]
     m = rng.standard_normal(n).astype(np.float32)
     total = np.zeros(n, dtype=np.float32)
-    total[some] += values[0][some]
-    g = (total + values[1]) / np.float32(3)
+    total[some] += a[some]
+    total += b
+    total[others] += c[others]
+    g = total / np.float32(4)
+    if n > 63:
+        backwards = np.zeros(n, dtype=np.float32)
+        backwards[others] += c[others]
+        backwards += b
+        backwards[some] += a[some]
+        assert (backwards != total).any()
     new_m = np.float32(mu) * m + g
     direction = g if mu == 0 else g + np.float32(mu) * new_m if nesterov else new_m
     expected = anchor.numpy() - np.float32(0.7) * direction
 
     momentum = torch.from_numpy(m.copy()) if mu else None
-    step = OuterStep(num_sites=3, lr=0.7, momentum=mu, nesterov=nesterov)
+    step = OuterStep(num_sites=4, lr=0.7, momentum=mu, nesterov=nesterov)
     low = weights.bfloat16()
     kernels.apply(anchor, momentum, [low], None, contributions[2], contributions, step)
     np.testing.assert_array_equal(bits(anchor), bits(expected))

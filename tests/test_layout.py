@@ -51,6 +51,15 @@ def test_a_round_that_fails_writes_no_piece_back() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
 
 
+def test_names_that_two_groups_share_hide_no_parameter() -> None:
+    """torch takes two models' `named_parameters()`, each with a "weight", as two groups."""
+    nets = [nn.Linear(2, 3), nn.Linear(3, 4)]
+    inner = torch.optim.SGD([{"params": list(net.named_parameters())} for net in nets], lr=0.1)
+    layout = Layout(inner)
+    assert layout.numel == 9 + 16
+    assert layout.names == ["group0.weight", "group0.bias", "group1.weight", "group1.bias"]
+
+
 def test_a_position_belongs_to_the_parameter_that_holds_it() -> None:
     params = [nn.Parameter(torch.zeros(n)) for n in (2, 0, 3)]
     layout = layout_of(*params)

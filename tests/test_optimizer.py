@@ -224,7 +224,7 @@ def test_a_gradient_scaler_drives_it_and_skips_on_overflow() -> None:
             scaler.update()
     assert torch.equal(weights(plain), weights(wrapped))
     assert isinstance(optimizers[1], loco.PulseLoCo)
-    assert optimizers[1].local_step == 2
+    assert optimizers[1].local_step == 3  # the skipped step counts, or this site's rounds would come later
 
 
 @BOTH
@@ -239,6 +239,47 @@ def test_bf16_parameters_stay_the_cast_of_the_anchor(wrap: Wrap) -> None:
     anchor = optimizer._outer.anchor
     assert torch.equal(weights(net), anchor.bfloat16())
     assert not torch.equal(anchor, anchor.bfloat16().float())  # FP32 keeps what BF16 can't
+
+
+def test_fp16_parameters_stay_the_cast_of_the_anchor() -> None:
+    param = nn.Parameter(torch.linspace(-1, 1, 50).half())
+    optimizer = loco.PulseLoCo(torch.optim.SGD([param], lr=1e-3), sync_every=1)
+    for _ in range(3):
+        param.grad = torch.linspace(0, 1, 50).half()
+        optimizer.step()
+    assert optimizer.last_report is not None
+    assert optimizer.last_report.entries > 0
+    assert torch.equal(param, optimizer._outer.anchor.half())
+    assert not torch.equal(param, torch.linspace(-1, 1, 50).half())
+
+
+@BOTH
+def test_a_round_of_ones_own_starts_the_count_again(wrap: Wrap) -> None:
+    net = model()
+    optimizer = wrap(torch.optim.SGD(net.parameters(), lr=0.1), sync_every=3)
+    train(net, optimizer, 2)
+    assert optimizer.local_step == 2
+    optimizer.sync()
+    assert optimizer.local_step == 0
+    train(net, optimizer, 2)
+    assert (optimizer.round, optimizer.local_step) == (1, 2)
+    train(net, optimizer, 1)
+    assert (optimizer.round, optimizer.local_step) == (2, 0)
+
+
+def test_a_failed_round_is_due_again_at_the_next_step() -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.SGD(net.parameters(), lr=0.1), sync_every=2)
+    bias = net.get_parameter("2.bias")
+    train(net, optimizer, 1)
+    bias.data.fill_(float("inf"))
+    with pytest.raises(loco.NonFiniteError):
+        optimizer.step()
+    assert (optimizer.round, optimizer.local_step) == (0, 2)
+    bias.data.zero_()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert (optimizer.round, optimizer.local_step) == (1, 0)
 
 
 def test_parameters_are_named_in_errors_as_the_user_named_them() -> None:
@@ -319,10 +360,35 @@ def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
         optimizer.load_state_dict(narrow.state_dict())
     with pytest.raises(ValueError, match="no 'loco' entry"):
         optimizer.load_state_dict(optimizer.inner.state_dict())
-    foreign = optimizer.state_dict()
-    foreign["loco"]["site"] = 1
-    with pytest.raises(ValueError, match="site = 1, this optimizer has 0"):
-        optimizer.load_state_dict(foreign)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("site", 1, "site = 1, this optimizer has 0"),
+        ("num_sites", 4, "num_sites = 4, this optimizer has 1"),
+        ("place", 1, "place = 1, this optimizer has 0"),
+        ("ranks_per_site", 2, "ranks_per_site = 2, this optimizer has 1"),
+        ("format", 2, "a loco state of format 2"),
+        ("residual", torch.zeros(64), r"residual is torch\.float32 \(64,\), not torch\.float32 \(65,\)"),
+        ("anchor", None, "anchor is None"),
+        ("weights", [], r"weight group0\.param0 is None"),
+    ],
+)
+def test_a_foreign_or_damaged_state_is_refused_before_anything_changes(
+    key: str, value: Any, message: str
+) -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.AdamW(net.parameters(), lr=0.1), sync_every=2)
+    train(net, optimizer, 1)
+    other = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    other["loco"][key] = value
+    other["loco"]["round"] = 77
+    train(net, optimizer, 2)
+    before = pickle.dumps(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(other)
+    assert pickle.dumps(optimizer.state_dict()) == before
 
 
 @pytest.mark.parametrize(
@@ -330,11 +396,14 @@ def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
     [
         ({"sync_every": 0}, "sync_every must be a whole number >= 1, got 0"),
         ({"sync_every": 2.5}, "sync_every must be a whole number >= 1, got 2.5"),
-        ({"outer_lr": -1.0}, "outer_lr must be > 0 and finite, got -1.0"),
-        ({"outer_lr": float("nan")}, "outer_lr must be > 0 and finite, got nan"),
+        ({"outer_lr": -1.0}, "outer_lr must be > 0 and finite in FP32, got -1.0"),
+        ({"outer_lr": float("nan")}, "outer_lr must be > 0 and finite in FP32, got nan"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
+        ({"outer_lr": 1e300}, "outer_lr must be > 0 and finite in FP32, got 1e\\+300"),
+        ({"sync_every": float("inf")}, "sync_every must be a whole number >= 1, got inf"),
+        ({"nesterov": "no"}, "nesterov must be True or False, got 'no'"),
         ({"gate": "fp4"}, "gate must be 'bf16' or 'open', got 'fp4'"),
-        ({"gate_gain": 0.0}, "gate_gain must be > 0 and finite, got 0.0"),
+        ({"gate_gain": 0.0}, "gate_gain must be > 0 and finite in FP32, got 0.0"),
     ],
 )
 def test_arguments_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
@@ -350,8 +419,15 @@ def test_parameters_that_cannot_be_synchronised_are_named() -> None:
     one = nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match=r"p1 is torch\.float64"):
         build(one, nn.Parameter(torch.ones(2, dtype=torch.float64)))
-    with pytest.raises(ValueError, match="p0 and p1 share their memory"):
-        build(one, nn.Parameter(one.data))
+    for twin in (one.data, one.data.view(2, 2).t(), one.data[1:3]):
+        with pytest.raises(ValueError, match="p0 and p1 share their memory"):
+            build(one, nn.Parameter(twin))
+    both = torch.ones(8)
+    assert build(nn.Parameter(both[:4]), nn.Parameter(both[4:]))._outer.layout.numel == 8
+    with pytest.raises(ValueError, match="p1 is on the meta device"):
+        build(one, nn.Parameter(torch.ones(1, device="meta")))
+    with pytest.raises(ValueError, match="the inner optimizer has no parameters"):
+        loco.DiLoCo(torch.optim.SGD([{"params": []}], lr=0.1))
     with pytest.raises(ValueError, match=r"p1 is infinite or NaN on site 0"):
         build(one, nn.Parameter(torch.tensor([1.0, float("inf")])))
     with pytest.raises(ValueError, match="inner already exchanges"):
@@ -366,8 +442,14 @@ def test_it_refuses_to_flush_denormals() -> None:
     try:
         with pytest.raises(ValueError, match=r"call torch\.set_flush_denormal\(False\)"):
             loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+        torch.set_flush_denormal(False)
+        optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+        torch.set_flush_denormal(True)
+        with pytest.raises(ValueError, match=r"call torch\.set_flush_denormal\(False\)"):
+            optimizer.sync()
     finally:
         torch.set_flush_denormal(False)
+    assert optimizer.sync().round == 1
 
 
 def test_it_cannot_be_pickled_and_says_what_to_save() -> None:
@@ -388,7 +470,7 @@ def test_a_round_interrupted_while_applied_is_not_saved(monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     for call in (optimizer.state_dict, optimizer.sync, optimizer.step):
-        with pytest.raises(loco.LocoError, match=r"round 1 was interrupted .* Load the last checkpoint"):
+        with pytest.raises(loco.LocoError, match=r"round 1 was stopped .* Load the last checkpoint"):
             call()
     optimizer.load_state_dict(saved)
     assert optimizer.sync().round == 1

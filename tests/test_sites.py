@@ -1,6 +1,9 @@
 """Claims about several sites: what they agree on, what a round does to them, what happens when it fails."""
 
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +13,14 @@ import torch.distributed as dist
 from scripted import Scripted, bits, flat, parameters
 from sites import error_of, run_ranks
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import loco
 from loco.errors import TransportError
 from loco.exchange import GatherExchange
+from loco.meeting import meet
 from loco.transport import Transport
+from loco.wire import Header
 
 Snapshot = dict[str, np.ndarray]
 
@@ -133,7 +139,13 @@ def test_all_sites_hold_the_same_bits_and_only_those_they_should() -> None:
 
 
 def test_the_report_counts_what_the_exchange_must_send() -> None:
-    reports = [result["PulseLoCo"][1] for result in run_ranks(4, real_training)]
+    results = run_ranks(4, real_training)
+    for result in results:
+        residual = result["PulseLoCo"][0]["residual"].view(np.float32).astype(np.float64)
+        assert result["PulseLoCo"][1].residual_norm == pytest.approx(np.sqrt((residual**2).sum()), rel=1e-12)
+        assert result["PulseLoCo"][1].residual_norm > 0
+        assert result["DiLoCo"][1].residual_norm == 0
+    reports = [result["PulseLoCo"][1] for result in results]
     numel = 20 * 30 + 30 + 30 * 5 + 5
     payloads = sum(report.payload_bytes for report in reports)
     for report in reports:
@@ -148,7 +160,6 @@ def test_the_report_counts_what_the_exchange_must_send() -> None:
         assert report.received_bytes == payloads - report.payload_bytes + 3 * 2 * 64
         assert report.dense_bytes == 2 * 3 * numel  # 2 · 3/4 · 4
         assert report.site_bytes == 0
-        assert report.residual_norm > 0
         assert set(report.seconds) == {"encode", "exchange", "apply"}
 
 
@@ -159,7 +170,7 @@ def dense_bytes(rank: int) -> loco.SyncReport:
 
 def test_dense_sends_a_rings_bytes() -> None:
     for report in run_ranks(4, dense_bytes):
-        headers = 3 * 3 * 64
+        headers = 3 * (3 * 64 + 2 * 8)  # a header, two votes and two digests to each peer
         # 1003 does not divide by 4: the last owner's slice is one element shorter.
         assert abs(report.sent_bytes - headers - report.dense_bytes) <= 2 * 4 * 3
         assert report.payload_bytes == 64 + 4 * 1003
@@ -227,8 +238,8 @@ def lost_link(rank: int) -> dict[str, Any]:
     before = snapshot(optimizer)
     transfer = GatherExchange._transfer
 
-    def fail(self: GatherExchange, headers: Any, own: Any, body: Any) -> Any:
-        transfer(self, headers, own, body)
+    def fail(self: GatherExchange, headers: Any, own: Any, body: Any, room: Any) -> Any:
+        transfer(self, headers, own, body, room)
         raise TransportError("round 1, payloads: lost site 0 (injected)")
 
     GatherExchange._transfer = fail
@@ -247,10 +258,137 @@ def test_no_residual_is_spent_on_a_broken_link() -> None:
         assert result["round"] == 1
 
 
-def non_finite(rank: int) -> dict[str, Any]:
+def one_rank_out_of_memory(rank: int, kind: str, where: str) -> dict[str, Any]:
+    """Site 1 fails once, at one place, in round 2; all repeat the round."""
+    clean, hurt = (getattr(loco, kind)(Scripted(parameters(3, 1003), 3, rank), sync_every=2) for _ in "ab")
+    for _ in range(6):
+        clean.step()
+    for _ in range(3):
+        hurt.step()
+    hurt.inner.step()
+    before = snapshot(hurt)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left (injected)")
+
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, fail)
+            error = error_of(hurt.sync)
+    else:
+        error = error_of(hurt.sync)
+    after = snapshot(hurt)
+    hurt.sync()
+    for _ in range(2):
+        hurt.step()
+    return {
+        "error": error,
+        "before": before,
+        "after": after,
+        "hurt": snapshot(hurt),
+        "clean": snapshot(clean),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("PulseLoCo", "loco.kernels.encode"),
+        ("PulseLoCo", "loco.exchange.encode_payload"),
+        ("PulseLoCo", "loco.exchange.GatherExchange._room"),
+        ("PulseLoCo", "loco.exchange.decode_payload"),
+        ("DiLoCo", "loco.kernels.encode"),
+        ("DiLoCo", "loco.exchange.DenseExchange._room"),
+    ],
+)
+def test_a_failure_on_one_rank_is_everyones_in_the_same_round(kind: str, where: str) -> None:
+    for rank, result in enumerate(run_ranks(3, one_rank_out_of_memory, kind, where)):
+        if rank == 1:
+            assert result["error"] == ("OutOfMemoryError", "no memory left (injected)")
+        else:
+            assert result["error"][0] == "PeerError"
+            assert result["error"][1].startswith("round 2, site 1 failed, and its own error says why")
+        assert_same(result["before"], result["after"])
+        assert_same(result["hurt"], result["clean"])
+
+
+def damaged_slice(rank: int, phase_of_damage: str) -> tuple[tuple[str, str], Snapshot, Snapshot, int]:
+    optimizer = loco.DiLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=2)
+    optimizer.inner.step()
+    before = snapshot(optimizer)
+    swap = Transport.swap
+
+    def damage(self: Transport, outgoing: Any, incoming: Any, *, phase: str) -> None:
+        swap(self, outgoing, incoming, phase=phase)
+        if rank == 1 and phase.endswith(phase_of_damage):
+            incoming[2][7] ^= 0x10
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "swap", damage)
+        error = error_of(optimizer.sync)
+    return error, before, snapshot(optimizer), optimizer.sync().round
+
+
+@pytest.mark.parametrize("phase", ["slices to their owners", "sums to all"])
+def test_a_damaged_dense_slice_is_noticed_before_anything_is_applied(phase: str) -> None:
+    for rank, ((kind, text), before, after, repeated) in enumerate(run_ranks(3, damaged_slice, phase)):
+        assert kind == "WireError"
+        said = "the message of site 2 can't be read: a body whose" if rank == 1 else "site 1 could not read"
+        assert said in text
+        assert_same(before, after)
+        assert repeated == 1
+
+
+def foreign_header(rank: int, field: str, value: int) -> tuple[tuple[str, str], int]:
+    """Site 1 announces what is not of this run, in a header that is whole."""
+    optimizer = build_scripted(rank)
+    payload = GatherExchange._payload
+
+    def forge(self: GatherExchange, encoded: Any, round: int, numel: int) -> Any:
+        header, body = payload(self, encoded, round, numel)
+        return replace(header, **{field: value}), body
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(GatherExchange, "_payload", forge)
+        error = error_of(optimizer.sync)
+    return error, optimizer.sync().round
+
+
+@pytest.mark.parametrize(("field", "value"), [("numel", 1004), ("codec", 0), ("body_bytes", 1 << 40)])
+def test_a_foreign_header_is_refused_before_memory_is_taken_for_it(field: str, value: int) -> None:
+    for (kind, text), repeated in run_ranks(2, foreign_header, field, value):
+        assert kind == "WireError"
+        assert "site 1" in text or "site 0" in text
+        assert repeated == 1
+
+
+def stray_vote(rank: int) -> tuple[tuple[str, str], int]:
+    """Site 1 is at another message than site 0 thinks: a header that is no vote arrives in its place."""
+    optimizer = build_scripted(rank)
+    records = Transport.swap_records
+
+    def stray(self: Transport, record: bytes, *, phase: str) -> list[bytes]:
+        if rank == 1 and self.size > 1 and "vote 2" in phase:
+            record = replace(Header.unpack(record), entries=1).pack()
+        return records(self, record, phase=phase)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "swap_records", stray)
+        return error_of(optimizer.sync), optimizer.round
+
+
+def test_another_message_is_not_taken_for_a_vote() -> None:
+    for (kind, text), rounds in run_ranks(2, stray_vote):
+        assert kind == "WireError"
+        assert text.startswith("round 1, vote 2: site 1 sent another message than its vote")
+        assert rounds == 0
+
+
+def non_finite(rank: int, kind: str) -> dict[str, Any]:
     net = small_model()
     weight = net.get_parameter("2.weight")
-    optimizer = loco.PulseLoCo(torch.optim.SGD(net.named_parameters(), lr=1e-3), sync_every=2)
+    optimizer = getattr(loco, kind)(torch.optim.SGD(net.named_parameters(), lr=1e-3), sync_every=2)
     train(net, optimizer, rank, range(3))
     kept = weight.data.clone()
     if rank == 2:
@@ -264,10 +402,11 @@ def non_finite(rank: int) -> dict[str, Any]:
     return {"error": error, "sent": sent, "before": before, "after": after, "next": optimizer.sync().round}
 
 
-def test_non_finite_is_refused_on_every_site_before_anything_is_sent() -> None:
-    for result in run_ranks(3, non_finite):
-        kind, text = result["error"]
-        assert kind == "NonFiniteError"
+@pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
+def test_non_finite_is_refused_on_every_site_before_anything_is_sent(kind: str) -> None:
+    for result in run_ranks(3, non_finite, kind):
+        name, text = result["error"]
+        assert name == "NonFiniteError"
         assert text.startswith("round 2, site 2: the update of 2.weight is infinite or NaN")
         assert result["sent"] == 2 * 2 * 64  # a header and a vote to each of two peers
         assert_same(result["before"], result["after"])
@@ -323,6 +462,54 @@ def test_a_silent_site_is_an_error_that_names_it_and_the_timeout() -> None:
     assert_same(result["before"], result["after"])
 
 
+def late_site(rank: int) -> dict[str, Any]:
+    """Site 1 comes when the others have given up; they try again until all are there."""
+
+    def build() -> loco.PulseLoCo:
+        inner = Scripted(parameters(3, 1003), 3, rank)
+        return loco.PulseLoCo(inner, sync_every=2, topology=loco.Topology(timeout=1.0))
+
+    clean, hurt = build(), build()
+    for _ in range(4):
+        clean.step()
+    hurt.step()
+    hurt.inner.step()
+    before = snapshot(hurt)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(2.5)
+    errors = []
+    while hurt.round == 0:
+        try:
+            hurt.sync()
+        except loco.TransportError as error:
+            errors.append(str(error))
+            assert_same(before, snapshot(hurt))
+    for _ in range(2):
+        hurt.step()
+    return {"errors": errors, "hurt": snapshot(hurt), "clean": snapshot(clean)}
+
+
+def test_a_round_that_timed_out_can_be_repeated() -> None:
+    """A real timeout, after which torch's groups are of no use: the repeat builds new ones."""
+    results = run_ranks(3, late_site)
+    assert results[0]["errors"][0].startswith("round 1, announcement: no answer from site 1 within 1 s")
+    assert any(text.startswith("reconnecting: ") for text in results[0]["errors"])
+    for result in results:
+        assert result["errors"]
+        assert_same(result["hurt"], result["clean"])
+
+
+def test_who_gives_up_a_meeting_is_not_counted_when_the_others_come() -> None:
+    store = HashStore()
+    with pytest.raises(loco.TransportError, match=r"1 of 2 ranks came within 0\.1 s"):
+        meet(store, "here", 2, 0.1)
+    for _ in range(2):  # the same key serves every meeting
+        with ThreadPoolExecutor() as pool:
+            both = [pool.submit(meet, store, "here", 2, 30.0) for _ in range(2)]
+        assert [one.result() for one in both] == [None, None]
+
+
 # --- agreement
 
 
@@ -342,6 +529,9 @@ def disagree(rank: int) -> list[tuple[str, str]]:
         lambda: build(numel=1004 if odd else 1003),
         lambda: build(bf16=odd),
         lambda: loco.Topology(ranks_per_site=3 if odd else 1),
+        # A rank that can't be built tells the others, who would wait for it.
+        lambda: loco.PulseLoCo(torch.optim.SGD([torch.ones(2, dtype=torch.float64 if odd else None)], lr=1)),
+        lambda: build(sync_every=8.0 if odd else 8, outer_lr=1 if odd else np.float64(1), nesterov=1),
     ]
     return [error_of(attempt) for attempt in attempts]
 
@@ -360,9 +550,16 @@ def test_sites_that_were_built_differently_all_learn_what_differs() -> None:
         "site 1 has ['group0.param3', [990], 'torch.bfloat16']",
         "ranks_per_site differs: rank 0 has 1, rank 1 of 3 has 3",
     ]
-    for errors in run_ranks(3, disagree):
-        assert [text for _, text in errors] == expected
-        assert {kind for kind, _ in errors} == {"AgreementError"}
+    broken = "group0.param0 is torch.float64; loco synchronises float32, bfloat16 and float16"
+    for rank, errors in enumerate(run_ranks(3, disagree)):
+        assert [text for _, text in errors[:9]] == expected
+        assert {kind for kind, _ in errors[:9]} == {"AgreementError"}
+        if rank == 1:
+            assert errors[9] == ("ValueError", f"parameter {broken}")
+        else:
+            said = f"site 1 could not be built: ValueError: parameter {broken}"
+            assert errors[9] == ("AgreementError", said)
+        assert errors[10] == ("", "nothing was raised")  # 8.0 is 8
 
 
 def first_anchor(rank: int) -> dict[str, Any]:

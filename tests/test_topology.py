@@ -20,7 +20,10 @@ STEPS, H = 7, 2
 
 def net(width: int = 15) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 3))
+    model = nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 3))
+    last = model.get_parameter("2.weight")
+    last.data = last.data.t().contiguous().t()  # stored by columns: not contiguous
+    return model
 
 
 def gradient_step(model: nn.Module, optimizer: Any, batch: int, step: int) -> None:
@@ -76,7 +79,8 @@ def test_two_sites_of_two_ranks_equal_two_sites_of_one(kind: str, chunk: int) ->
         part = slice(0, half) if rank % 2 == 0 else slice(half, numel)
         np.testing.assert_array_equal(mine.pop("weights"), whole["weights"])
         assert_same(mine, {name: whole[name][part] for name in mine})
-        assert result["report"].site_bytes > 0
+        # Inside the site: a digest of the weights, two votes, and half of the anchor, padded to whole halves.
+        assert result["report"].site_bytes == 8 + 2 * 64 + 4 * half
     for site in (0, 1):
         pair = [ranks[2 * site + place]["report"] for place in (0, 1)]
         assert sum(report.numel for report in pair) == numel
@@ -102,7 +106,9 @@ def no_ddp(rank: int) -> tuple[tuple[str, str], Snapshot, Snapshot]:
     topology = loco.Topology(ranks_per_site=2)
     model = net()
     optimizer = build(model, "PulseLoCo", topology)
-    gradient_step(model, optimizer, batch=rank if rank >= 2 else 0, step=0)  # site 1's ranks drift apart
+    gradient_step(model, optimizer, batch=0, step=0)
+    if rank == 3:  # one weight of the last parameter, on one rank of site 1
+        model.get_parameter("2.bias").data[-1] += 1e-3
     before = snapshot(optimizer)
     return error_of(optimizer.sync), before, snapshot(optimizer)
 

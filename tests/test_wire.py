@@ -165,6 +165,19 @@ def test_headers_of_something_else_are_refused_by_name() -> None:
         with pytest.raises(WireError, match=message):
             check_header(Header.unpack(changed.pack()), site=2, numel=100, codec=1)
     assert Header.unpack(replace(header, status=Status.REPLICA, subject=9).pack()).subject == 9
+    unknown = replace(header, status=max(Status) + 1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WireError, match="unknown status"):
+        Header.unpack(unknown.pack())
+
+
+def test_whole_vectors_come_back_and_infinities_do_not() -> None:
+    values = torch.tensor([1.0, -0.0, 2.0**-149])
+    header, body = send(Entries(None, values), 3)
+    check_header(header, site=2, numel=3, codec=0)
+    np.testing.assert_array_equal(bits(decode_payload(header, body).values), bits(values))
+    header, body = send(Entries(None, torch.tensor([1.0, float("inf"), 0.0])), 3)
+    with pytest.raises(WireError, match="infinite or NaN"):
+        decode_payload(header, body)
 
 
 def test_every_flipped_bit_of_a_payload_is_noticed() -> None:
