@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments import machine
 from loco import kernels
 from loco.kernels import Entries, Gate, OuterStep
 
@@ -55,8 +53,7 @@ def main() -> int:
                     f"{row['median_s'] * 1e3:>7.1f} ms {row['share_of_roof']:>14.1%}",
                     flush=True,
                 )
-    load = os.getloadavg()[0]
-    print(f"load of the machine: {load:.1f} on {os.cpu_count()} CPUs, {torch.get_num_threads()} threads used")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
     append(options.out, rows)
     print(f"rows appended to {options.out}")
     return 0
@@ -129,19 +126,7 @@ def timed(call: Callable[[], object], repeats: int) -> float:
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add rows, each with what it was measured on."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    where: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown",
-        "cpu": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count() or 0,
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "home": "reference",
-    }
+    where = machine.describe() | {"threads": torch.get_num_threads(), "home": "reference"}
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:

@@ -32,7 +32,7 @@ class Method:
         """The outer optimizer in the paper's letters; empty for DDP, which has none."""
         if self.name == "ddp":
             return ""
-        return f"α {self.outer_lr:g}, μ {self.outer_momentum:g}"  # noqa: RUF001
+        return f"α {self.outer_lr:g}, μ {self.outer_momentum:g}"
 
     def __str__(self) -> str:
         return f"{self.title} ({self.outer})" if self.outer else self.title

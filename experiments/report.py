@@ -5,14 +5,12 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
+from experiments import machine
 from experiments.config import RunConfig, to_yaml
 from experiments.results import RATES, Result, ddp_of, diloco_of
 
@@ -110,6 +108,14 @@ def sentences(results: Sequence[Result]) -> list[str]:
             "density: share of the entries that a round sends, mean over the second half of the rounds; "
             "the first ones are\n  sparser, because the warm start's weights are BF16 values."
         )
+    momentum = [r.method for r in results if r.method.name != "ddp" and r.method.outer_momentum > 0]
+    if ddp_of(results) is not None and momentum:
+        outer = momentum[0]
+        reach = outer.outer_lr / (1 - outer.outer_momentum)
+        said.append(
+            f"DDP: {outer.outer} moves the weights up to α/(1-μ) = {reach:.0f} times as far as the inner steps "
+            f"do; a lead over\n  DDP at the same inner rate is that reach, not better training."
+        )
     said += [
         "exchange s: measured here, waiting for the other ranks (which share this machine's cores) included.",
         "hours: this run's compute as measured here plus its bytes at that rate; bandwidth only, no latency.",
@@ -126,12 +132,7 @@ def write(folder: Path, config: RunConfig, results: Sequence[Result]) -> None:
     """config.yaml, results.json (everything) and results.csv (the table's figures)."""
     rows = [_row(result, results) for result in results]
     document = {
-        "machine": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        },
+        "machine": machine.describe(),
         "projection": "steps x step_seconds + round_seconds + 8 x max(sent, received) / rate; no latency",
         "step_seconds": typical_step_seconds(results),
         "runs": [

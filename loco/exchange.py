@@ -29,7 +29,7 @@ class Problem:
     seen: Exception | None = None
 
 
-class Refused(Exception):  # noqa: N818
+class Refused(Exception):  # noqa: N818  (it carries an error, and never leaves the library)
     """All ranks refuse the round together, so that all of them are ready to repeat it."""
 
     def __init__(self, error: Exception) -> None:
