@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.errors import ExperimentError
-from loco.outer import Settings
+from loco.settings import Settings
 
 METHODS = ("ddp", "diloco", "pulseloco")
 CONFIG_FOLDER = Path("configs")

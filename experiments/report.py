@@ -113,8 +113,8 @@ def sentences(results: Sequence[Result]) -> list[str]:
         outer = momentum[0]
         reach = outer.outer_lr / (1 - outer.outer_momentum)
         said.append(
-            f"DDP: {outer.outer} moves the weights up to α/(1-μ) = {reach:.0f} times as far as the inner steps "
-            f"do; a lead over\n  DDP at the same inner rate is that reach, not better training."
+            f"DDP: {outer.outer} moves the weights up to α/(1-μ) = {reach:.0f} times as far as the inner "
+            f"steps do; a lead over\n  DDP at the same inner rate is that reach, not better training."
         )
     said += [
         "exchange s: measured here, waiting for the other ranks (which share this machine's cores) included.",

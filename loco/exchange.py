@@ -8,16 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from loco import kernels
 from loco.kernels import Encoded, Entries
 
-from .codec import WholeFloat32
 from .errors import LocoError, NonFiniteError, PeerError, ReplicaError, TransportError, WireError
-from .transport import Transport, as_bytes, to_bytes
-from .wire import HEADER_BYTES, VOTE, Header, Status, check_header, decode_payload, encode_payload
+from .transport import Transport
+from .wire import HEADER_BYTES, VOTE, Header, Status, check_header, encode_payload
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ class Exchange(ABC):
                 if announces and header.codec != VOTE:
                     check_header(header, site=site, numel=mine.numel, codec=mine.codec)
             except WireError as error:
-                return [], _unreadable(site, error, mine.round)
+                return [], unreadable_problem(site, error, mine.round)
             headers.append(header)
         return headers, None
 
@@ -191,123 +188,7 @@ class Exchange(ABC):
         return WireError(f"{where} could not read the message of site {vote.subject}")
 
 
-class GatherExchange(Exchange):
-    """Each site's payload to all sites, in its own size. Sends (R−1) payloads."""
-
-    def _room(self, headers: list[Header]) -> dict[int, Tensor]:
-        across = self.across
-        return {
-            site: torch.empty(headers[site].body_bytes, dtype=torch.uint8, device=across.device)
-            for site in across.peers
-        }
-
-    def _transfer(
-        self, headers: list[Header], own: Entries, body: Tensor, room: dict[int, Tensor]
-    ) -> tuple[list[Entries], Problem | None]:
-        across, round = self.across, headers[self.across.rank].round
-        across.swap(dict.fromkeys(across.peers, body), room, phase=f"round {round}, payloads")
-
-        contributions: list[Entries] = []
-        for site, header in enumerate(headers):
-            if site == across.rank:
-                contributions.append(own)
-                continue
-            try:
-                entries = decode_payload(header, room.pop(site).to(own.values.device))
-            except WireError as error:
-                return [], _unreadable(site, error, round)
-            contributions.append(entries)
-        return contributions, None
-
-
-class DenseExchange(Exchange):
-    """Each site sums one slice in site order, then the slices are gathered.
-
-    Sends 2(R−1)/R · 4 bytes per element, as a ring all-reduce does, but the order of the sum, and so its
-    bits, do not depend on a ring. Every slice travels with its digest.
-    """
-
-    def _payload(self, encoded: Encoded, round: int, numel: int) -> tuple[Header, Tensor]:
-        codec = WholeFloat32()
-        body = codec.encode(encoded.entries)
-        header = Header(
-            codec=codec.id,
-            site=self.across.rank,
-            round=round,
-            numel=numel,
-            entries=numel,
-            body_bytes=body.numel(),
-            digest=encoded.digest,
-        )
-        return header, body.to(self.across.device)
-
-    def _room(self, headers: list[Header]) -> dict[int, Tensor]:
-        """The peers' parts of this site's slice, and, under this site's own number, the whole sum."""
-        across, numel = self.across, headers[self.across.rank].numel
-        mine = self._slices(numel)[across.rank]
-        width = mine.stop - mine.start
-        return {
-            site: torch.zeros(
-                numel if site == across.rank else width, dtype=torch.float32, device=across.device
-            )
-            for site in range(across.size)
-        }
-
-    def _transfer(
-        self, headers: list[Header], own: Entries, body: Tensor, room: dict[int, Tensor]
-    ) -> tuple[list[Entries], Problem | None]:
-        across, round = self.across, headers[self.across.rank].round
-        values, total = body.view(torch.float32), room.pop(across.rank)
-        slices = self._slices(values.numel())
-        mine = slices[across.rank]
-
-        problem = None
-        outgoing = {peer: values[slices[peer]] for peer in across.peers}
-        damaged = self._swap_sealed(outgoing, room, f"round {round}, slices to their owners")
-        if damaged is not None:
-            problem = _unreadable(damaged, _DAMAGED, round)
-        for site in range(across.size):
-            total[mine] += values[mine] if site == across.rank else room.pop(site)
-
-        outgoing = dict.fromkeys(across.peers, total[mine])
-        incoming = {peer: total[slices[peer]] for peer in across.peers}
-        damaged = self._swap_sealed(outgoing, incoming, f"round {round}, sums to all")
-        if damaged is not None and problem is None:
-            problem = _unreadable(damaged, _DAMAGED, round)
-        return [Entries(None, total.to(own.values.device))], problem
-
-    def _slices(self, numel: int) -> list[slice]:
-        size = self.across.size
-        width = -(-numel // size)
-        return [slice(min(k * width, numel), min((k + 1) * width, numel)) for k in range(size)]
-
-    def _swap_sealed(
-        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], phase: str
-    ) -> int | None:
-        """Move FP32 slices, and the digest of each after it -> the first peer whose slice is damaged."""
-        across = self.across
-        across.swap(
-            {peer: as_bytes(values) for peer, values in outgoing.items()},
-            {peer: as_bytes(values) for peer, values in incoming.items()},
-            phase=phase,
-        )
-        theirs = torch.empty(across.size, 8, dtype=torch.uint8, device=across.device)
-        across.swap(
-            {peer: across.message(_seal(values)) for peer, values in outgoing.items()},
-            {peer: theirs[peer] for peer in incoming},
-            phase=f"{phase}, digests",
-        )
-        return next((p for p, values in incoming.items() if to_bytes(theirs[p]) != _seal(values)), None)
-
-
-_DAMAGED = WireError("a body whose checksum does not match")
-
-
-def _seal(values: Tensor) -> bytes:
-    return kernels.digest(values).to_bytes(8, "little")
-
-
-def _unreadable(site: int, error: WireError, round: int) -> Problem:
+def unreadable_problem(site: int, error: WireError, round: int) -> Problem:
     seen = WireError(f"round {round}: the message of site {site} can't be read: {error}")
     return Problem(Status.UNREADABLE, site, seen)
 

@@ -5,9 +5,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .exchange import DenseExchange, Exchange, GatherExchange
-from .outer import OuterLoop, Settings
+from .dense import DenseExchange
+from .exchange import Exchange
+from .gather import GatherExchange
+from .outer import OuterLoop
 from .report import SyncReport
+from .settings import Settings
 from .topology import Topology
 
 

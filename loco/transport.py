@@ -69,7 +69,8 @@ class Transport:
                 work.wait(timedelta(seconds=left))
         except (RuntimeError, ValueError) as error:
             who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
-            silent = time.monotonic() >= deadline
+            # torch cuts timeouts to whole milliseconds, so a wait can end a little before the deadline.
+            silent = time.monotonic() >= deadline - 0.01
             what = f"no answer from {who} within {self.timeout:g} s" if silent else f"lost {who}"
             raise TransportError(f"{phase}: {what} ({_first_line(error)})") from error
         self.sent_bytes += sum(t.numel() for _, t in sends)

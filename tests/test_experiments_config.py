@@ -89,9 +89,9 @@ def test_compare_runs_ddp_once_and_the_others_with_both_outer_optimizers() -> No
     names = [str(method) for method in methods_of(load(CompareConfig, []))]
     assert names == [
         "DDP",
-        "DiLoCo (α 0.7, μ 0.9)",  # noqa: RUF001
-        "PULSELoCo (α 0.7, μ 0.9)",  # noqa: RUF001
-        "DiLoCo (α 1, μ 0)",  # noqa: RUF001
-        "PULSELoCo (α 1, μ 0)",  # noqa: RUF001
+        "DiLoCo (α 0.7, μ 0.9)",
+        "PULSELoCo (α 0.7, μ 0.9)",
+        "DiLoCo (α 1, μ 0)",
+        "PULSELoCo (α 1, μ 0)",
     ]
     assert len(methods_of(load(CompareConfig, ["config=plain_averaging"]))) == 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sites import error_of, run_ranks
-from test_sites import Snapshot, assert_same, snapshot
+from states import Snapshot, assert_same, snapshot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

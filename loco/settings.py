@@ -1,0 +1,40 @@
+"""What all sites must have in common, checked before anything is built from it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all sites must have in common. Checked here, compared at construction, kept in checkpoints."""
+
+    kind: str  # the optimizer's name
+    sync_every: int  # H
+    outer_lr: float  # α
+    outer_momentum: float  # μ
+    nesterov: bool
+    gate: str  # "bf16", or "open": every entry is sent
+    gate_gain: float  # γ
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sync_every < float("inf") or self.sync_every != int(self.sync_every):
+            raise ValueError(f"sync_every must be a whole number >= 1, got {self.sync_every}")
+        for name in ("outer_lr", "gate_gain"):
+            value = getattr(self, name)
+            # FP32 is what the round computes in.
+            if not 2.0**-126 <= value < 2.0**128:
+                raise ValueError(f"{name} must be > 0 and finite in FP32, got {value}")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
+        if self.nesterov not in (True, False):
+            raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
+        if self.gate not in ("bf16", "open"):
+            raise ValueError(f"gate must be 'bf16' or 'open', got {self.gate!r}")
+        # 8 and 8.0, or a number of numpy's, are one setting: plain types, so that they compare as one.
+        for name, kind in (
+            ("sync_every", int),
+            ("outer_lr", float),
+            ("outer_momentum", float),
+            ("nesterov", bool),
+            ("gate_gain", float),
+        ):
+            object.__setattr__(self, name, kind(getattr(self, name)))

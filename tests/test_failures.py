@@ -1,0 +1,329 @@
+"""A round that fails changes nothing, on any rank, and all can repeat it."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from scripted import Scripted, parameters
+from sites import error_of, run_ranks
+from states import Snapshot, assert_same, small_model, snapshot, train
+from torch._C._distributed_c10d import HashStore
+
+import loco
+from loco.errors import TransportError
+from loco.gather import GatherExchange
+from loco.meeting import meet
+from loco.transport import Transport
+from loco.wire import Header
+
+
+def build_scripted(rank: int) -> loco.PulseLoCo:
+    return loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=2)
+
+
+def hurt_in_round_2(rank: int, kind: str, fault: Callable[[pytest.MonkeyPatch], object]) -> dict[str, Any]:
+    """A run whose second round fails once under `fault` and is repeated, beside one that never failed."""
+    clean, hurt = (getattr(loco, kind)(Scripted(parameters(3, 1003), 3, rank), sync_every=2) for _ in "ab")
+    for _ in range(6):
+        clean.step()
+    for _ in range(3):
+        hurt.step()
+    hurt.inner.step()  # the fourth inner step, without its round, to see the state before the round
+    before = snapshot(hurt)
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        error = error_of(hurt.sync)
+    after = snapshot(hurt)
+    assert hurt.round == 1
+    hurt.sync()
+    for _ in range(2):
+        hurt.step()
+    states = {"before": before, "after": after, "hurt": snapshot(hurt), "clean": snapshot(clean)}
+    return {"error": error, **states}
+
+
+def damaged_payload(rank: int) -> dict[str, Any]:
+    """Site 1 receives a damaged payload of site 0."""
+    swap = Transport.swap
+
+    def damage(self: Transport, outgoing: Any, incoming: Any, *, phase: str) -> None:
+        swap(self, outgoing, incoming, phase=phase)
+        if rank == 1 and "payloads" in phase:
+            incoming[0][-1] ^= 0x40
+
+    return hurt_in_round_2(rank, "PulseLoCo", lambda patch: patch.setattr(Transport, "swap", damage))
+
+
+def test_a_failed_round_changes_nothing_and_can_be_repeated() -> None:
+    results = run_ranks(3, damaged_payload)
+    for rank, result in enumerate(results):
+        kind, text = result["error"]
+        assert kind == "WireError"
+        if rank == 1:
+            assert "the message of site 0 can't be read: a body whose checksum does not match" in text
+        else:
+            assert "round 2, site 1 could not read the message of site 0" in text
+        assert_same(result["before"], result["after"])
+        assert_same(result["hurt"], result["clean"])
+
+
+def lost_link(rank: int) -> dict[str, Any]:
+    """The exchange fails on all sites, once bodies have arrived, as a broken link would have it."""
+    optimizer = build_scripted(rank)
+    optimizer.step()
+    optimizer.inner.step()
+    before = snapshot(optimizer)
+    transfer = GatherExchange._transfer
+
+    def fail(self: GatherExchange, headers: Any, own: Any, body: Any, room: Any) -> Any:
+        transfer(self, headers, own, body, room)
+        raise TransportError("round 1, payloads: lost site 0 (injected)")
+
+    GatherExchange._transfer = fail
+    error = error_of(optimizer.sync)
+    GatherExchange._transfer = transfer
+    assert optimizer.last_report is None
+    after = snapshot(optimizer)
+    report = optimizer.sync()
+    return {"error": error, "before": before, "after": after, "round": report.round}
+
+
+def test_no_residual_is_spent_on_a_broken_link() -> None:
+    for result in run_ranks(2, lost_link):
+        assert result["error"] == ("TransportError", "round 1, payloads: lost site 0 (injected)")
+        assert_same(result["before"], result["after"])
+        assert result["round"] == 1
+
+
+def one_rank_out_of_memory(rank: int, kind: str, where: str) -> dict[str, Any]:
+    """Site 1 fails at one place of the round."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left (injected)")
+
+    return hurt_in_round_2(rank, kind, lambda patch: rank == 1 and patch.setattr(where, fail))
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("PulseLoCo", "loco.kernels.encode"),
+        ("PulseLoCo", "loco.exchange.encode_payload"),
+        ("PulseLoCo", "loco.gather.GatherExchange._room"),
+        ("PulseLoCo", "loco.gather.decode_payload"),
+        ("DiLoCo", "loco.kernels.encode"),
+        ("DiLoCo", "loco.dense.DenseExchange._room"),
+    ],
+)
+def test_a_failure_on_one_rank_is_everyones_in_the_same_round(kind: str, where: str) -> None:
+    for rank, result in enumerate(run_ranks(3, one_rank_out_of_memory, kind, where)):
+        if rank == 1:
+            assert result["error"] == ("OutOfMemoryError", "no memory left (injected)")
+        else:
+            assert result["error"][0] == "PeerError"
+            assert result["error"][1].startswith("round 2, site 1 failed, and its own error says why")
+        assert_same(result["before"], result["after"])
+        assert_same(result["hurt"], result["clean"])
+
+
+def damaged_slice(rank: int, phase_of_damage: str) -> tuple[tuple[str, str], Snapshot, Snapshot, int]:
+    optimizer = loco.DiLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=2)
+    optimizer.inner.step()
+    before = snapshot(optimizer)
+    swap = Transport.swap
+
+    def damage(self: Transport, outgoing: Any, incoming: Any, *, phase: str) -> None:
+        swap(self, outgoing, incoming, phase=phase)
+        if rank == 1 and phase.endswith(phase_of_damage):
+            incoming[2][7] ^= 0x10
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "swap", damage)
+        error = error_of(optimizer.sync)
+    return error, before, snapshot(optimizer), optimizer.sync().round
+
+
+@pytest.mark.parametrize("phase", ["slices to their owners", "sums to all"])
+def test_a_damaged_dense_slice_is_noticed_before_anything_is_applied(phase: str) -> None:
+    for rank, ((kind, text), before, after, repeated) in enumerate(run_ranks(3, damaged_slice, phase)):
+        assert kind == "WireError"
+        said = "the message of site 2 can't be read: a body whose" if rank == 1 else "site 1 could not read"
+        assert said in text
+        assert_same(before, after)
+        assert repeated == 1
+
+
+def foreign_header(rank: int, field: str, value: int) -> tuple[tuple[str, str], int]:
+    """Site 1 announces what is not of this run, in a header that is whole."""
+    optimizer = build_scripted(rank)
+    payload = GatherExchange._payload
+
+    def forge(self: GatherExchange, encoded: Any, round: int, numel: int) -> Any:
+        header, body = payload(self, encoded, round, numel)
+        return replace(header, **{field: value}), body
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(GatherExchange, "_payload", forge)
+        error = error_of(optimizer.sync)
+    return error, optimizer.sync().round
+
+
+@pytest.mark.parametrize(("field", "value"), [("numel", 1004), ("codec", 0), ("body_bytes", 1 << 40)])
+def test_a_foreign_header_is_refused_before_memory_is_taken_for_it(field: str, value: int) -> None:
+    for (kind, text), repeated in run_ranks(2, foreign_header, field, value):
+        assert kind == "WireError"
+        assert "site 1" in text or "site 0" in text
+        assert repeated == 1
+
+
+def stray_vote(rank: int) -> tuple[tuple[str, str], int]:
+    """Site 1 is at another message than site 0 thinks: a header that is no vote arrives in its place."""
+    optimizer = build_scripted(rank)
+    records = Transport.swap_records
+
+    def stray(self: Transport, record: bytes, *, phase: str) -> list[bytes]:
+        if rank == 1 and self.size > 1 and "vote 2" in phase:
+            record = replace(Header.unpack(record), entries=1).pack()
+        return records(self, record, phase=phase)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "swap_records", stray)
+        return error_of(optimizer.sync), optimizer.round
+
+
+def test_another_message_is_not_taken_for_a_vote() -> None:
+    for (kind, text), rounds in run_ranks(2, stray_vote):
+        assert kind == "WireError"
+        assert text.startswith("round 1, vote 2: site 1 sent another message than its vote")
+        assert rounds == 0
+
+
+def non_finite(rank: int, kind: str) -> dict[str, Any]:
+    net = small_model()
+    weight = net.get_parameter("2.weight")
+    optimizer = getattr(loco, kind)(torch.optim.SGD(net.named_parameters(), lr=1e-3), sync_every=2)
+    train(net, optimizer, rank, range(3))
+    kept = weight.data.clone()
+    if rank == 2:
+        weight.data[1, 1] = float("inf")
+    before = snapshot(optimizer)
+    sent = optimizer._outer._across.sent_bytes
+    error = error_of(optimizer.sync)
+    sent = optimizer._outer._across.sent_bytes - sent
+    after = snapshot(optimizer)
+    weight.data.copy_(kept)
+    return {"error": error, "sent": sent, "before": before, "after": after, "next": optimizer.sync().round}
+
+
+@pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
+def test_non_finite_is_refused_on_every_site_before_anything_is_sent(kind: str) -> None:
+    for result in run_ranks(3, non_finite, kind):
+        name, text = result["error"]
+        assert name == "NonFiniteError"
+        assert text.startswith("round 2, site 2: the update of 2.weight is infinite or NaN")
+        assert result["sent"] == 2 * 2 * 64  # a header and a vote to each of two peers
+        assert_same(result["before"], result["after"])
+        assert result["next"] == 2
+
+
+def drifted(rank: int) -> list[tuple[str, str]]:
+    errors = []
+    for kind in (loco.PulseLoCo, loco.DiLoCo):
+        optimizer = kind(Scripted(parameters(3, 1003), 3, rank), sync_every=2)
+        if rank == 1:  # one bit of one weight, on one of three sites
+            optimizer._outer.anchor.view(torch.int32)[700] ^= 1
+        errors.append(error_of(optimizer.sync))
+        if rank == 1:
+            optimizer._outer.anchor.view(torch.int32)[700] ^= 1
+            optimizer._outer.rounds = 5
+        errors.append(error_of(optimizer.sync))
+        optimizer._outer.rounds = 0
+        assert optimizer.sync().round == 1
+    return errors
+
+
+def test_replicas_that_drift_apart_are_named_in_the_same_round() -> None:
+    for errors in run_ranks(3, drifted):
+        for kind, text in errors[0::2]:
+            assert kind == "ReplicaError"
+            assert text.startswith("round 1: the sites' anchors differ (site 0 holds ")
+            holds = [part.split()[-1] for part in text.split("(")[1].split(")")[0].split(", ")]
+            assert holds[0] == holds[2] != holds[1]
+        for kind, text in errors[1::2]:
+            assert kind == "ReplicaError"
+            assert "(site 0 in round 1, site 1 in round 6, site 2 in round 1)" in text
+
+
+def silent_site(rank: int) -> dict[str, Any]:
+    optimizer = loco.PulseLoCo(
+        Scripted(parameters(3, 1003), 3, rank), sync_every=2, topology=loco.Topology(timeout=1.0)
+    )
+    dist.barrier()
+    optimizer.inner.step()
+    before = snapshot(optimizer)
+    if rank == 1:
+        return {}
+    error = error_of(optimizer.sync)
+    return {"error": error, "before": before, "after": snapshot(optimizer)}
+
+
+def test_a_silent_site_is_an_error_that_names_it_and_the_timeout() -> None:
+    result = run_ranks(2, silent_site)[0]
+    kind, text = result["error"]
+    assert kind == "TransportError"
+    assert text.startswith("round 1, announcement: no answer from site 1 within 1 s")
+    assert_same(result["before"], result["after"])
+
+
+def late_site(rank: int) -> dict[str, Any]:
+    """Site 1 comes when the others have given up; they try again until all are there."""
+
+    def build() -> loco.PulseLoCo:
+        inner = Scripted(parameters(3, 1003), 3, rank)
+        return loco.PulseLoCo(inner, sync_every=2, topology=loco.Topology(timeout=1.0))
+
+    clean, hurt = build(), build()
+    for _ in range(4):
+        clean.step()
+    hurt.step()
+    hurt.inner.step()
+    before = snapshot(hurt)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(2.5)
+    errors = []
+    while hurt.round == 0:
+        try:
+            hurt.sync()
+        except loco.TransportError as error:
+            errors.append(str(error))
+            assert_same(before, snapshot(hurt))
+    for _ in range(2):
+        hurt.step()
+    return {"errors": errors, "hurt": snapshot(hurt), "clean": snapshot(clean)}
+
+
+def test_a_round_that_timed_out_can_be_repeated() -> None:
+    """A real timeout, after which torch's groups are of no use: the repeat builds new ones."""
+    results = run_ranks(3, late_site)
+    assert results[0]["errors"][0].startswith("round 1, announcement: no answer from site 1 within 1 s")
+    assert any(text.startswith("reconnecting: ") for text in results[0]["errors"])
+    for result in results:
+        assert result["errors"]
+        assert_same(result["hurt"], result["clean"])
+
+
+def test_who_gives_up_a_meeting_is_not_counted_when_the_others_come() -> None:
+    store = HashStore()
+    with pytest.raises(loco.TransportError, match=r"1 of 2 ranks came within 0\.1 s"):
+        meet(store, "here", 2, 0.1)
+    for _ in range(2):  # the same key serves every meeting
+        with ThreadPoolExecutor() as pool:
+            both = [pool.submit(meet, store, "here", 2, 30.0) for _ in range(2)]
+        assert [one.result() for one in both] == [None, None]

@@ -1,0 +1,104 @@
+"""What can't work is refused with a sentence that names it."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_optimizer import model
+from torch import nn
+
+import loco
+
+pytestmark = pytest.mark.usefixtures("single_site")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 0}, "sync_every must be a whole number >= 1, got 0"),
+        ({"sync_every": 2.5}, "sync_every must be a whole number >= 1, got 2.5"),
+        ({"outer_lr": -1.0}, "outer_lr must be > 0 and finite in FP32, got -1.0"),
+        ({"outer_lr": float("nan")}, "outer_lr must be > 0 and finite in FP32, got nan"),
+        ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
+        ({"outer_lr": 1e300}, "outer_lr must be > 0 and finite in FP32, got 1e\\+300"),
+        ({"sync_every": float("inf")}, "sync_every must be a whole number >= 1, got inf"),
+        ({"nesterov": "no"}, "nesterov must be True or False, got 'no'"),
+        ({"gate": "fp4"}, "gate must be 'bf16' or 'open', got 'fp4'"),
+        ({"gate_gain": 0.0}, "gate_gain must be > 0 and finite in FP32, got 0.0"),
+    ],
+)
+def test_arguments_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1), **options)
+
+
+def test_parameters_that_cannot_be_synchronised_are_named() -> None:
+    def build(*params: torch.Tensor) -> loco.PulseLoCo:
+        named = [(f"p{k}", p) for k, p in enumerate(params)]
+        return loco.PulseLoCo(torch.optim.SGD(named, lr=0.1))
+
+    one = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match=r"p1 is torch\.float64"):
+        build(one, nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    for twin in (one.data, one.data.view(2, 2).t(), one.data[1:3]):
+        with pytest.raises(ValueError, match="p0 and p1 share their memory"):
+            build(one, nn.Parameter(twin))
+    both = torch.ones(8)
+    assert build(nn.Parameter(both[:4]), nn.Parameter(both[4:]))._outer.layout.numel == 8
+    with pytest.raises(ValueError, match="p1 is on the meta device"):
+        build(one, nn.Parameter(torch.ones(1, device="meta")))
+    with pytest.raises(ValueError, match="the inner optimizer has no parameters"):
+        loco.DiLoCo(torch.optim.SGD([{"params": []}], lr=0.1))
+    with pytest.raises(ValueError, match=r"p1 is infinite or NaN on site 0"):
+        build(one, nn.Parameter(torch.tensor([1.0, float("inf")])))
+    with pytest.raises(ValueError, match="inner already exchanges"):
+        loco.DiLoCo(build(one))
+    with pytest.raises(TypeError, match=r"inner must be a torch.optim.Optimizer, got list"):
+        loco.PulseLoCo([one])  # pyright: ignore[reportArgumentType]
+
+
+def test_parameters_are_named_in_errors_as_the_user_named_them() -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.SGD(net.named_parameters(), lr=0.1))
+    net.get_parameter("2.bias").data.fill_(float("nan"))
+    with pytest.raises(
+        loco.NonFiniteError, match=r"round 1, site 0: the update of 2\.bias is infinite or NaN"
+    ):
+        optimizer.sync()
+
+
+def test_adding_a_group_later_says_what_to_do() -> None:
+    inner = torch.optim.SGD(model().parameters(), lr=0.1)
+    optimizer = loco.PulseLoCo(inner)
+    extra = {"params": [nn.Parameter(torch.ones(1))]}
+    with pytest.raises(ValueError, match="before you build it, or build a new one"):
+        optimizer.add_param_group(extra)
+    inner.add_param_group(extra)  # behind the wrapper's back
+    with pytest.raises(ValueError, match="parameters have changed since the sites agreed"):
+        optimizer.sync()
+
+
+def test_converting_the_model_later_says_what_to_do() -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.SGD(net.named_parameters(), lr=0.1))
+    net.to(torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"parameter 0\.weight was torch\.float32 .* convert and move the model"
+    ):
+        optimizer.sync()
+
+
+def test_it_refuses_to_flush_denormals() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU can't flush denormals")
+    try:
+        with pytest.raises(ValueError, match=r"call torch\.set_flush_denormal\(False\)"):
+            loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+        torch.set_flush_denormal(False)
+        optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+        torch.set_flush_denormal(True)
+        with pytest.raises(ValueError, match=r"call torch\.set_flush_denormal\(False\)"):
+            optimizer.sync()
+    finally:
+        torch.set_flush_denormal(False)
+    assert optimizer.sync().round == 1
