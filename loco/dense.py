@@ -10,7 +10,7 @@ from .codec import WholeFloat32
 from .errors import WireError
 from .exchange import Exchange, Problem, unreadable_problem
 from .transport import as_bytes, to_bytes
-from .wire import Header
+from .wire import Header, Status
 
 _DAMAGED = WireError("a body whose checksum does not match")
 
@@ -55,21 +55,21 @@ class DenseExchange(Exchange):
         values, total = body.view(torch.float32), room.pop(across.rank)
         slices = self._slices(values.numel())
         mine = slices[across.rank]
+        # All four messages are exchanged whatever happens here in between: the peers wait for them.
+        problems: list[Problem] = []
 
-        problem = None
         outgoing = {peer: values[slices[peer]] for peer in across.peers}
-        damaged = self._swap_sealed(outgoing, room, f"round {round}, slices to their owners")
-        if damaged is not None:
-            problem = unreadable_problem(damaged, _DAMAGED, round)
-        for site in range(across.size):
-            total[mine] += values[mine] if site == across.rank else room.pop(site)
+        problems += self._swap_sealed(outgoing, room, round, "slices to their owners")
+        try:
+            for site in range(across.size):
+                total[mine] += values[mine] if site == across.rank else room[site]
+        except Exception as error:
+            problems.append(Problem(Status.FAILED, seen=error))
 
         outgoing = dict.fromkeys(across.peers, total[mine])
         incoming = {peer: total[slices[peer]] for peer in across.peers}
-        damaged = self._swap_sealed(outgoing, incoming, f"round {round}, sums to all")
-        if damaged is not None and problem is None:
-            problem = unreadable_problem(damaged, _DAMAGED, round)
-        return [Entries(None, total.to(own.values.device))], problem
+        problems += self._swap_sealed(outgoing, incoming, round, "sums to all")
+        return [Entries(None, total.to(own.values.device))], next(iter(problems), None)
 
     def _slices(self, numel: int) -> list[slice]:
         size = self.across.size
@@ -77,22 +77,35 @@ class DenseExchange(Exchange):
         return [slice(min(k * width, numel), min((k + 1) * width, numel)) for k in range(size)]
 
     def _swap_sealed(
-        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], phase: str
-    ) -> int | None:
-        """Move FP32 slices, and the digest of each after it -> the first peer whose slice is damaged."""
-        across = self.across
+        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], round: int, what: str
+    ) -> list[Problem]:
+        """Move FP32 slices, and the digest of each after it -> what went wrong on the way."""
+        across, phase = self.across, f"round {round}, {what}"
         across.swap(
             {peer: as_bytes(values) for peer, values in outgoing.items()},
             {peer: as_bytes(values) for peer, values in incoming.items()},
             phase=phase,
         )
-        theirs = torch.empty(across.size, 8, dtype=torch.uint8, device=across.device)
+        problems: list[Problem] = []
+        seals = torch.zeros(2, across.size, 8, dtype=torch.uint8, device=across.device)
+        ours, theirs = seals[0], seals[1]
+        try:
+            for peer, values in outgoing.items():
+                ours[peer] = across.message(_seal(values))
+        except Exception as error:
+            problems.append(Problem(Status.FAILED, seen=error))
         across.swap(
-            {peer: across.message(_seal(values)) for peer, values in outgoing.items()},
+            {peer: ours[peer] for peer in outgoing},
             {peer: theirs[peer] for peer in incoming},
             phase=f"{phase}, digests",
         )
-        return next((p for p, values in incoming.items() if to_bytes(theirs[p]) != _seal(values)), None)
+        try:
+            for peer, values in incoming.items():
+                if to_bytes(theirs[peer]) != _seal(values):
+                    problems.append(unreadable_problem(peer, _DAMAGED, round))
+        except Exception as error:
+            problems.append(Problem(Status.FAILED, seen=error))
+        return problems
 
 
 def _seal(values: Tensor) -> bytes:

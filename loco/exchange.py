@@ -6,7 +6,7 @@ sites in site order. Dense DiLoCo and PULSELoCo differ only here and in the gate
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -43,8 +43,8 @@ class Exchange(ABC):
     4. vote: did all of them arrive whole, everywhere? Then all go on; else all raise, nothing changed.
 
     Whatever goes wrong on a rank between two messages becomes its vote, so that none is left waiting. Only
-    a lost link can't be voted on: if one breaks during the last vote, some ranks may go on and others not,
-    and the next round says so.
+    a lost link can't be voted on: if one breaks (or a message is damaged) during the last vote, some ranks
+    may go on and others not, and the next round says so.
 
     Args:
         across: the link to the same place in the other sites.
@@ -114,7 +114,10 @@ class Exchange(ABC):
     def _transfer(
         self, headers: list[Header], own: Entries, body: Tensor, room: dict[int, Tensor]
     ) -> tuple[list[Entries], Problem | None]:
-        """Move the bodies; a body that can't be read is a problem, a lost peer raises."""
+        """Move the bodies; a body that can't be read is a problem, a lost peer raises.
+
+        What raises anything else must have sent and received all its messages before.
+        """
 
     def _announce(self, mine: Header, *, announces: bool) -> tuple[list[Header], Problem | None]:
         """All sites' headers; a site that has a problem announces nothing but its coming vote."""
@@ -146,22 +149,34 @@ class Exchange(ABC):
         )
         for transport in (self.inside, self.across):
             phase = f"round {round}, vote {number}"
-            votes = [Header.unpack(raw) for raw in transport.swap_records(vote.pack(), phase=phase)]
-            for member, got in enumerate(votes):
-                site = member if transport is self.across else self.across.rank
-                # In the first vote a peer may be in another round, which is what the vote is about.
-                in_round = round if number == 2 else got.round
-                if (got.codec, got.site, got.entries, got.round) != (VOTE, site, number, in_round):
-                    raise WireError(
-                        f"{phase}: {transport.member} {member} sent another message than its vote: the "
-                        f"ranks are not at the same point"
-                    )
-            vote = next((v for v in votes if v.status != Status.OK), vote)
+            raws = transport.swap_records(vote.pack(), phase=phase)
+            try:
+                votes = [self._read_vote(raw, k, transport, round, number) for k, raw in enumerate(raws)]
+            except WireError as error:
+                if transport is self.across:
+                    raise  # there is no other vote to put it to
+                seen = WireError(f"{phase}: {error}")
+                problem = Problem(Status.UNREADABLE, self.across.rank, seen)
+                vote = replace(vote, status=problem.status, subject=problem.subject)
+            else:
+                vote = next((v for v in votes if v.status != Status.OK), vote)
         if vote.status == Status.OK:
             return
-        if problem.seen is not None and problem.status == vote.status:
+        if problem.seen is not None:  # what this rank saw itself says more than what travelled
             raise Refused(problem.seen)
         raise Refused(self._reported(vote))
+
+    def _read_vote(self, raw: bytes, member: int, transport: Transport, round: int, number: int) -> Header:
+        vote = Header.unpack(raw)
+        site = member if transport is self.across else self.across.rank
+        # In the first vote a peer may be in another round, which is what the vote is about.
+        in_round = round if number == 2 else vote.round
+        if (vote.codec, vote.site, vote.entries, vote.round) != (VOTE, site, number, in_round):
+            raise WireError(
+                f"round {round}, vote {number}: {transport.member} {member} sent another message than its "
+                f"vote: the ranks are not at the same point"
+            )
+        return vote
 
     def _reported(self, vote: Header) -> LocoError:
         """The error for a problem that another rank saw."""
@@ -200,9 +215,8 @@ def _replica_problem(headers: list[Header]) -> Problem | None:
     """
     by_round = ", ".join(f"site {h.site} in round {h.round}" for h in headers)
     by_digest = ", ".join(f"site {h.site} holds {h.digest:016x}" for h in headers)
-    first = next(iter(headers), None)
+    first = headers[0]
     for header in headers:
-        assert first is not None
         if header.round != first.round:
             seen = ReplicaError(
                 f"the sites are in different rounds ({by_round}): resume all from the same checkpoint"

@@ -7,8 +7,9 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,35 +27,37 @@ class Layout:
         named = _named_parameters(inner)
         if not named:
             raise ValueError("the inner optimizer has no parameters")
+        self.device = named[0][1].device
+        for name, p in named:
+            self._check(name, p)
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
         self.shapes = [tuple(p.shape) for p in self.params]
         self.dtypes = [p.dtype for p in self.params]
         self.starts = list(accumulate((p.numel() for p in self.params), initial=0))
         self.numel = self.starts.pop()
-        self.device = self.params[0].device
-        for name, p in named:
-            self._check(name, p)
         # Two parameters on one memory would be written twice, from two places of the flat vector.
         spans = sorted((p.data_ptr(), _end(p), name) for name, p in named if p.numel())
         for (_, end, name), (start, _, other) in pairwise(spans):
             if start < end:
                 raise ValueError(
-                    f"parameters {name} and {other} share their memory but are two Parameters: "
-                    f"tie weights by using one Parameter in both places"
+                    f"parameters {name} and {other} share their memory, or interleave in it, but are two "
+                    f"Parameters: tie weights by using one Parameter in both places"
                 )
 
     def _check(self, name: str, p: Tensor) -> None:
-        if type(p) not in (Tensor, Parameter):
+        if is_traceable_wrapper_subclass(p):
             raise ValueError(f"parameter {name} is a {type(p).__name__}; loco synchronises plain tensors")
+        if isinstance(p, UninitializedParameter) or p.is_meta:
+            raise ValueError(f"parameter {name} has no values yet: give the model its weights first")
         if p.dtype not in SUPPORTED:
             raise ValueError(
                 f"parameter {name} is {p.dtype}; loco synchronises float32, bfloat16 and float16"
             )
-        if p.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device: give the model its weights first")
         if p.layout != torch.strided:
             raise ValueError(f"parameter {name} is {p.layout}; it must be dense")
+        if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ValueError(f"parameter {name} is expanded: its elements share their memory")
         if p.is_inference():
             raise ValueError(f"parameter {name} was made under inference_mode, and can't be updated")
         if p.device != self.device:
@@ -108,7 +111,7 @@ class Layout:
             if low >= high:
                 continue
             param = p.detach()
-            flat = param.reshape(-1)
+            flat = param.reshape(-1).contiguous()
             if not param.is_contiguous():
                 copied.append((param, flat))
             pieces.append(flat[low - begin : high - begin])

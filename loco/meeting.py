@@ -10,51 +10,70 @@ from .errors import TransportError
 _POLL = 0.02  # seconds
 
 
-def meet(store: Store, key: str, world: int, timeout: float) -> None:
-    """Return once `world` ranks are here at the same time.
+def meet(store: Store, key: str, rank: int, world: int, timeout: float) -> None:
+    """Return once all `world` ranks are here at the same time.
 
-    Who gives up takes its arrival back, so that ranks which come again later do not count it twice. The
-    store holds "<meetings held>:<ranks waiting>:<who wrote this>" and is changed by compare-and-set only:
-    a rank either belongs to a meeting, with all the others, or does not.
+    The store holds "<meetings held>:<ranks that wait>:<token>" and is changed by compare-and-set only: a
+    rank either belongs to a meeting, with all the others, or does not. Who gives up, or is interrupted,
+    takes its arrival back; and arriving twice is arriving once.
 
     Raises:
-        TransportError: not all came within `timeout` seconds.
+        TransportError: not all came within `timeout` seconds, or the store is gone.
     """
-    store.compare_set(key, "", "0:0:")
-    joined = _join(store, key, world)
     deadline = time.monotonic() + timeout
+    try:
+        joined = _arrive(store, key, rank, world)
+        try:
+            while True:
+                now = store.get(key).decode()
+                held, waiting = _parse(now)
+                if held != joined:
+                    return
+                if time.monotonic() > deadline and _swap(store, key, now, held, waiting - {rank}):
+                    raise TransportError(
+                        f"reconnecting: {len(waiting)} of {world} ranks came within {timeout:g} s; a round "
+                        f"that failed is repeated by all ranks together"
+                    )
+                time.sleep(_POLL)
+        except BaseException:
+            _leave(store, key, rank, joined)
+            raise
+    except TransportError:
+        raise
+    except RuntimeError as error:
+        raise TransportError(f"reconnecting: the process group's store failed ({error})") from error
+
+
+def _arrive(store: Store, key: str, rank: int, world: int) -> int:
+    """Count this rank in -> the number of the meeting it belongs to. The last rank to come ends it."""
+    store.compare_set(key, "", "0::")
     while True:
         now = store.get(key).decode()
         held, waiting = _parse(now)
-        if held != joined:
-            return
-        if time.monotonic() > deadline and _swap(store, key, now, held, waiting - 1):
-            raise TransportError(
-                f"reconnecting: {waiting} of {world} ranks came within {timeout:g} s; a round that failed "
-                f"is repeated by all ranks together"
-            )
-        time.sleep(_POLL)
-
-
-def _join(store: Store, key: str, world: int) -> int:
-    """Count this rank in -> the meeting it belongs to. The last rank to come ends it."""
-    while True:
-        now = store.get(key).decode()
-        held, waiting = _parse(now)
-        if waiting + 1 == world:
-            joined = _swap(store, key, now, held + 1, 0)
+        everyone = waiting | {rank}
+        if len(everyone) == world:
+            joined = _swap(store, key, now, held + 1, set())
         else:
-            joined = _swap(store, key, now, held, waiting + 1)
+            joined = _swap(store, key, now, held, everyone)
         if joined:
             return held
 
 
-def _swap(store: Store, key: str, now: str, held: int, waiting: int) -> bool:
+def _leave(store: Store, key: str, rank: int, joined: int) -> None:
+    """Take this rank's arrival back, unless the meeting was held."""
+    while True:
+        now = store.get(key).decode()
+        held, waiting = _parse(now)
+        if held != joined or rank not in waiting or _swap(store, key, now, held, waiting - {rank}):
+            return
+
+
+def _swap(store: Store, key: str, now: str, held: int, waiting: set[int]) -> bool:
     # A value that nobody else writes: the answer tells this rank's success from another's.
-    wanted = f"{held}:{waiting}:{uuid.uuid4().hex}"
+    wanted = f"{held}:{','.join(map(str, sorted(waiting)))}:{uuid.uuid4().hex}"
     return store.compare_set(key, now, wanted).decode() == wanted
 
 
-def _parse(value: str) -> tuple[int, int]:
+def _parse(value: str) -> tuple[int, set[int]]:
     held, waiting, _ = value.split(":")
-    return int(held), int(waiting)
+    return int(held), {int(rank) for rank in waiting.split(",") if rank}

@@ -48,15 +48,22 @@ class LowCommunicationOptimizer(Optimizer):
 
         Raises:
             LocoError: the round failed and changed nothing; the inner step stands. `sync()` repeats the
-                round, and so does the next `step()`, after another inner step.
+                round, and so does the next `step()`, after another inner step. A rank that failed for a
+                reason of its own (no memory, say) raises that error, and the others a PeerError.
         """
         self._outer.check_whole()
         loss = None
-        if not self._unscale_or_skip():
-            loss = self.inner.step() if closure is None else self.inner.step(closure)
-        self.local_step += 1
-        if self.local_step >= self.sync_every:
-            self.sync()
+        try:
+            if not self._unscale_or_skip():
+                loss = self.inner.step() if closure is None else self.inner.step(closure)
+            self.local_step += 1
+            if self.local_step >= self.sync_every:
+                self.sync()
+        except BaseException:
+            # GradScaler takes these back only from a step that returns, and would use them again.
+            for left_by_scaler in ("grad_scale", "found_inf"):
+                self.__dict__.pop(left_by_scaler, None)
+            raise
         return loss
 
     def sync(self) -> SyncReport:
@@ -127,7 +134,12 @@ class LowCommunicationOptimizer(Optimizer):
             )
         outer = state_dict.pop("loco")
         self._outer.check_state(outer)
-        self.inner.load_state_dict(state_dict)
+        before = self.inner.state_dict()
+        try:
+            self.inner.load_state_dict(state_dict)
+        except BaseException:
+            self.inner.load_state_dict(before)
+            raise
         self._outer.load_state_dict(outer)
         self.local_step = int(outer["local_step"])
         for hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -2,7 +2,9 @@
 
 import hashlib
 import time
+import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -50,6 +52,8 @@ class OuterLoop:
         self.layout = self._agree(inner)
         self._inner = inner
         self._exchange_type = exchange
+        # A name that all ranks share and no other optimizer has, to meet under after a failure.
+        self._name = self._everyone.swap_records(uuid.uuid4().bytes, phase="naming")[0].hex()
         self._connect()
         self._torn = False
 
@@ -79,28 +83,24 @@ class OuterLoop:
         leaves θ, m, e and w as they were, and can be repeated by all ranks together.
         """
         self.check_whole()
-        if self._out_of_step:
-            self._connect(again=True)
-        # True until all ranks are known to be at the same message again.
-        self._out_of_step = True
+        if not self._connected:
+            self._connect(meet_as=self._name)
         before = self._bytes()
         encoding = time.perf_counter()
-        with self.layout.pieces(self.start, self.stop, write=True) as weights:
+        with ExitStack() as written_back:
             # 2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send
-            encoded, problem = self._encode(weights)
+            weights, encoded, problem = self._encode(written_back)
             exchanging = time.perf_counter()
-            drift = self._site_drift()
-            try:
+            with self._conversation():
+                drift = self._site_drift(weights is not None)
                 contributions, payload_bytes = self._exchange.contributions(
                     encoded,
                     round=self.rounds + 1,
                     numel=self.stop - self.start,
                     problem=problem or drift,
                 )
-            except Refused as refusal:
-                self._out_of_step = False
-                raise refusal.error from None
             assert encoded is not None
+            assert weights is not None
 
             # 5. e = what was not sent   6. g = Σ / R   7. m and θ   8. w = cast(θ)
             applying = time.perf_counter()
@@ -114,9 +114,10 @@ class OuterLoop:
                 contributions,
                 self._step,
             )
-        self._share_anchor_in_site()
-        self._torn = self._out_of_step = False
+        with self._conversation():
+            self._share_anchor_in_site()
         self.rounds += 1
+        self._torn = False
         done = time.perf_counter()
 
         numel, entries = self.stop - self.start, encoded.entries.values.numel()
@@ -164,6 +165,12 @@ class OuterLoop:
             raise ValueError(f"a loco state of format {state.get('format')!r}; this is format 1")
         for key, mine in (self._identity() | {"settings": vars(self.settings)}).items():
             _check_same(key, state.get(key), mine)
+        for name in ("round", "local_step"):
+            count = state.get(name)
+            if not isinstance(count, int) or count < 0:
+                raise ValueError(f"this state's {name} is {count!r}, not a number of rounds or steps")
+        if len(state.get("weights") or []) != len(self.layout.params):
+            raise ValueError("this state does not hold the weights of all parameters: it is damaged")
         for name, mine, saved in self._tensors(state):
             if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (mine.shape, mine.dtype):
                 what = f"{saved.dtype} {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
@@ -186,9 +193,8 @@ class OuterLoop:
             mine = getattr(self, name)
             if mine is not None:
                 yield name, mine, state.get(name)
-        weights = state.get("weights") or []
-        for k, (name, param) in enumerate(zip(self.layout.names, self.layout.params, strict=True)):
-            yield f"weight {name}", param, weights[k] if k < len(weights) else None
+        for name, param, saved in zip(self.layout.names, self.layout.params, state["weights"], strict=True):
+            yield f"weight {name}", param, saved
 
     def check_whole(self) -> None:
         """Refuse to go on, or to save, after a round was stopped while it was being applied: by Ctrl-C,
@@ -203,10 +209,23 @@ class OuterLoop:
                 f"neither before nor after it. Load the last checkpoint"
             )
 
-    def _connect(self, *, again: bool = False) -> None:
-        self._across, self._inside = self.topology.connect(self.layout.device, again=again)
+    def _connect(self, *, meet_as: str | None = None) -> None:
+        self._across, self._inside = self.topology.connect(self.layout.device, meet_as=meet_as)
         self._exchange = self._exchange_type(self._across, self._inside, lambda k: self.layout.names[k])
-        self._out_of_step = False
+        self._connected = True
+
+    @contextmanager
+    def _conversation(self) -> Iterator[None]:
+        """Messages that all ranks exchange in one order. Who leaves early hangs up, so that no message of
+        a repeat is taken for one that a peer still waits for."""
+        try:
+            yield
+        except Refused as refusal:  # by all ranks, at the same message
+            raise refusal.error from None
+        except BaseException:
+            self._connected = False
+            self.topology.disconnect(self._across, self._inside)
+            raise
 
     def _agree(self, inner: Optimizer) -> Layout:
         """The parameters as a flat vector, once all ranks have found that they agree on it.
@@ -233,18 +252,19 @@ class OuterLoop:
         assert layout is not None
         return layout
 
-    def _encode(self, weights: list[Tensor]) -> tuple[Encoded | None, Problem | None]:
-        """This rank's part of the round, or why it has none."""
+    def _encode(self, written_back: ExitStack) -> tuple[list[Tensor] | None, Encoded | None, Problem | None]:
+        """The weights of this rank's slice and its part of the round, or why it has none."""
         try:
             self.layout.check_unchanged(self._inner)
             _check_denormals(self.layout.device)
+            weights = written_back.enter_context(self.layout.pieces(self.start, self.stop, write=True))
             encoded = kernels.encode(self.anchor, weights, self.residual, self._gate)
         except Exception as error:
-            return None, Problem(Status.FAILED, seen=error)
+            return None, None, Problem(Status.FAILED, seen=error)
         position = encoded.first_nonfinite
         if position < 0:
-            return encoded, None
-        return encoded, Problem(Status.NON_FINITE, self.layout.index_at(self.start + position))
+            return weights, encoded, None
+        return weights, encoded, Problem(Status.NON_FINITE, self.layout.index_at(self.start + position))
 
     def _start_alike(self) -> None:
         """θ is site 0's weights, on all sites, verified; w = cast(θ)."""
@@ -295,17 +315,24 @@ class OuterLoop:
                 with self.layout.pieces(first, last, write=True) as weights:
                     kernels.write_weights(values[: last - first], weights)
 
-    def _site_drift(self) -> Problem | None:
-        """The ranks of a site exchange slices of what must be one and the same model."""
+    def _site_drift(self, encoded: bool) -> Problem | None:
+        """The ranks of a site exchange slices of what must be one and the same model.
+
+        A rank that could not encode votes for its own reason, and has no digest to compare.
+        """
         if self._inside.size == 1:
             return None
-        with self.layout.pieces(0, self.layout.numel) as weights:
-            digests = b"".join(kernels.digest(w).to_bytes(8, "little") for w in weights)
-        mine = hashlib.blake2b(digests, digest_size=8).digest()
+        failure, mine = None, bytes(8)
+        if encoded:
+            try:
+                with self.layout.pieces(0, self.layout.numel) as weights:
+                    digests = b"".join(kernels.digest(w).to_bytes(8, "little") for w in weights)
+                mine = hashlib.blake2b(digests, digest_size=8).digest()
+            except Exception as error:
+                failure = Problem(Status.FAILED, seen=error)
         phase = f"round {self.rounds + 1}, weights inside the site"
-        if all(other == mine for other in self._inside.swap_records(mine, phase=phase)):
-            return None
-        return Problem(Status.SITE_DRIFT, self.topology.site)
+        known = {d for d in self._inside.swap_records(mine, phase=phase) if d != bytes(8)}
+        return failure or (Problem(Status.SITE_DRIFT) if len(known) > 1 else None)
 
     def _bytes(self) -> tuple[int, int, int]:
         return self._across.sent_bytes, self._across.received_bytes, self._inside.sent_bytes

@@ -18,7 +18,7 @@ class SyncReport:
     payload_bytes: int  # one encoded payload, header included
     sent_bytes: int  # across the sites: payloads, headers and votes
     received_bytes: int
-    site_bytes: int  # sent inside the site: its votes and its part of the new anchor
+    site_bytes: int  # sent inside the site: a digest, its votes and its part of the new anchor
     dense_bytes: int  # what a ring all-reduce of FP32 would have sent: 2(R−1)/R · 4 · numel
     residual_norm: float  # L2 norm of what is withheld after the round
     seconds: Mapping[str, float]  # by phase: encode, exchange, apply

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import AgreementError
+from .errors import AgreementError, TransportError
 from .meeting import meet
 from .transport import Transport, any_device
 
@@ -64,25 +64,40 @@ class Topology:
 
         self.site_group: dist.ProcessGroup = self._groups(inside=True)
 
-    def connect(self, device: torch.device, *, again: bool = False) -> tuple[Transport, Transport]:
+    def connect(self, device: torch.device, *, meet_as: str | None = None) -> tuple[Transport, Transport]:
         """Links of the caller's own, built by all ranks together: (across the sites, inside the site).
 
         Nobody else's messages run over them, and `site_group`, which is DDP's, survives when they break.
 
         Args:
             device: where the caller's tensors live.
-            again: after a failure, when ranks may come late or not at all. A group that lost a message
-                can't be used any more, and groups are named by counting: all ranks build them, or none.
+            meet_as: the caller's name, the same on all ranks and nobody else's, after a failure, when ranks
+                may come late or not at all. A group that lost a message can't be used any more, and
+                torch names groups by counting: all ranks must build them, or none.
 
         Raises:
-            TransportError: not all ranks came within the timeout; nothing was built.
+            TransportError: not all ranks came within the timeout, and nothing was built; or one was lost
+                while they built, after which only a restart helps.
         """
-        if again:
+        if meet_as is not None:
             store = dist.distributed_c10d._get_default_store()
-            meet(store, "loco/reconnect", dist.get_world_size(), self.timeout)
-        inside = self._groups(inside=True) if self.ranks_per_site > 1 else self.site_group
-        across = self._groups(inside=False)
+            world = dist.get_world_size()
+            meet(store, f"loco/{meet_as}", dist.get_rank(), world, self.timeout)
+        try:
+            inside = self._groups(inside=True) if self.ranks_per_site > 1 else self.site_group
+            across = self._groups(inside=False)
+        except RuntimeError as error:
+            raise TransportError(
+                f"connecting: a rank was lost while all were building their links ({error}); restart the "
+                f"run from its last checkpoints"
+            ) from error
         return self._transport(across, device, "site"), self._transport(inside, device, "rank of this site")
+
+    def disconnect(self, *links: Transport) -> None:
+        """Give up links that are of no use any more, so that peers who wait on them learn of it at once."""
+        for link in links:
+            if link.group is not self.site_group:
+                dist.destroy_process_group(link.group)
 
     def everyone(self) -> Transport:
         """The link to every rank of the world, for messages that fit any memory."""

@@ -35,7 +35,7 @@ class Status(IntEnum):
     NON_FINITE = 1  # subject: the parameter whose update is infinite or NaN
     REPLICA = 2  # subject: the site whose anchor or round is another than site 0's
     UNREADABLE = 3  # subject: the site whose message could not be read
-    SITE_DRIFT = 4  # subject: the reporting site, whose ranks hold different weights
+    SITE_DRIFT = 4  # subject: 0; the ranks of the reporting site hold different weights
     FAILED = 5  # subject: 0; the reporting rank's own error says what
 
 
@@ -115,7 +115,7 @@ def check_header(header: Header, *, site: int, numel: int, codec: int) -> None:
 
     Rounds and digests are compared by the caller, who sees all sites' headers.
     """
-    if header.codec != codec or header.codec not in CODECS:
+    if header.codec != codec:
         raise WireError(f"codec {header.codec} where this site sends codec {codec}")
     if header.site != site:
         raise WireError(f"a header of site {header.site} on the link of site {site}")

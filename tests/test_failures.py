@@ -12,6 +12,7 @@ import torch.distributed as dist
 from scripted import Scripted, parameters
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, small_model, snapshot, train
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import loco
@@ -118,12 +119,17 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str) -> dict[str, Any]:
         ("PulseLoCo", "loco.gather.decode_payload"),
         ("DiLoCo", "loco.kernels.encode"),
         ("DiLoCo", "loco.dense.DenseExchange._room"),
+        ("DiLoCo", "loco.dense._seal"),
+        ("DiLoCo", "loco.dense.Entries"),
     ],
 )
 def test_a_failure_on_one_rank_is_everyones_in_the_same_round(kind: str, where: str) -> None:
     for rank, result in enumerate(run_ranks(3, one_rank_out_of_memory, kind, where)):
         if rank == 1:
             assert result["error"] == ("OutOfMemoryError", "no memory left (injected)")
+        elif where == "loco.dense._seal":  # the others see slices without their digests, and say so first
+            assert result["error"][0] == "WireError"
+            assert "the message of site 1" in result["error"][1]
         else:
             assert result["error"][0] == "PeerError"
             assert result["error"][1].startswith("round 2, site 1 failed, and its own error says why")
@@ -319,11 +325,54 @@ def test_a_round_that_timed_out_can_be_repeated() -> None:
         assert_same(result["hurt"], result["clean"])
 
 
+def test_an_interrupted_arrival_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+
+    def ctrl_c(_: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("loco.meeting.time.sleep", ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            meet(store, "here", 0, 2, 30.0)
+    with pytest.raises(loco.TransportError, match="1 of 2 ranks came"):  # itself, not itself twice
+        meet(store, "here", 0, 2, 0.1)
+
+
+def misaligned(rank: int) -> tuple[list[str], list[list[float]]]:
+    """Two optimizers on one topology; rank 0 comes back for the first while rank 1 does for the second."""
+    topology = loco.Topology(timeout=1.0)
+    params = [nn.Parameter(torch.full((3,), float(k))) for k in (1, 2)]
+    pair = [loco.DiLoCo(torch.optim.SGD([p], lr=1.0), topology=topology) for p in params]
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "swap", interrupt)
+        for optimizer in pair:
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.sync()
+    errors = [error_of(pair[rank].sync)[0]]
+    for optimizer in pair:
+        while optimizer.round == 0:
+            errors.append(error_of(optimizer.sync)[0])
+    return errors, [p.tolist() for p in params]
+
+
+def test_two_optimizers_that_reconnect_do_not_meet_each_other() -> None:
+    results = run_ranks(2, misaligned)
+    # The first attempts can't both succeed: they are for different optimizers.
+    assert "TransportError" in [errors[0] for errors, _ in results]
+    for _, weights in results:
+        assert weights == [[1.0] * 3, [2.0] * 3]
+
+
 def test_who_gives_up_a_meeting_is_not_counted_when_the_others_come() -> None:
     store = HashStore()
     with pytest.raises(loco.TransportError, match=r"1 of 2 ranks came within 0\.1 s"):
-        meet(store, "here", 2, 0.1)
+        meet(store, "here", 0, 2, 0.1)
     for _ in range(2):  # the same key serves every meeting
         with ThreadPoolExecutor() as pool:
-            both = [pool.submit(meet, store, "here", 2, 30.0) for _ in range(2)]
+            both = [pool.submit(meet, store, "here", rank, 2, 30.0) for rank in range(2)]
         assert [one.result() for one in both] == [None, None]

@@ -204,6 +204,30 @@ def test_a_gradient_scaler_drives_it_and_skips_on_overflow() -> None:
     assert optimizers[1].local_step == 3  # the skipped step counts, or this site's rounds would come later
 
 
+def test_a_round_that_fails_under_a_scaler_leaves_no_scale_behind() -> None:
+    """GradScaler takes its marks back only from a step that returns; kept, they would scale twice."""
+    param = nn.Parameter(torch.ones(3))
+    other = nn.Parameter(torch.ones(1))
+    inner = torch.optim.SGD([param, other], lr=1.0)
+    optimizer = loco.DiLoCo(inner, sync_every=2, outer_lr=1.0, outer_momentum=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(param.sum() / 4).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    other.data.fill_(float("inf"))
+    with pytest.raises(loco.NonFiniteError):
+        step()
+    other.data.fill_(1.0)
+    scaler.update()
+    step()
+    assert param.tolist() == [0.25] * 3  # three steps of a quarter
+
+
 @BOTH
 def test_bf16_parameters_stay_the_cast_of_the_anchor(wrap: Wrap) -> None:
     net = model().to(torch.bfloat16)

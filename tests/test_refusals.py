@@ -41,14 +41,16 @@ def test_parameters_that_cannot_be_synchronised_are_named() -> None:
     with pytest.raises(ValueError, match=r"p1 is torch\.float64"):
         build(one, nn.Parameter(torch.ones(2, dtype=torch.float64)))
     for twin in (one.data, one.data.view(2, 2).t(), one.data[1:3]):
-        with pytest.raises(ValueError, match="p0 and p1 share their memory"):
+        with pytest.raises(ValueError, match="p0 and p1 share their memory, or interleave in it"):
             build(one, nn.Parameter(twin))
     both = torch.ones(8)
     assert build(nn.Parameter(both[:4]), nn.Parameter(both[4:]))._outer.layout.numel == 8
-    with pytest.raises(ValueError, match="p1 is on the meta device"):
+    with pytest.raises(ValueError, match="p1 has no values yet"):
         build(one, nn.Parameter(torch.ones(1, device="meta")))
     with pytest.raises(ValueError, match="the inner optimizer has no parameters"):
         loco.DiLoCo(torch.optim.SGD([{"params": []}], lr=0.1))
+    with pytest.raises(ValueError, match="p1 is expanded"):
+        build(one, nn.Parameter(torch.ones(1).expand(3)))
     with pytest.raises(ValueError, match=r"p1 is infinite or NaN on site 0"):
         build(one, nn.Parameter(torch.tensor([1.0, float("inf")])))
     with pytest.raises(ValueError, match="inner already exchanges"):

@@ -73,7 +73,9 @@ def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
         ("format", 2, "a loco state of format 2"),
         ("residual", torch.zeros(64), r"residual is torch\.float32 \(64,\), not torch\.float32 \(65,\)"),
         ("anchor", None, "anchor is None"),
-        ("weights", [], r"weight group0\.param0 is None"),
+        ("weights", [], "does not hold the weights of all parameters"),
+        ("local_step", None, "local_step is None"),
+        ("local_step", -1, "local_step is -1"),
     ],
 )
 def test_a_foreign_or_damaged_state_is_refused_before_anything_changes(
