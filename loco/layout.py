@@ -71,6 +71,10 @@ class Layout:
         columns = zip(self.names, self.shapes, self.dtypes, strict=True)
         return [[name, list(shape), str(dtype)] for name, shape, dtype in columns]
 
+    def name_of(self, index: int) -> str:
+        """A parameter's name by its number; the number may come from a peer, and be none."""
+        return self.names[index] if index < len(self.names) else f"parameter number {index}"
+
     def name_at(self, position: int) -> str:
         return self.names[self.index_at(position)]
 

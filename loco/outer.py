@@ -211,7 +211,7 @@ class OuterLoop:
 
     def _connect(self, *, meet_as: str | None = None) -> None:
         self._across, self._inside = self.topology.connect(self.layout.device, meet_as=meet_as)
-        self._exchange = self._exchange_type(self._across, self._inside, lambda k: self.layout.names[k])
+        self._exchange = self._exchange_type(self._across, self._inside, self.layout.name_of)
         self._connected = True
 
     @contextmanager
