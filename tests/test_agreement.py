@@ -3,11 +3,13 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from scripted import Scripted, bits, flat, parameters
 from sites import error_of, run_ranks
 
 import loco
+from loco.transport import Transport
 
 
 def disagree(rank: int) -> list[tuple[str, str]]:
@@ -63,6 +65,24 @@ def first_anchor(rank: int) -> dict[str, Any]:
     params = parameters(seed=rank, numel=1003, bf16=True)
     loco.PulseLoCo(torch.optim.SGD(params, lr=0.1))
     return {"weights": bits(flat(params)), "own": bits(flat(parameters(rank, 1003, bf16=True)))}
+
+
+def damaged_first_anchor(rank: int) -> tuple[str, str]:
+    broadcast = Transport.broadcast
+
+    def damage(self: Transport, tensor: torch.Tensor, *, phase: str) -> None:
+        broadcast(self, tensor, phase=phase)
+        if rank == 1:
+            tensor.view(torch.int32)[500] ^= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "broadcast", damage)
+        return error_of(lambda: loco.DiLoCo(Scripted(parameters(0, 1003), 0, rank)))
+
+
+def test_a_first_anchor_that_did_not_arrive_whole_is_noticed_by_all() -> None:
+    expected = "ReplicaError", "site 1 did not receive the anchor that site 0 sent"
+    assert run_ranks(3, damaged_first_anchor) == [expected] * 3
 
 
 def test_all_sites_start_from_site_0s_weights() -> None:

@@ -238,6 +238,20 @@ def test_non_finite_is_refused_on_every_site_before_anything_is_sent(kind: str) 
         assert result["next"] == 2
 
 
+def two_problems(rank: int) -> tuple[str, str]:
+    param, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = loco.PulseLoCo(torch.optim.SGD([param, other], lr=0.1))
+    if rank:
+        (param if rank == 2 else other).data.fill_(float("nan"))
+    return error_of(optimizer.sync)
+
+
+def test_of_several_problems_all_sites_raise_the_first_sites() -> None:
+    errors = run_ranks(3, two_problems)
+    assert errors[0][1].startswith("round 1, site 1: the update of group0.param1 is infinite or NaN")
+    assert errors[1:] == errors[:1] * 2
+
+
 def drifted(rank: int) -> list[tuple[str, str]]:
     errors = []
     for kind in (loco.PulseLoCo, loco.DiLoCo):
@@ -295,6 +309,7 @@ def late_site(rank: int) -> dict[str, Any]:
         return loco.PulseLoCo(inner, sync_every=2, topology=loco.Topology(timeout=1.0))
 
     clean, hurt = build(), build()
+    groups = len(dist.distributed_c10d._world.pg_map)
     for _ in range(4):
         clean.step()
     hurt.step()
@@ -312,6 +327,7 @@ def late_site(rank: int) -> dict[str, Any]:
             assert_same(before, snapshot(hurt))
     for _ in range(2):
         hurt.step()
+    assert len(dist.distributed_c10d._world.pg_map) == groups  # what broke was given back
     return {"errors": errors, "hurt": snapshot(hurt), "clean": snapshot(clean)}
 
 

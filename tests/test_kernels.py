@@ -93,6 +93,14 @@ def test_unsent_mass_stays_in_the_residual(
         assert not torch.equal(before, residual)
 
 
+def test_a_dense_update_is_never_minus_zero() -> None:
+    """s = Δ + e with e = 0, so that what is sent does not depend on whether a residual is kept."""
+    anchor, weights = torch.tensor([-0.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 1.0])
+    for residual in (None, torch.zeros(3)):
+        encoded = kernels.encode(anchor, [weights], residual, None)
+        np.testing.assert_array_equal(bits(encoded.entries.values), np.zeros(3, dtype=np.uint32))
+
+
 def test_encode_writes_nothing() -> None:
     tensors = state(1003)
     before = [t.clone() for t in tensors]
