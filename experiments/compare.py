@@ -13,16 +13,11 @@ from __future__ import annotations
 import sys
 
 import torch
-import torch.distributed as dist
 
-from experiments import launch
+from experiments import launch, session
 from experiments.config import CompareConfig
 from experiments.data import load_corpus
-from experiments.loop import run_method
 from experiments.methods import Method
-from experiments.plots import draw_all
-from experiments.report import folder_of, print_table, write
-from experiments.warm_start import warm_start
 
 
 def methods_of(config: CompareConfig) -> list[Method]:
@@ -40,15 +35,7 @@ def methods_of(config: CompareConfig) -> list[Method]:
 
 def work(config: CompareConfig, device: torch.device) -> None:
     """What every rank does."""
-    corpus = load_corpus(config.data)
-    start = warm_start(config, corpus, device)
-    results = [run_method(method, config, corpus, start, device) for method in methods_of(config)]
-    if dist.get_rank() == 0:
-        print_table(results)
-        folder = folder_of(config, default="compare")
-        write(folder, config, results)
-        draw_all(results, folder)
-        print(f"\nwritten to {folder}/")
+    session.run(methods_of(config), config, device, folder="compare")
 
 
 PROGRAM = launch.Program(

@@ -90,8 +90,11 @@ class DenseExchange(Exchange):
         seals = torch.zeros(2, across.size, 8, dtype=torch.uint8, device=across.device)
         ours, theirs = seals[0], seals[1]
         try:
+            # A sum goes to all peers: one pass over it is enough.
+            distinct = {id(values): values for values in outgoing.values()}
+            sealed = {key: across.message(_seal(values)) for key, values in distinct.items()}
             for peer, values in outgoing.items():
-                ours[peer] = across.message(_seal(values))
+                ours[peer] = sealed[id(values)]
         except Exception as error:
             problems.append(Problem(Status.FAILED, seen=error))
         across.swap(
