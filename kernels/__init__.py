@@ -1,17 +1,22 @@
-"""What touches every element of the outer state, dispatched by the device the state lives on.
+"""What touches every element of the outer state: four ops, each with one home per kind of device.
 
-`reference` is the specification, and serves every device that has no faster home yet.
+`reference` is the specification, `cpu` the same in C for tensors in host memory, `triton` for GPUs, and
+`streamed` brings parameters on a GPU to outer state in host memory.
 """
 
+import warnings
 from collections.abc import Sequence
-from types import ModuleType
+from functools import cache
+from typing import Protocol
 
 from torch import Tensor
 
 from . import reference
-from .types import Encoded, Entries, Gate, OuterStep
+from .streamed import Streamed
+from .types import BLOCK, Encoded, Entries, Gate, OuterStep
 
 __all__ = [
+    "BLOCK",
     "Encoded",
     "Entries",
     "Gate",
@@ -19,19 +24,67 @@ __all__ = [
     "apply",
     "digest",
     "encode",
-    "norm",
     "write_weights",
 ]
 
-_homes: dict[str, ModuleType] = {}  # device type -> a module with the ops of `reference`
+
+class Home(Protocol):
+    """What a home offers; `reference` says what the ops mean."""
+
+    def encode(
+        self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
+    ) -> Encoded: ...
+
+    def apply(
+        self,
+        anchor: Tensor,
+        momentum: Tensor | None,
+        weights: Sequence[Tensor],
+        residual: Tensor | None,
+        own: Entries,
+        contributions: Sequence[Entries],
+        outer: OuterStep,
+    ) -> float: ...
+
+    def write_weights(self, anchor: Tensor, weights: Sequence[Tensor]) -> None: ...
+
+    def digest(self, data: Tensor) -> int: ...
 
 
-def _home(tensor: Tensor) -> ModuleType:
-    return _homes.get(tensor.device.type, reference)
+@cache
+def home(device: str) -> Home:
+    """The home for a type of device. Where only the reference can serve, a warning says why, once."""
+    if device == "cpu":
+        from . import cpu
+
+        try:
+            return cpu.Compiled(cpu.flags_for_this_cpu())
+        except cpu.BuildError as error:
+            why = f"{error}. Install gcc or clang, or name one in the environment variable CC"
+    elif device == "cuda":
+        try:
+            from . import triton
+        except ImportError as error:
+            why = f"{error}. Install triton"
+        else:
+            return triton
+    else:
+        why = f"there are no kernels for {device}"
+    warnings.warn(
+        f"loco: rounds use plain torch, with equal results but some 20 times slower: {why}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return reference
+
+
+def _home_of(anchor: Tensor, weights: Sequence[Tensor]) -> Home:
+    here = home(anchor.device.type)
+    return here if all(w.device == anchor.device for w in weights) else Streamed(here)
 
 
 def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None) -> Encoded:
-    return _home(anchor).encode(anchor, weights, residual, gate)
+    return _home_of(anchor, weights).encode(anchor, weights, residual, gate)
 
 
 def apply(
@@ -42,17 +95,13 @@ def apply(
     own: Entries,
     contributions: Sequence[Entries],
     outer: OuterStep,
-) -> None:
-    _home(anchor).apply(anchor, momentum, weights, residual, own, contributions, outer)
+) -> float:
+    return _home_of(anchor, weights).apply(anchor, momentum, weights, residual, own, contributions, outer)
 
 
 def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:
-    _home(anchor).write_weights(anchor, weights)
+    _home_of(anchor, weights).write_weights(anchor, weights)
 
 
 def digest(data: Tensor) -> int:
-    return _home(data).digest(data)
-
-
-def norm(x: Tensor) -> float:
-    return _home(x).norm(x)
+    return home(data.device.type).digest(data)

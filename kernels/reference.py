@@ -1,9 +1,10 @@
 """The specification: a round's work on one site's flat state, in plain torch, readable and exact.
 
 Every FP32 operation is its own torch call, so each is rounded on its own: no fused multiply-add, no
-reordering. Faster homes of these ops must give the same bits; this file says which bits are right.
+reordering. Faster homes of these ops must give the same bits; this file says which bits are right. Only
+of a NaN that arithmetic makes the bits are not specified (such a round is refused).
 
-The flat state is cut into blocks, so that the temporaries of an op stay small whatever the model's size.
+The flat state is cut into chunks, so that the temporaries of an op stay small whatever the model's size.
 
     anchor      θ  [n] float32      the parameters all sites agree on
     momentum    m  [n] float32      the outer momentum, or None for μ = 0
@@ -17,29 +18,37 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .types import Encoded, Entries, Gate, OuterStep
+from .types import BLOCK, Encoded, Entries, Gate, OuterStep
 
-BLOCK = 1 << 18  # elements: temporaries that stay in cache, and still long beside the cost of a torch call
+CHUNK = 1 << 18  # elements: temporaries that stay in cache, and still long beside the cost of a torch call
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round FP32 `x` to `dtype`, to nearest, ties to even.
 
     BF16 is rounded on the bits: hardware that rounds BF16 may flush denormals, and the bits must not
-    depend on who rounds. NaN becomes the quiet NaN 0x7FC0.
+    depend on who rounds. A NaN becomes the quiet NaN 0x7FC0 (FP16: 0x7E00). FP8 saturates at its largest
+    value, as receivers that scale do; the others overflow to infinity.
     """
+    if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        largest = torch.finfo(dtype).max
+        return x.clamp(-largest, largest).to(dtype)
+    if dtype == torch.float16:
+        return torch.where(x.isnan(), 0x7E00, x.to(dtype).view(torch.int16)).view(dtype)
     if dtype != torch.bfloat16:
         return x.to(dtype)
     bits = x.view(torch.int32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded = torch.where(x.isnan(), 0x7FC0, rounded)
-    return rounded.to(torch.int16).view(torch.bfloat16)
+    return torch.where(x.isnan(), 0x7FC0, rounded).to(torch.int16).view(dtype)
 
 
 def visible(anchor: Tensor, update: Tensor, gate: Gate) -> Tensor:
-    """Step 4: bf16(θ) ≠ bf16(θ − γ·s), compared as values, so that +0 equals −0. -> [n] bool"""
+    """Step 4: cast(θ) ≠ cast(θ − γ·s) to the gate's dtype, compared as values, so that +0 equals −0.
+
+    NaN differs from everything, itself included. -> [n] bool
+    """
     moved = anchor - gate.gain * update
-    return cast(anchor, torch.bfloat16).float() != cast(moved, torch.bfloat16).float()
+    return cast(anchor, gate.dtype).float() != cast(moved, gate.dtype).float()
 
 
 def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None) -> Encoded:
@@ -54,7 +63,7 @@ def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, g
     first_nonfinite = -1
     indices: list[Tensor] = []
     values: list[Tensor] = []
-    for at, w in _blocks(weights):
+    for at, w in _chunks(weights):
         update = _update(anchor, w, residual, at)
         if first_nonfinite < 0:
             bad = update.isfinite().logical_not_().nonzero()
@@ -66,10 +75,10 @@ def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, g
         sent = visible(anchor[at], update, gate).nonzero().view(-1)
         indices.append(sent + at.start)
         values.append(update[sent])
-    entries = Entries(
-        indices=None if gate is None else _join(indices, torch.int64, anchor.device),
-        values=_join(values, torch.float32, anchor.device),
-    )
+    entries = Entries.whole(_join(values, torch.float32, anchor.device))
+    if gate is not None:
+        where = _join(indices, torch.int64, anchor.device)
+        entries = Entries.at(where, entries.values, anchor.numel())
     return Encoded(entries, digest(anchor), first_nonfinite)
 
 
@@ -81,7 +90,7 @@ def apply(
     own: Entries,
     contributions: Sequence[Entries],
     outer: OuterStep,
-) -> None:
+) -> float:
     """Steps 5 to 8, in place: the residual, the mean, the outer step, the weights.
 
     e = 0 where sent, s elsewhere
@@ -89,20 +98,24 @@ def apply(
     m = μ·m + g
     θ = θ − α·(g + μ·m)                     Nesterov; θ − α·m plain; θ − α·g for μ = 0
     w = cast(θ)
+
+    Returns the L2 norm of e, for reports: its last bits are not specified.
     """
     sites = torch.full((), outer.num_sites, dtype=torch.float32, device=anchor.device)
-    for at, w in _blocks(weights):
+    squares = 0.0
+    for at, w in _chunks(weights):
         if residual is not None:
             kept = _update(anchor, w, residual, at)
-            if own.indices is None:
+            if own.starts is None:
                 kept.zero_()
             else:
                 kept[_within(own, at)[0]] = 0.0
             residual[at] = kept
+            squares += float(kept.double().square_().sum())
 
         total = torch.zeros(at.stop - at.start, dtype=torch.float32, device=anchor.device)
         for contribution in contributions:
-            if contribution.indices is None:
+            if contribution.starts is None:
                 total += contribution.values[at]
             else:
                 where, what = _within(contribution, at)
@@ -118,17 +131,13 @@ def apply(
             direction = mean + outer.momentum * m if outer.nesterov else m
         anchor[at] -= outer.lr * direction
         w.copy_(cast(anchor[at], w.dtype))
+    return math.sqrt(squares)
 
 
 def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:
     """Step 8 alone: w = cast(θ)."""
-    for at, w in _blocks(weights):
+    for at, w in _chunks(weights):
         w.copy_(cast(anchor[at], w.dtype))
-
-
-def norm(x: Tensor) -> float:
-    """The L2 norm of an FP32 vector, for reports: its last bits are not specified."""
-    return math.sqrt(sum(float(block.double().square_().sum()) for block in x.split(BLOCK)))
 
 
 def digest(data: Tensor) -> int:
@@ -140,12 +149,12 @@ def digest(data: Tensor) -> int:
 
     The last word is padded with zero bytes. A change of one word is always noticed, since v_i is a
     bijection of u_i and its factor is odd; other changes go unnoticed with a chance of about 2^-32. The
-    sum has no order, so any block size and any number of threads give the same digest.
+    sum has no order, so any chunk size and any number of threads give the same digest.
     """
     words = _words(data)
     total = 0
-    for start in range(0, words.numel(), BLOCK):
-        u = words[start : start + BLOCK].to(torch.int64)
+    for start in range(0, words.numel(), CHUNK):
+        u = words[start : start + CHUNK].to(torch.int64)
         position = torch.arange(start, start + u.numel(), device=data.device)
         k = (position * 0x9E3779B1) & 0xFFFFFFFF
         v = (u + k) & 0xFFFFFFFF
@@ -161,21 +170,23 @@ def _update(anchor: Tensor, w: Tensor, residual: Tensor | None, at: slice) -> Te
     return pseudo_grad + (0.0 if residual is None else residual[at])
 
 
-def _blocks(weights: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Cut the flat state at the pieces' borders and every BLOCK elements."""
+def _chunks(weights: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """Cut the flat state at the pieces' borders and every CHUNK elements."""
     start = 0
     for piece in weights:
-        for block in piece.split(BLOCK):
-            yield slice(start, start + block.numel()), block
-            start += block.numel()
+        for chunk in piece.split(CHUNK):
+            yield slice(start, start + chunk.numel()), chunk
+            start += chunk.numel()
 
 
 def _within(entries: Entries, at: slice) -> tuple[Tensor, Tensor]:
-    """The entries that fall into a block: their positions in it, and their values."""
-    assert entries.indices is not None
-    edges = torch.tensor([at.start, at.stop], device=entries.indices.device)
-    low, high = torch.searchsorted(entries.indices, edges).tolist()
-    return entries.indices[low:high] - at.start, entries.values[low:high]
+    """The entries that fall into a chunk: their positions in it, and their values."""
+    assert entries.starts is not None
+    first, last = at.start // BLOCK, -(-at.stop // BLOCK)
+    where = entries.indices(first, last)
+    here = (where >= at.start) & (where < at.stop)
+    values = entries.values[int(entries.starts[first]) : int(entries.starts[last])]
+    return where[here] - at.start, values[here]
 
 
 def _join(pieces: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

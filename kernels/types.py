@@ -3,14 +3,48 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+BLOCK = 256  # elements: a position inside a block is one byte
 
 
 class Entries(NamedTuple):
-    """Entries of a flat FP32 vector: sorted positions and values, or a whole vector (no positions)."""
+    """Some entries of a flat FP32 vector of n elements, block by block; or all of them (no positions).
 
-    indices: Tensor | None  # [k] int64, strictly increasing; None: every position, k = n
+    Block b covers the elements from b · BLOCK; the last one may be shorter. Any block's entries are found
+    without reading the others, so many threads can read or write a payload at once.
+    """
+
+    starts: Tensor | None  # [⌈n / BLOCK⌉ + 1] int64: block b has the entries starts[b] … starts[b + 1]
+    offsets: Tensor | None  # [k] uint8, positions inside their blocks, increasing
     values: Tensor  # [k] float32
+
+    @staticmethod
+    def whole(values: Tensor) -> "Entries":
+        return Entries(None, None, values)
+
+    @staticmethod
+    def at(indices: Tensor, values: Tensor, numel: int) -> "Entries":
+        """The entries at strictly increasing positions of a vector of `numel` elements."""
+        edges = torch.arange(-(-numel // BLOCK) + 1, device=indices.device) * BLOCK
+        return Entries(torch.searchsorted(indices, edges), (indices % BLOCK).to(torch.uint8), values)
+
+    def part(self, at: slice) -> "Entries":
+        """The entries of some whole blocks, by the elements they cover."""
+        if self.starts is None:
+            return Entries.whole(self.values[at])
+        first, last = at.start // BLOCK, -(-at.stop // BLOCK)
+        return Entries(self.starts[first : last + 1], self.offsets, self.values)
+
+    def indices(self, first: int = 0, last: int | None = None) -> Tensor:
+        """The positions of all entries, or of those in the blocks first … last. -> int64"""
+        assert self.starts is not None
+        assert self.offsets is not None
+        starts = self.starts[first : None if last is None else last + 1]
+        of_block = torch.arange(first, first + starts.numel() - 1, device=starts.device) * BLOCK
+        offsets = self.offsets[int(starts[0]) : int(starts[-1])]
+        return of_block.repeat_interleave(starts.diff()) + offsets
 
 
 class Encoded(NamedTuple):
@@ -23,8 +57,9 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Send an entry when its update, times `gain`, would change the BF16 cast of its weight."""
+    """Send an entry when its update, times `gain`, would change the cast of its weight to `dtype`."""
 
+    dtype: torch.dtype = torch.bfloat16
     gain: float = 1.0  # γ
 
 

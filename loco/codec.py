@@ -4,12 +4,13 @@ A codec turns the entries of one payload into a uint8 tensor and back, on the te
 trusts nothing: what is not exactly what encoding would have written is a WireError.
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from loco.kernels import Entries
+from loco.kernels import BLOCK, Entries
 
 from .errors import WireError
 
@@ -23,7 +24,7 @@ class Codec(Protocol):
         """The `count` entries of a vector of `numel` elements."""
         ...
 
-    def body_sizes(self, count: int, numel: int) -> range:
+    def body_sizes(self, count: int, numel: int) -> Collection[int]:
         """The sizes a body of `count` entries can have, known before it is received."""
         ...
 
@@ -34,85 +35,72 @@ class WholeFloat32:
     id = 0
 
     def encode(self, entries: Entries) -> Tensor:
-        assert entries.indices is None
+        assert entries.starts is None
         return entries.values.view(torch.uint8)
 
     def decode(self, body: Tensor, count: int, numel: int) -> Entries:
-        return Entries(None, _finite(body.view(torch.float32)))
+        return Entries.whole(_finite(body.view(torch.float32)))
 
-    def body_sizes(self, count: int, numel: int) -> range:
-        return range(4 * numel, 4 * numel + 1) if count == numel else range(0)
+    def body_sizes(self, count: int, numel: int) -> Collection[int]:
+        return (4 * numel,) if count == numel else ()
 
 
-class GapFloat32:
-    """Gaps between positions as LEB128, then the values, 4 bytes each.
+class BlockFloat32:
+    """The values, 4 bytes each; their offsets inside blocks of 256 elements, 1 byte each; then how many
+    entries each block has, 1 byte each, or 2 bytes each if a block sends all its 256.
 
-    The gap of an entry is the number of unsent positions before it. LEB128: 7 bits a byte, low bits first,
-    the high bit set on all but the last byte; no longer than needed.
+    Every block's part can be found and read on its own, by many threads or a GPU.
     """
 
     id = 1
 
     def encode(self, entries: Entries) -> Tensor:
-        indices = entries.indices
-        assert indices is not None
-        before = torch.full((1,), -1, device=indices.device)
-        gap = torch.diff(indices, prepend=before) - 1
-        length = torch.ones_like(gap)
-        widest = _leb128_bytes(int(gap.max())) if gap.numel() else 0
-        for k in range(1, widest):
-            length += gap >= 1 << 7 * k
-        end = torch.cumsum(length, 0)
-        size = int(end[-1]) if gap.numel() else 0
-        body = torch.empty(size + 4 * gap.numel(), dtype=torch.uint8, device=indices.device)
-        start = end - length
-        for k in range(widest):
-            here = length > k
-            digit = (gap[here] >> 7 * k) & 0x7F | (length[here] > k + 1).long() << 7
-            body[start[here] + k] = digit.to(torch.uint8)
-        body[size:] = entries.values.view(torch.uint8)
-        return body
+        assert entries.starts is not None
+        assert entries.offsets is not None
+        counts = entries.starts.diff()
+        width = torch.int16 if counts.numel() and int(counts.max()) > 255 else torch.uint8
+        parts = (entries.values, entries.offsets, counts.to(width))
+        return torch.cat([part.view(torch.uint8) for part in parts])
 
     def decode(self, body: Tensor, count: int, numel: int) -> Entries:
-        gaps, values = body[: body.numel() - 4 * count], body[body.numel() - 4 * count :]
-        last = gaps < 0x80
-        ends = last.nonzero().view(-1)
-        if ends.numel() != count or (count and int(ends[-1]) != gaps.numel() - 1):
-            raise WireError(f"{ends.numel()} positions where the header says {count}")
-        before = torch.full((1,), -1, device=body.device)
-        length = torch.diff(ends, prepend=before)
-        start = ends - length + 1
-        widest = int(length.max()) if count else 0
-        if widest > _leb128_bytes(numel):
-            raise WireError(f"a gap of {widest} bytes in a vector of {numel} elements")
-        if bool(((length > 1) & (gaps[ends] == 0)).any()):
-            raise WireError("a gap is written longer than needed")
-        gap = torch.zeros(count, dtype=torch.int64, device=body.device)
-        for k in range(widest):
-            here = length > k
-            gap[here] |= (gaps[start[here] + k].long() & 0x7F) << 7 * k
-        # A gap is at most a few times numel, so a sum that leaves int64 turns negative on its way.
-        indices = torch.cumsum(gap + 1, 0) - 1
-        if count and (int(indices.min()) < 0 or int(indices.max()) >= numel):
+        blocks = -(-numel // BLOCK)
+        values, offsets, raw = body.split([4 * count, count, body.numel() - 5 * count])
+        wide = raw.numel() != blocks
+        # Bytes start anywhere in a message; a copy aligns them.
+        counts = (raw.clone().view(torch.int16) if wide else raw).long()
+        if wide and blocks and not bool((counts > 255).any()):
+            raise WireError("block counts are written wider than needed")
+        if blocks and not 0 <= int(counts.min()) <= int(counts.max()) <= BLOCK:
+            raise WireError(f"a block of {BLOCK} elements with more entries than that")
+        starts = torch.zeros(blocks + 1, dtype=torch.int64, device=body.device)
+        torch.cumsum(counts, 0, out=starts[1:])
+        if int(starts[-1]) != count:
+            raise WireError(f"{int(starts[-1])} positions where the header says {count}")
+
+        # Offsets rise inside a block; only the first of a block may be at or below the one before it.
+        falls = offsets[1:] <= offsets[:-1]
+        first_of_block = starts[1:-1]
+        inside = (first_of_block > 0) & (first_of_block < count)
+        falls[first_of_block[inside] - 1] = False
+        if bool(falls.any()):
+            raise WireError("the positions of a block are not in order")
+        if count and numel % BLOCK and int(starts[-2]) < count and int(offsets[-1]) >= numel % BLOCK:
             raise WireError(f"a position lies outside a vector of {numel} elements")
-        # The values start at any byte; a copy aligns them.
-        return Entries(indices, _finite(values.clone().view(torch.float32)))
+        return Entries(starts, offsets, _finite(values.clone().view(torch.float32)))
 
-    def body_sizes(self, count: int, numel: int) -> range:
+    def body_sizes(self, count: int, numel: int) -> Collection[int]:
+        blocks = -(-numel // BLOCK)
         if count > numel:
-            return range(0)
-        return range(5 * count, (4 + _leb128_bytes(numel)) * count + 1)
+            return ()
+        # A count is two bytes wide only where a block is full.
+        return (5 * count + blocks, 5 * count + 2 * blocks) if count >= BLOCK else (5 * count + blocks,)
 
 
-CODECS: dict[int, Codec] = {codec.id: codec for codec in (WholeFloat32(), GapFloat32())}
+CODECS: dict[int, Codec] = {codec.id: codec for codec in (WholeFloat32(), BlockFloat32())}
 
 
 def codec_for(entries: Entries) -> Codec:
-    return CODECS[WholeFloat32.id if entries.indices is None else GapFloat32.id]
-
-
-def _leb128_bytes(value: int) -> int:
-    return max(-(-value.bit_length() // 7), 1)
+    return CODECS[WholeFloat32.id if entries.starts is None else BlockFloat32.id]
 
 
 def _finite(values: Tensor) -> Tensor:

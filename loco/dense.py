@@ -69,7 +69,7 @@ class DenseExchange(Exchange):
         outgoing = dict.fromkeys(across.peers, total[mine])
         incoming = {peer: total[slices[peer]] for peer in across.peers}
         problems += self._swap_sealed(outgoing, incoming, round, "sums to all")
-        return [Entries(None, total.to(own.values.device))], next(iter(problems), None)
+        return [Entries.whole(total.to(own.values.device))], next(iter(problems), None)
 
     def _slices(self, numel: int) -> list[slice]:
         size = self.across.size

@@ -27,6 +27,7 @@ class LowCommunicationOptimizer(Optimizer):
         settings: Settings,
         topology: Topology | None,
         exchange: type[Exchange],
+        offload: bool,
     ) -> None:
         if not isinstance(inner, Optimizer):
             raise TypeError(f"inner must be a torch.optim.Optimizer, got {type(inner).__name__}")
@@ -35,7 +36,7 @@ class LowCommunicationOptimizer(Optimizer):
         self.inner = inner
         self._built = False
         super().__init__(inner.param_groups, inner.defaults)
-        self._outer = OuterLoop(inner, settings, topology or Topology(), exchange)
+        self._outer = OuterLoop(inner, settings, topology or Topology(), exchange, offload=offload)
         self.topology = self._outer.topology
         self.local_step = 0  # inner steps since the last round
         self.last_report: SyncReport | None = None
@@ -204,8 +205,11 @@ class PulseLoCo(LowCommunicationOptimizer):
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
         topology: which ranks form a site; by default each rank of the default group is one.
-        gate: "bf16", or "open" to send every entry (DiLoCo's bits through PULSELoCo's wire).
+        gate: the format whose changes are sent: "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2" (which saturate); or
+            "open" to send every entry (DiLoCo's bits through PULSELoCo's wire).
         gate_gain: γ; above 1 sends earlier, and more.
+        offload: keep θ, e and m, 12 bytes per parameter, in pinned host memory instead of the GPU's. The
+            host's cores then do the round's work, and its memory and gloo the exchange.
 
     Raises:
         ValueError: an argument is out of range, a parameter can't be synchronised, or there is no
@@ -224,6 +228,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         topology: Topology | None = None,
         gate: str = "bf16",
         gate_gain: float = 1.0,
+        offload: bool = False,
     ) -> None:
         settings = Settings(
             kind="PulseLoCo",
@@ -234,7 +239,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             gate=gate,
             gate_gain=gate_gain,
         )
-        super().__init__(inner, settings, topology, GatherExchange)
+        super().__init__(inner, settings, topology, GatherExchange, offload)
 
 
 class DiLoCo(LowCommunicationOptimizer):
@@ -256,6 +261,7 @@ class DiLoCo(LowCommunicationOptimizer):
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
         topology: which ranks form a site; by default each rank of the default group is one.
+        offload: keep θ and m in host memory, as `PulseLoCo`.
 
     Raises:
         ValueError, AgreementError: as `PulseLoCo`.
@@ -270,6 +276,7 @@ class DiLoCo(LowCommunicationOptimizer):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         topology: Topology | None = None,
+        offload: bool = False,
     ) -> None:
         settings = Settings(
             kind="DiLoCo",
@@ -280,4 +287,4 @@ class DiLoCo(LowCommunicationOptimizer):
             gate="open",
             gate_gain=1.0,
         )
-        super().__init__(inner, settings, topology, DenseExchange)
+        super().__init__(inner, settings, topology, DenseExchange, offload)

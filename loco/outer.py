@@ -20,7 +20,7 @@ from .errors import AgreementError, LocoError, ReplicaError
 from .exchange import Exchange, Problem, Refused
 from .layout import Layout
 from .report import SyncReport
-from .settings import Settings
+from .settings import GATES, Settings
 from .topology import Topology
 from .wire import VERSION, Status
 
@@ -35,6 +35,7 @@ class OuterLoop:
         settings: equal on all sites.
         topology: who the sites are.
         exchange: the exchange's class.
+        offload: keep θ, m and e in host memory.
 
     Raises:
         ValueError: this rank's parameters can't be synchronised.
@@ -43,13 +44,20 @@ class OuterLoop:
     """
 
     def __init__(
-        self, inner: Optimizer, settings: Settings, topology: Topology, exchange: type[Exchange]
+        self,
+        inner: Optimizer,
+        settings: Settings,
+        topology: Topology,
+        exchange: type[Exchange],
+        *,
+        offload: bool,
     ) -> None:
         self.settings = settings
         self.topology = topology
         self.rounds = 0  # rounds done
         self._everyone = topology.everyone()
         self.layout = self._agree(inner)
+        self._device = torch.device("cpu") if offload else self.layout.device  # of θ, m and e
         self._inner = inner
         self._exchange_type = exchange
         # A name that all ranks share and no other optimizer has, to meet under after a failure.
@@ -57,7 +65,8 @@ class OuterLoop:
         self._connect()
         self._torn = False
 
-        self._gate = Gate(gain=settings.gate_gain) if settings.gate == "bf16" else None
+        seen = GATES[settings.gate]
+        self._gate = None if seen is None else Gate(dtype=seen, gain=settings.gate_gain)
         self._step = OuterStep(
             num_sites=topology.num_sites,
             lr=settings.outer_lr,
@@ -69,10 +78,9 @@ class OuterLoop:
         self._width = -(-numel // topology.ranks_per_site)
         self.start = min(topology.place * self._width, numel)
         self.stop = min(self.start + self._width, numel)
-        zeros = torch.zeros(self.stop - self.start, dtype=torch.float32, device=self.layout.device)
-        self.anchor = torch.empty_like(zeros)
-        self.momentum = torch.zeros_like(zeros) if settings.outer_momentum else None
-        self.residual = zeros if self._gate is not None else None
+        self.anchor = self._zeros()
+        self.momentum = self._zeros() if settings.outer_momentum else None
+        self.residual = self._zeros() if self._gate is not None else None
         self._start_alike()
 
     @torch.no_grad()
@@ -105,7 +113,7 @@ class OuterLoop:
             # 5. e = what was not sent   6. g = Σ / R   7. m and θ   8. w = cast(θ)
             applying = time.perf_counter()
             self._torn = True
-            kernels.apply(
+            residual_norm = kernels.apply(
                 self.anchor,
                 self.momentum,
                 weights,
@@ -133,7 +141,7 @@ class OuterLoop:
             received_bytes=received,
             site_bytes=inside,
             dense_bytes=2 * (sites - 1) * 4 * numel // sites,
-            residual_norm=0.0 if self.residual is None else kernels.norm(self.residual),
+            residual_norm=residual_norm,
             seconds={
                 "encode": exchanging - encoding,
                 "exchange": applying - exchanging,
@@ -209,8 +217,14 @@ class OuterLoop:
                 f"neither before nor after it. Load the last checkpoint"
             )
 
+    def _zeros(self) -> Tensor:
+        """A part of the outer state. In host memory it is pinned, if there is a GPU to copy from."""
+        pinned = self._device.type == "cpu" and self.layout.device.type == "cuda"
+        numel = self.stop - self.start
+        return torch.zeros(numel, dtype=torch.float32, device=self._device, pin_memory=pinned)
+
     def _connect(self, *, meet_as: str | None = None) -> None:
-        self._across, self._inside = self.topology.connect(self.layout.device, meet_as=meet_as)
+        self._across, self._inside = self.topology.connect(self._device, meet_as=meet_as)
         self._exchange = self._exchange_type(self._across, self._inside, self.layout.name_of)
         self._connected = True
 
@@ -256,7 +270,7 @@ class OuterLoop:
         """The weights of this rank's slice and its part of the round, or why it has none."""
         try:
             self.layout.check_unchanged(self._inner)
-            _check_denormals(self.layout.device)
+            _check_denormals(self._device)
             weights = written_back.enter_context(self.layout.pieces(self.start, self.stop, write=True))
             encoded = kernels.encode(self.anchor, weights, self.residual, self._gate)
         except Exception as error:

@@ -2,6 +2,17 @@
 
 from dataclasses import dataclass
 
+import torch
+
+# What the gate looks at; None: every entry is sent.
+GATES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "open": None,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -12,7 +23,7 @@ class Settings:
     outer_lr: float  # α
     outer_momentum: float  # μ
     nesterov: bool
-    gate: str  # "bf16", or "open": every entry is sent
+    gate: str  # one of GATES
     gate_gain: float  # γ
 
     def __post_init__(self) -> None:
@@ -27,8 +38,8 @@ class Settings:
             raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
         if self.nesterov not in (True, False):
             raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
-        if self.gate not in ("bf16", "open"):
-            raise ValueError(f"gate must be 'bf16' or 'open', got {self.gate!r}")
+        if self.gate not in GATES:
+            raise ValueError(f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
         # 8 and 8.0, or a number of numpy's, are one setting: plain types, so that they compare as one.
         for name, kind in (
             ("sync_every", int),

@@ -120,7 +120,7 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str) -> dict[str, Any]:
         ("DiLoCo", "loco.kernels.encode"),
         ("DiLoCo", "loco.dense.DenseExchange._room"),
         ("DiLoCo", "loco.dense._seal"),
-        ("DiLoCo", "loco.dense.Entries"),
+        ("DiLoCo", "loco.dense.Entries.whole"),
     ],
 )
 def test_a_failure_on_one_rank_is_everyones_in_the_same_round(kind: str, where: str) -> None:

@@ -63,26 +63,26 @@ def test_plus_and_minus_zero_are_one_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "block"), [(0, 64), (1, 1), (63, 1), (63, 64), (1003, 64), (1003, 1003), (1003, 1 << 18)]
+    ("n", "chunk"), [(0, 64), (1, 1), (63, 1), (63, 64), (1003, 64), (1003, 1003), (1003, 1 << 18)]
 )
 @pytest.mark.parametrize("gain", [1e-9, 1.0, 1e9])
 def test_unsent_mass_stays_in_the_residual(
-    n: int, block: int, gain: float, monkeypatch: pytest.MonkeyPatch
+    n: int, chunk: int, gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent plus new residual is s, bit for bit; the gains make the density 0, partial and (nearly) 1."""
-    monkeypatch.setattr(reference, "BLOCK", block)
+    monkeypatch.setattr(reference, "CHUNK", chunk)
     anchor, weights, residual = state(n)
     s = ((anchor - weights) + residual).numpy()
     cut = n // 3
     pieces = [weights[:cut].clone(), weights[cut:cut], weights[cut:].clone()]
     encoded = kernels.encode(anchor, pieces, residual, Gate(gain=gain))
     sent = encoded.entries
-    assert sent.indices is not None
     before = residual.clone()
-    kernels.apply(anchor.clone(), None, pieces, residual, sent, [sent], outer(1))
+    norm = kernels.apply(anchor.clone(), None, pieces, residual, sent, [sent], outer(1))
     rebuilt = residual.numpy().copy()
-    assert not rebuilt[sent.indices.numpy()].any()
-    rebuilt[sent.indices.numpy()] = sent.values.numpy()
+    assert norm == pytest.approx(float(np.linalg.norm(rebuilt.astype(np.float64))))  # any order of the sum
+    assert not rebuilt[sent.indices().numpy()].any()
+    rebuilt[sent.indices().numpy()] = sent.values.numpy()
     np.testing.assert_array_equal(bits(rebuilt), bits(s))
     if gain == 1e-9:
         assert sent.values.numel() == 0
@@ -114,7 +114,7 @@ def test_encode_writes_nothing() -> None:
 def test_the_first_non_finite_update_is_found(
     position: int, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "BLOCK", 100)
+    monkeypatch.setattr(reference, "CHUNK", 100)
     anchor, weights, residual = state(1003)
     assert kernels.encode(anchor, [weights], residual, Gate()).first_nonfinite == -1
     weights[position:] = value
@@ -131,10 +131,10 @@ def test_apply_sums_in_site_order_and_divides_by_sites(n: int, mu: float, nester
     a, b, c = (rng.standard_normal(n).astype(np.float32) for _ in range(3))
     some, others = (np.flatnonzero(rng.random(n) < 0.6) for _ in range(2))
     contributions = [
-        Entries(torch.from_numpy(some), torch.from_numpy(a[some])),
-        Entries(torch.arange(0), torch.empty(0)),
-        Entries(None, torch.from_numpy(b)),
-        Entries(torch.from_numpy(others), torch.from_numpy(c[others])),
+        Entries.at(torch.from_numpy(some), torch.from_numpy(a[some]), n),
+        Entries.at(torch.arange(0), torch.empty(0), n),
+        Entries.whole(torch.from_numpy(b)),
+        Entries.at(torch.from_numpy(others), torch.from_numpy(c[others]), n),
     ]
     m = rng.standard_normal(n).astype(np.float32)
     total = np.zeros(n, dtype=np.float32)
@@ -168,7 +168,7 @@ def test_three_sites_are_divided_by_three_not_multiplied_by_a_third() -> None:
     quotient = x.numpy() / np.float32(3)
     assert (quotient != x.numpy() * np.float32(1 / 3)).mean() > 0.1
     anchor = torch.zeros(1000)
-    kernels.apply(anchor, None, [torch.zeros(1000)], None, Entries(None, x), [Entries(None, x)], outer(3))
+    kernels.apply(anchor, None, [torch.zeros(1000)], None, Entries.whole(x), [Entries.whole(x)], outer(3))
     np.testing.assert_array_equal(bits(anchor), bits(-quotient))
 
 
@@ -192,12 +192,12 @@ def test_the_digest_is_the_documented_sum(data: bytes) -> None:
     assert kernels.digest(shifted) == plain_digest(data)
 
 
-def test_the_digest_does_not_depend_on_blocks_and_notices_what_replicas_do(
+def test_the_digest_does_not_depend_on_chunks_and_notices_what_replicas_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     anchor, _, _ = state(1003)
     whole = kernels.digest(anchor)
-    monkeypatch.setattr(reference, "BLOCK", 17)
+    monkeypatch.setattr(reference, "CHUNK", 17)
     assert kernels.digest(anchor) == whole
     words = anchor.view(torch.int32)
     seen = {whole}

@@ -66,8 +66,9 @@ def test_a_built_wheel_installs_kernels_inside_loco(tmp_path: Path) -> None:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"loco"}
-    assert sorted(n for n in names if n.startswith("loco/kernels/") and n.endswith(".py")) == sorted(
-        f"loco/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")
+    sources = (p for p in (ROOT / "kernels").rglob("*") if p.suffix in (".py", ".c", ".h"))
+    assert sorted(n for n in names if n.startswith("loco/kernels/")) == sorted(
+        f"loco/kernels/{path.relative_to(ROOT / 'kernels')}" for path in sources
     )
     assert "loco/py.typed" in names
     metadata = (next((tmp_path / "site").glob("*.dist-info")) / "METADATA").read_text()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("single_site")
         ({"outer_lr": 1e300}, "outer_lr must be > 0 and finite in FP32, got 1e\\+300"),
         ({"sync_every": float("inf")}, "sync_every must be a whole number >= 1, got inf"),
         ({"nesterov": "no"}, "nesterov must be True or False, got 'no'"),
-        ({"gate": "fp4"}, "gate must be 'bf16' or 'open', got 'fp4'"),
+        ({"gate": "fp4"}, "gate must be one of bf16, fp16, fp8_e4m3, fp8_e5m2, open, got 'fp4'"),
         ({"gate_gain": 0.0}, "gate_gain must be > 0 and finite in FP32, got 0.0"),
     ],
 )

@@ -1,0 +1,122 @@
+"""The ops for tensors in host memory, in C: numbers.h and flat.h, encode.c, apply.c and digest.c.
+
+They use as many threads as torch does.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..types import BLOCK, Encoded, Entries, Gate, OuterStep
+from .build import BuildError, flags_for_this_cpu, load
+
+__all__ = ["BuildError", "Compiled", "flags_for_this_cpu"]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_GATES = {torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+
+
+class Compiled:
+    """The ops of `reference`, as a library built with the given compiler flags does them.
+
+    Raises:
+        BuildError: there is no compiler, or what it makes can't be used.
+    """
+
+    def __init__(self, flags: tuple[str, ...]) -> None:
+        self._library = library = load(flags)
+        pieces = (c_int64, c_void_p, c_void_p, c_void_p)
+        library.loco_encode.restype = c_int64
+        library.loco_encode.argtypes = (
+            *(c_int64, c_void_p, c_void_p, *pieces, c_int, c_float, c_int),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+        )
+        library.loco_apply.restype = c_double
+        library.loco_apply.argtypes = (
+            *(c_int64, c_void_p, c_void_p, c_void_p, *pieces, c_int64, c_void_p),
+            *(c_float, c_float, c_float, c_int, c_int),
+        )
+        library.loco_write_weights.restype = None
+        library.loco_write_weights.argtypes = (c_int64, c_void_p, *pieces, c_int)
+        library.loco_digest.restype = c_uint64
+        library.loco_digest.argtypes = (c_void_p, c_int64, c_int)
+
+    def encode(
+        self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
+    ) -> Encoded:
+        n = anchor.numel()
+        # Room for every entry is reserved; only what is written takes memory.
+        values = torch.empty(n)
+        starts = offsets = None
+        if gate is not None:
+            starts = torch.empty(-(-n // BLOCK) + 1, dtype=torch.int64)
+            offsets = torch.empty(n, dtype=torch.uint8)
+        digest, first_nonfinite = c_uint64(), c_int64()
+        pieces = _Pieces(weights)
+        count = self._library.loco_encode(
+            *(n, _address(anchor), _address(residual), *pieces.arguments),
+            *((0, 1.0) if gate is None else (_GATES[gate.dtype], gate.gain)),
+            *(torch.get_num_threads(), _address(starts), _address(offsets), _address(values)),
+            *(ctypes.addressof(digest), ctypes.addressof(first_nonfinite)),
+        )
+        if count < 0:
+            raise MemoryError("no memory for the entries of a round")
+        entries = Entries(starts, None if offsets is None else offsets[:count], values[:count])
+        return Encoded(entries, digest.value, first_nonfinite.value)
+
+    def apply(
+        self,
+        anchor: Tensor,
+        momentum: Tensor | None,
+        weights: Sequence[Tensor],
+        residual: Tensor | None,
+        own: Entries,
+        contributions: Sequence[Entries],
+        outer: OuterStep,
+    ) -> float:
+        pieces = _Pieces(weights)
+        addresses = [[_address(t) or 0 for t in entries] for entries in (own, *contributions)]
+        entries = np.array(addresses, dtype=np.int64)
+        squares = self._library.loco_apply(
+            *(anchor.numel(), _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
+            *(len(contributions), entries.ctypes.data, outer.num_sites, outer.lr, outer.momentum),
+            *(outer.nesterov, torch.get_num_threads()),
+        )
+        if squares < 0:
+            raise MemoryError("no memory for the list of a round's payloads")
+        return math.sqrt(squares)
+
+    def write_weights(self, anchor: Tensor, weights: Sequence[Tensor]) -> None:
+        pieces = _Pieces(weights)
+        threads = torch.get_num_threads()
+        self._library.loco_write_weights(anchor.numel(), _address(anchor), *pieces.arguments, threads)
+
+    def digest(self, data: Tensor) -> int:
+        size = data.numel() * data.element_size()
+        return self._library.loco_digest(_address(data), size, torch.get_num_threads())
+
+
+class _Pieces:
+    """The parameters' pieces as the library takes them: where they lie, where they start, their dtypes."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        weights = [w for w in weights if w.numel()]
+        self._columns = (
+            np.array([_address(w) for w in weights], dtype=np.int64),
+            np.cumsum([0, *(w.numel() for w in weights)], dtype=np.int64),
+            np.array([_DTYPES[w.dtype] for w in weights], dtype=np.int32),
+        )
+        self.arguments = (len(weights), *(column.ctypes.data for column in self._columns))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's elements lie, one after the other."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()

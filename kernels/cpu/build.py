@@ -1,0 +1,128 @@
+"""Compiles the C files beside it with the system's compiler at first use, and keeps the library.
+
+A library is found by a key of its sources, flags, compiler and machine. Its file ends with a seal over that
+key and the bytes before it, so that no stale or damaged file is taken for it.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+# -ffp-contract=off: no fused multiply-add. The next two allow loops to become vector instructions, and change
+# no bits: nothing here reads errno or a floating-point exception flag.
+FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+AS_LIBRARY = ("-fPIC", "-shared", "-pthread")
+AVX2 = ("-mavx2",)
+SEAL_BYTES = 32
+
+
+class BuildError(Exception):
+    """Why there is no library, and what to do about it."""
+
+
+def flags_for_this_cpu() -> tuple[str, ...]:
+    """AVX2 where torch uses it too; the user can turn it off for both with ATEN_CPU_CAPABILITY=default."""
+    has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return AVX2 if has_avx2 and platform.machine() in ("x86_64", "AMD64") else ()
+
+
+def load(extra: tuple[str, ...]) -> ctypes.CDLL:
+    """The library built with FLAGS and these, from the cache or compiled now.
+
+    Raises:
+        BuildError: there is no compiler, or what it makes can't be used.
+    """
+    if sys.byteorder != "little":
+        raise BuildError("the C kernels are written for little-endian machines")
+    compiler = find_compiler()
+    flags = (*FLAGS, *AS_LIBRARY, *extra)
+    version = run([*compiler, "--version"]).stdout
+    sources = [text for path in SOURCES for text in (path.name, path.read_text())]
+    identity = "\0".join([*sources, *compiler, version, platform.machine(), *flags])
+    key = hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+    cached = cache_folder() / f"kernels-{key}.so"
+    library = _open(cached, key)
+    if library is not None:
+        return library
+    with tempfile.TemporaryDirectory(prefix="loco-") as folder:
+        made = Path(folder) / cached.name
+        compile_files([*compiler, *flags], made)
+        with made.open("ab") as file:
+            file.write(_seal(key, made.read_bytes()))
+        library = _open(made, key)  # stays usable when its file is gone
+        if library is None:
+            raise BuildError(f"{shlex.join(compiler)} made a library that can't be loaded here")
+        _keep(made, cached)
+    return library
+
+
+def find_compiler() -> list[str]:
+    """$CC, or the first of the usual names.
+
+    Raises:
+        BuildError: there is none.
+    """
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    raise BuildError(f"no C compiler ({named[0] if named else 'cc, gcc or clang'}) was found")
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loco"
+
+
+def compile_files(command: list[str], target: Path) -> None:
+    """
+    Raises:
+        BuildError: the compiler failed, and what it said.
+    """
+    done = run([*command, "-o", str(target), *(str(path) for path in SOURCES if path.suffix == ".c")])
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise BuildError(f"{command[0]} could not be started: {error}") from error
+
+
+def _open(path: Path, key: str) -> ctypes.CDLL | None:
+    """The library, if the file is there and whole. Loading one that is not can kill the process."""
+    try:
+        content = path.read_bytes()
+        if content[-SEAL_BYTES:] == _seal(key, content[:-SEAL_BYTES]):
+            return ctypes.CDLL(str(path))
+    except OSError:
+        pass
+    return None
+
+
+def _seal(key: str, library: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + library).digest()
+
+
+def _keep(made: Path, cached: Path) -> None:
+    """For the next process. One that can't write there compiles again."""
+    try:
+        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(dir=cached.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(made.read_bytes())
+        os.replace(unfinished, cached)  # other processes see the whole file, or none
+    except OSError:
+        pass

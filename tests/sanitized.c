@@ -1,0 +1,97 @@
+/* Calls every op of kernels/cpu at sizes around the edges, with memory of exactly the size promised, for the
+ * sanitizers to watch. Built and run by test_cpu_sanitized.py. Prints a digest of all results. */
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int64_t loco_encode(int64_t, const float *, const float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
+                    int, float, int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *);
+double loco_apply(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
+                  int64_t, const int64_t *, float, float, float, int, int);
+void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int);
+uint64_t loco_digest(const char *, int64_t, int);
+
+static uint64_t seed = 1, result;
+
+static uint32_t draw(void) {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(seed >> 32);
+}
+
+/* Any bits at all if `wild`, else numbers near those of a model. */
+static float number(float scale, int wild) {
+    uint32_t u = draw();
+    float x = scale * ((float)(u >> 8) / (1 << 23) - 1.0f);
+    if (wild) memcpy(&x, &u, 4);
+    return x;
+}
+
+static void note(const void *data, size_t bytes) {
+    result = result * 31 + loco_digest(data, (int64_t)bytes, 1);
+}
+
+static void round_of(int64_t n, int gate, int gathers, int has_residual, int mu, int wild, int threads) {
+    /* Three pieces of different dtypes, at addresses that are only as aligned as they must be. */
+    int64_t ends[3] = {n / 3, n / 3 + n / 2, n}, start[4] = {0}, address[3], count = 0;
+    int32_t dtype[3];
+    void *memory[3];
+    for (int p = 0; p < 3; p++) {
+        int64_t length = ends[p] - start[count];
+        if (length <= 0) continue;
+        int size = p == 0 ? 4 : 2;
+        memory[count] = malloc((size_t)(length * size + size));
+        char *w = (char *)memory[count] + size;
+        for (int64_t i = 0; i < length * size / 2; i++) ((uint16_t *)w)[i] = (uint16_t)(wild ? draw() : draw() & 0x3FFF);
+        address[count] = (int64_t)(intptr_t)w;
+        dtype[count] = p;
+        start[++count] = ends[p];
+    }
+    size_t bytes = (size_t)n * 4;
+    float *anchor = malloc(bytes), *residual = malloc(bytes), *momentum = malloc(bytes), *values = malloc(bytes);
+    int64_t blocks = (n + 255) / 256, first_bad;
+    int64_t *starts = malloc(8 * (size_t)(blocks + 1));
+    uint8_t *offsets = malloc((size_t)n);
+    uint64_t digest;
+    for (int64_t i = 0; i < n; i++) {
+        anchor[i] = number(0.02f, wild);
+        residual[i] = number(1e-4f, wild);
+        momentum[i] = number(1e-4f, wild);
+    }
+    int64_t k = loco_encode(n, anchor, has_residual ? residual : NULL, count, address, start, dtype, gate, 1.0f, threads,
+                            starts, offsets, values, &digest, &first_bad);
+    if (k < 0 || k > n) abort();
+    note(&digest, 8);
+    note(&first_bad, 8);
+    note(values, 4 * (size_t)k);
+    if (gate) note(starts, 8 * (size_t)(blocks + 1)), note(offsets, (size_t)k);
+    int64_t own[3] = {gate ? (int64_t)(intptr_t)starts : 0, gate ? (int64_t)(intptr_t)offsets : 0, (int64_t)(intptr_t)values};
+    int64_t *entries = malloc(24 * (size_t)(gathers + 1));
+    for (int r = 0; r <= gathers; r++) memcpy(entries + 3 * r, own, 24);
+    loco_apply(n, anchor, mu ? momentum : NULL, has_residual ? residual : NULL, count, address, start, dtype, gathers,
+               entries, (float)gathers, 0.7f, 0.9f, mu == 2, threads);
+    if (!wild) note(anchor, bytes), note(residual, bytes), note(momentum, bytes);
+    loco_write_weights(n, anchor, count, address, start, dtype, threads);
+    for (int64_t p = 0; p < count; p++) {
+        if (!wild) note((char *)(intptr_t)address[p], (size_t)(start[p + 1] - start[p]) * (dtype[p] ? 2 : 4));
+        free(memory[p]);
+    }
+    free(anchor), free(residual), free(momentum), free(values), free(starts), free(offsets), free(entries);
+}
+
+int main(void) {
+    const int64_t sizes[] = {0, 1, 2, 63, 255, 256, 257, 1003, 4096, 70001};
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
+        for (int gate = 0; gate < 5; gate++)
+            for (int threads = 1; threads <= 4; threads += 3)
+                for (int wild = 0; wild < 2; wild++) round_of(sizes[s], gate, 1 + gate % 3, gate != 0, gate % 3, wild, threads);
+    for (int64_t bytes = 0; bytes < 40; bytes++) {
+        char *data = malloc((size_t)bytes + 1);  /* and an odd address */
+        memset(data, 7, (size_t)bytes + 1);
+        note(data + 1, (size_t)bytes);
+        free(data);
+    }
+    printf("%016" PRIx64 "\n", result);
+    return 0;
+}

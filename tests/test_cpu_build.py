@@ -1,0 +1,135 @@
+"""The compiled library: built once, found again, never taken for another, and replaced by the reference."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from loco.kernels import Gate, cpu, reference
+from loco.kernels.cpu import build
+
+PROGRAM = """
+import sys, torch
+from loco import kernels
+from loco.kernels import reference
+x = torch.arange(1000.0)
+for _ in range(2):
+    assert kernels.digest(x) == reference.digest(x)
+print(type(kernels.home("cpu")).__name__)
+"""
+
+
+@pytest.fixture
+def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """An empty cache, and a list of what is compiled from now on."""
+    try:
+        build.find_compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    done: list[Path] = []
+    compile_files = build.compile_files
+
+    def note(command: list[str], target: Path) -> None:
+        done.append(target)
+        compile_files(command, target)
+
+    monkeypatch.setattr(build, "compile_files", note)
+    return done
+
+
+def works(flags: tuple[str, ...] = ()) -> bool:
+    anchor = torch.linspace(-1, 1, 1003)
+    weights, residual = anchor - 1e-3, torch.zeros(1003)
+    mine = cpu.Compiled(flags).encode(anchor, [weights], residual, Gate())
+    theirs = reference.encode(anchor, [weights], residual, Gate())
+    return torch.equal(mine.entries.indices(), theirs.entries.indices()) and mine.digest == theirs.digest
+
+
+def test_a_library_is_compiled_once(compiles: list[Path]) -> None:
+    assert works()
+    assert works()
+    assert len(compiles) == 1
+
+
+def test_other_flags_and_other_sources_are_other_libraries(
+    compiles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert works()
+    assert works(("-O1",))
+    sources = tmp_path / "sources"
+    shutil.copytree(build.SOURCES[0].parent, sources)
+    (sources / "digest.c").write_text((sources / "digest.c").read_text() + "\n/* changed */\n")
+    monkeypatch.setattr(build, "SOURCES", sorted(sources.glob("*.[ch]")))
+    assert works()
+    assert len({path.name for path in compiles}) == 3
+
+
+def test_a_damaged_or_foreign_file_in_the_cache_is_replaced(compiles: list[Path]) -> None:
+    """In new processes, since a loaded library is not loaded again."""
+    cache = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    assert works(("-O1",))
+    (other,) = build.cache_folder().iterdir()
+    assert in_new_process(**cache).stdout == "Compiled\n"
+    (mine,) = set(build.cache_folder().iterdir()) - {other}
+    good = mine.read_bytes()
+    for content in (b"", b"not a library", good[:5000], good[:-100] + bytes(100), other.read_bytes()):
+        mine.write_bytes(content)
+        done = in_new_process(**cache)
+        assert (done.stdout, done.stderr) == ("Compiled\n", ""), done.returncode
+        assert mine.read_bytes() == good
+
+
+def test_a_cache_that_cannot_be_written_costs_a_compilation_only(
+    compiles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way of a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert works()
+    assert works()
+    assert len(compiles) == 2
+
+
+def test_a_compiler_that_fails_is_quoted(compiles: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(build.BuildError, match=r"failed: .*no-such-flag"):
+        cpu.Compiled(("--no-such-flag",))
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    with pytest.raises(build.BuildError, match=r"no C compiler \(no-such-compiler\) was found"):
+        cpu.Compiled(())
+
+
+def in_new_process(**environment: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[1])
+    environment = {"PYTHONPATH": root, "PYTHONWARNINGS": "default", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd="/", env=environment, capture_output=True, text=True
+    )
+
+
+def test_without_a_compiler_the_reference_serves_and_one_warning_says_so(tmp_path: Path) -> None:
+    done = in_new_process(PATH="", XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout == "module\n", done.stderr
+    assert done.stderr.count("Warning") == 1
+    assert "no C compiler (cc, gcc or clang) was found. Install gcc or clang" in done.stderr
+
+
+def test_without_a_home_folder_it_is_compiled_for_this_process(compiles: list[Path]) -> None:
+    done = in_new_process(PATH=os.environ["PATH"], HOME="/nonexistent/home")
+    assert (done.stdout, done.stderr) == ("Compiled\n", "")
+
+
+def test_a_users_choice_against_avx2_is_kept() -> None:
+    code = "from loco.kernels.cpu import flags_for_this_cpu as f; print(f())"
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd="/",
+        env={"PYTHONPATH": root, "PATH": "", "ATEN_CPU_CAPABILITY": "default"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "()\n", done.stderr
