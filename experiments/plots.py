@@ -7,15 +7,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
+from experiments.look import LOOK
 from experiments.methods import Method
 from experiments.results import Result, ddp_of, diloco_of
 
@@ -23,21 +20,6 @@ from experiments.results import Result, ddp_of, diloco_of
 _COLOURS = {"ddp": "#6B6B6B", "diloco": "#0072B2", "pulseloco": "#D55E00"}
 _MARKERS = {"ddp": "s", "diloco": "o", "pulseloco": "^"}
 _LINES: tuple[Any, ...] = ("-", "--", ":", "-.")  # one for each outer optimizer
-_LOOK: dict[Any, Any] = {
-    "figure.dpi": 160,
-    "figure.constrained_layout.use": True,
-    "font.size": 11,
-    "axes.titlesize": 11.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E6E6E6",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5,
-}
 _PLAIN_AVERAGING = Method(name="diloco", outer_lr=1.0, outer_momentum=0.0).outer
 _LOSS = "loss on held-out text (nats per byte)"
 
@@ -45,7 +27,7 @@ _LOSS = "loss on held-out text (nats per byte)"
 def draw_all(results: Sequence[Result], folder: Path) -> list[Path]:
     """Write the PNG files into `folder`; returns their paths."""
     paths = []
-    with plt.rc_context(_LOOK):
+    with plt.rc_context(LOOK):
         figures = {"loss_by_steps": loss_by_steps(results), "loss_by_bytes": loss_by_bytes(results)}
         if any(_sparse(result) for result in results):
             figures["rounds"] = rounds(results)

@@ -8,6 +8,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
+
+
 @pytest.fixture
 def single_site() -> Iterator[None]:
     """A process group of one rank, in this process."""

@@ -10,15 +10,30 @@ import numpy as np
 F32 = np.float32
 
 
-def to_bf16(x: np.ndarray) -> np.ndarray:
-    """Round FP32 to the nearest BF16 value, ties to even; the result is held in FP32."""
+# Format: explicit bits of the mantissa, exponent of the least normal number, the largest number, and what
+# takes the place of what is larger.
+FORMATS = {
+    "bf16": (7, -126, 2.0**128 * (1 - 2.0**-8), np.inf),
+    "fp16": (10, -14, 65504.0, np.inf),
+    "fp8_e4m3": (3, -6, 448.0, 448.0),
+    "fp8_e5m2": (2, -14, 57344.0, 57344.0),
+}
+
+
+def to_format(x: np.ndarray, name: str) -> np.ndarray:
+    """Round FP32 to the nearest value of a format, ties to even; the result is held in FP32."""
+    mantissa, least, largest, beyond = FORMATS[name]
     exact = x.astype(np.float64)
     _, exponent = np.frexp(exact)
-    spacing = np.exp2(np.maximum(exponent - 8, -133).astype(np.float64))  # of BF16 numbers around x
+    # How far apart the format's numbers around x are.
+    spacing = np.exp2((np.maximum(exponent - 1, least) - mantissa).astype(np.float64))
     rounded = np.rint(exact / spacing) * spacing  # a power of two: only rint rounds, half to even
-    largest = 2.0**128 * (1 - 2.0**-8)
-    rounded = np.where(np.abs(rounded) > largest, np.copysign(np.inf, exact), rounded)
-    return np.where(np.isfinite(exact), rounded, exact).astype(F32)
+    rounded = np.where(np.abs(rounded) > largest, np.copysign(beyond, exact), rounded)
+    return np.where(np.isnan(exact), exact, rounded).astype(F32)
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    return to_format(x, "bf16")
 
 
 @dataclass
@@ -32,6 +47,7 @@ class Paper:
     mu: float
     nesterov: bool
     gain: float = 1.0
+    gate: str = "bf16"
     dense: bool = False
     momentum: np.ndarray = field(init=False)
     residuals: list[np.ndarray] = field(init=False)
@@ -53,7 +69,7 @@ class Paper:
             if self.dense:
                 send = np.ones(theta.shape, dtype=bool)
             else:
-                send = to_bf16(theta) != to_bf16(theta - F32(self.gain) * s)
+                send = to_format(theta, self.gate) != to_format(theta - F32(self.gain) * s, self.gate)
             self.residuals[site] = np.where(send, F32(0), s)
             total = np.where(send, total + s, total)
             sent.append(int(send.sum()))

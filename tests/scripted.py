@@ -23,7 +23,7 @@ class Scripted(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 d = torch.from_numpy(moves[start : start + p.numel()]).view(p.shape)
-                p.copy_(p.float() - d)
+                p.copy_(p.float() - d.to(p.device))
                 start += p.numel()
         return None
 
@@ -47,7 +47,7 @@ def parameters(seed: int, numel: int, bf16: bool = False) -> list[torch.nn.Param
 
 
 def flat(params: list[torch.nn.Parameter]) -> np.ndarray:
-    return torch.cat([p.detach().float().reshape(-1) for p in params]).numpy()
+    return torch.cat([p.detach().float().reshape(-1) for p in params]).cpu().numpy()
 
 
 def bits(x: Tensor | np.ndarray) -> np.ndarray:

@@ -17,10 +17,11 @@ def small_model(seed: int = 0) -> nn.Sequential:
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     """Each site on data of its own."""
+    device = next(net.parameters()).device
     for step in steps:
         optimizer.zero_grad()
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * rank + step))
-        net(x).square().mean().backward()
+        net(x.to(device)).square().mean().backward()
         optimizer.step()
 
 
@@ -29,7 +30,7 @@ def snapshot(optimizer: loco.PulseLoCo | loco.DiLoCo) -> Snapshot:
     outer = optimizer._outer
     tensors = {"anchor": outer.anchor, "momentum": outer.momentum, "residual": outer.residual}
     weights = torch.cat([p.detach().float().reshape(-1) for p in outer.layout.params])
-    return {name: bits(t) for name, t in (tensors | {"weights": weights}).items() if t is not None}
+    return {name: bits(t.cpu()) for name, t in (tensors | {"weights": weights}).items() if t is not None}
 
 
 def assert_same(a: Snapshot, b: Snapshot) -> None:

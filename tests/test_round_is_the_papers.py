@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from paper import Paper, to_bf16
 from scripted import Scripted, bits, flat, move, parameters
 from sites import run_ranks
@@ -22,6 +23,7 @@ class Case:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
+    gate: str = "bf16"
     gate_gain: float = 1.0
     bf16: bool = False
 
@@ -35,19 +37,25 @@ CASES = [
 CASES += [
     Case("PulseLoCo", gate_gain=7.0),
     Case("PulseLoCo", sync_every=2, outer_lr=1.0, outer_momentum=0.0),
+    Case("PulseLoCo", gate="fp16"),
+    Case("PulseLoCo", gate="fp8_e4m3", gate_gain=50.0),
+    Case("PulseLoCo", gate="fp8_e5m2", gate_gain=50.0),
 ]
 
 
-def run_library(rank: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
+def run_library(
+    rank: int, cases: list[Case], device: str = "cpu", offload: bool = False
+) -> list[list[dict[str, Any]]]:
     histories = []
     for case in cases:
         # Only site 0's initial weights count: the others must receive them.
         params = parameters(SEED if rank == 0 else 99 + rank, NUMEL, case.bf16)
+        params = [torch.nn.Parameter(p.detach().to(device)) for p in params]
         options = asdict(case)
         kind, _ = options.pop("kind"), options.pop("bf16")
         if kind == "DiLoCo":
-            del options["gate_gain"]
-        optimizer = getattr(loco, kind)(Scripted(params, SEED, rank), **options)
+            del options["gate"], options["gate_gain"]
+        optimizer = getattr(loco, kind)(Scripted(params, SEED, rank), offload=offload, **options)
         history = []
         for step in range(ROUNDS * case.sync_every):
             optimizer.step()
@@ -55,14 +63,14 @@ def run_library(rank: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
                 continue
             outer = optimizer._outer
             snapshot = {
-                "anchor": bits(outer.anchor),
+                "anchor": bits(outer.anchor.cpu()),
                 "weights": bits(flat(params)),
                 "entries": optimizer.last_report.entries,
             }
             if outer.momentum is not None:
-                snapshot["momentum"] = bits(outer.momentum)
+                snapshot["momentum"] = bits(outer.momentum.cpu())
             if outer.residual is not None:
-                snapshot["residual"] = bits(outer.residual)
+                snapshot["residual"] = bits(outer.residual.cpu())
             history.append(snapshot)
         histories.append(history)
     return histories
@@ -80,6 +88,7 @@ def run_paper(case: Case, sites: int) -> list[list[dict[str, Any]]]:
         mu=case.outer_momentum,
         nesterov=case.nesterov,
         gain=case.gate_gain,
+        gate=case.gate,
         dense=case.kind == "DiLoCo",
     )
     rounds = []
@@ -107,9 +116,19 @@ def run_paper(case: Case, sites: int) -> list[list[dict[str, Any]]]:
     return rounds
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+def test_rounds_on_a_gpu_equal_the_specification_bit_for_bit(offload: bool) -> None:
+    assert_equal_the_specification(run_ranks(3, run_library, CASES, "cuda", offload))
+
+
 @pytest.mark.parametrize("sites", [1, 2, 3, 4])
 def test_rounds_equal_the_specification_bit_for_bit(sites: int) -> None:
-    by_rank = run_ranks(sites, run_library, CASES)
+    assert_equal_the_specification(run_ranks(sites, run_library, CASES))
+
+
+def assert_equal_the_specification(by_rank: list[list[list[dict[str, Any]]]]) -> None:
+    sites = len(by_rank)
     partial = 0
     for k, case in enumerate(CASES):
         for n, expected in enumerate(run_paper(case, sites)):

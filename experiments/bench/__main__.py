@@ -1,0 +1,30 @@
+"""Runs the benchmarks named on the command line, or all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from experiments.bench import kernels
+
+PARTS: dict[str, Callable[[list[str]], None]] = {"kernels": kernels.main}
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        for part in PARTS.values():
+            part(arguments)
+    elif arguments[0] in PARTS:
+        PARTS[arguments[0]](arguments[1:])
+    else:
+        print(f"there is no benchmark {arguments[0]!r}; there is: {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)

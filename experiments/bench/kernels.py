@@ -1,0 +1,228 @@
+"""A round's own work, without a network, as a share of the roof: the bytes that each pass must move, over the
+bandwidth of a plain copy measured in the same minute on memory of the same kind.
+
+    python -m experiments.bench kernels
+    python -m experiments.bench kernels --numel 67108864 --densities 0.01 --repeats 15
+
+Encode must read θ, w and e: 12 bytes per parameter. Apply, as loco does it, reads θ, m, w and e and writes
+them: 32. A whole round is judged against 36, the least that any order of the work could do, and is measured
+as `sync()` of a single site, its report, digests, wire form and votes included. A copy into memory that is
+not in the cache makes a CPU read what it overwrites, which the count leaves out, and apply overwrites only what it
+has read: so on a CPU it can exceed the roof. Beside it stands what adding 1 in place reaches, the fastest
+traffic here.
+
+Nothing is timed before its results agree with the reference, bit for bit. Scratch is what a pass takes on top of
+the state and of what it returns. Rows go to runs/bench/kernels.csv, with a plot beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import loco
+from experiments.bench.measuring import append, peak_bytes, quantiles, seconds
+from loco import kernels
+from loco.kernels import Entries, Gate, OuterStep, reference
+
+ENCODE, APPLY, ROUND = 12, 32, 36  # bytes per parameter
+SIGMA = 0.02  # of the weights
+DENSITIES = (0.005, 0.01, 0.05, 0.12)
+M = 1 << 20
+SIZES = {"cpu": (M, 4 * M, 16 * M, 64 * M, 256 * M), "cuda": (M, 16 * M, 128 * M, 1024 * M, 2000 * M)}
+OUTER = OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m experiments.bench kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--numel", type=int, nargs="+", help="parameters; 1M to 256M, on a GPU to 2B")
+    parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    home = kernels.home(device.type)
+    if home is reference:
+        sys.exit("the kernels can't be used here (the warning above says why): there is nothing to measure")
+
+    print(f"{'parameters':>13} {'density':>8}  {'':<28} {'p50':>10} {'of the roof':>12} {'scratch':>10}")
+    table = options.out / "kernels.csv"
+    for numel in options.numel or SIZES[device.type]:
+        for density in options.densities:
+            rows = list(measure(device, numel, density, options.repeats))
+            for row in rows:
+                show(row)
+            append(table, rows)
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
+    print(f"rows appended to {table}")
+    try:
+        from experiments.bench.picture import draw
+    except ImportError as error:
+        print(f"no plot: {error}")
+    else:
+        print(f"plot: {draw(table)}")
+
+
+def show(row: dict[str, Any]) -> None:
+    share = f"{row['share_of_roof']:.1%}" if row["share_of_roof"] else ""
+    scratch = f"{row['scratch_bytes']:.3f} B/el" if row["scratch_bytes"] != "" else ""
+    name = f"{row['pass']} {row['by']}"
+    print(
+        f"{row['numel']:>13,} {row['density']:>8.2%}  {name:<28} {row['p50'] * 1e3:>7.2f} ms {share:>12} "
+        f"{scratch:>10}",
+        flush=True,
+    )
+
+
+def measure(device: torch.device, numel: int, density: float, repeats: int) -> Iterator[dict[str, Any]]:
+    """All passes and baselines on one state."""
+    state = State(device, numel, density)
+    entries = check(state)
+    own_bytes = _bytes(entries)
+
+    spare = torch.empty_like(state.anchor)
+    copy = median(seconds(lambda: spare.copy_(state.momentum), device, repeats))
+    adding = median(seconds(lambda: spare.add_(1.0), device, repeats))
+    roof = 8 * numel / copy  # bytes read and written
+    del spare
+    common = {
+        "numel": numel,
+        "density": entries.values.numel() / numel,
+        "threads": torch.get_num_threads(),
+        "copy_bytes_per_s": roof,
+        "in_place_bytes_per_s": 8 * numel / adding,
+    }
+
+    def row(
+        name: str, by: str, call: Callable[[], object], moved: int | None, returns: int | None, few: bool = False
+    ) -> dict[str, Any]:
+        scratch: Any = ""
+        if returns is not None:
+            state.restore()
+            scratch = max(peak_bytes(call, device) - returns, 0) / numel
+        times = quantiles(seconds(call, device, min(repeats, 3) if few else repeats, state.restore))
+        share = {"share_of_roof": moved * numel / roof / times["p50"] if moved else ""}
+        return common | {"pass": name, "by": by} | times | share | {"scratch_bytes": scratch}
+
+    gate, anchor, weights, residual = Gate(), state.anchor, state.weights, state.residual
+    momentum = state.momentum
+    applied = (anchor, momentum, weights, residual, entries, [entries], OUTER)
+    yield row("encode", "loco", lambda: kernels.encode(anchor, weights, residual, gate), ENCODE, own_bytes)
+    yield row("apply", "loco", lambda: kernels.apply(*applied), APPLY, 0)
+    payload = 2 * own_bytes  # the entries, and the same as the wire has them
+    yield row("round", "loco", state.optimizer.sync, ROUND, payload)
+    yield row(
+        "encode", "torch reference", lambda: reference.encode(anchor, weights, residual, gate), ENCODE, None, True
+    )
+    yield row("apply", "torch reference", lambda: reference.apply(*applied), APPLY, None, True)
+    yield row("select", "top-k of chunks, as SparseLoCo", lambda: top_k(anchor, weights, residual), None, None, True)
+    yield row("cast", "BF16 of the update, and a copy", lambda: bf16_copy(anchor, weights), None, None, True)
+
+
+class State:
+    """A single site before its round: about `density` of its weights would change their BF16 value."""
+
+    def __init__(self, device: torch.device, numel: int, density: float) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def noise(scale: float) -> Tensor:
+            return torch.randn(numel, generator=generator, device=device).mul_(scale)
+
+        scale = scale_for(density)
+        start = noise(SIGMA)
+        # Matrices and vectors, as models have them.
+        sizes = []
+        while sum(sizes) < numel:
+            sizes.append(min(numel - sum(sizes), (4 * M, 1024)[len(sizes) % 2]))
+        self.params = [torch.nn.Parameter(part.clone()) for part in start.split(sizes)]
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        self.optimizer = loco.PulseLoCo(torch.optim.SGD(self.params, lr=1.0))
+        outer = self.optimizer._outer
+        assert outer.momentum is not None
+        assert outer.residual is not None
+        self.anchor, self.momentum, self.residual = outer.anchor, outer.momentum, outer.residual
+        self.weights = [p.detach().view(-1) for p in self.params]
+        self._saved = start, start - noise(scale), noise(scale)
+        self.restore()
+
+    def restore(self) -> None:
+        anchor, moved, residual = self._saved
+        self.anchor.copy_(anchor)
+        self.residual.copy_(residual)
+        self.momentum.zero_()
+        for w, part in zip(self.weights, moved.split([w.numel() for w in self.weights]), strict=True):
+            w.copy_(part)
+
+
+def scale_for(density: float) -> float:
+    """How large noise-like updates must be, to make this share of noise-like weights visible."""
+    generator = torch.Generator().manual_seed(1)
+    anchor, a, b = (torch.randn(M, generator=generator) for _ in range(3))
+    anchor *= SIGMA
+    low, high = 1e-9, 1e-2
+    for _ in range(20):
+        middle = (low * high) ** 0.5
+        share = float(reference.visible(anchor, middle * (a + b), Gate()).float().mean())
+        low, high = (middle, high) if share < density else (low, middle)
+    return low
+
+
+def check(state: State) -> Entries:
+    """Refuse to time what is wrong: every result against the reference, bit for bit. -> the entries"""
+    gate = Gate()
+    mine = kernels.encode(state.anchor, state.weights, state.residual, gate)
+    theirs = reference.encode(state.anchor, state.weights, state.residual, gate)
+    same = [mine.digest == theirs.digest, mine.first_nonfinite == theirs.first_nonfinite]
+    same += [_equal(a, b) for a, b in zip(mine.entries, theirs.entries, strict=True)]
+    del theirs
+    anchor, momentum, residual = (t.clone() for t in (state.anchor, state.momentum, state.residual))
+    weights = [w.clone() for w in state.weights]
+    entries = mine.entries
+    reference.apply(anchor, momentum, weights, residual, entries, [entries], OUTER)
+    kernels.apply(state.anchor, state.momentum, state.weights, state.residual, entries, [entries], OUTER)
+    same += [_equal(a, b) for a, b in zip((anchor, momentum, residual), (state.anchor, state.momentum, state.residual))]
+    same += [_equal(a, b) for a, b in zip(weights, state.weights, strict=True)]
+    if not all(same):
+        sys.exit("the kernels' results differ from the reference's: nothing was timed")
+    state.restore()
+    return entries
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    assert a is not None
+    assert b is not None
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _bytes(entries: Entries) -> int:
+    return sum(t.numel() * t.element_size() for t in entries if t is not None)
+
+
+def top_k(anchor: Tensor, weights: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
+    """SparseLoCo's choice: of every 64 × 64 weights the 64 largest updates."""
+    update = anchor - torch.cat(weights)
+    update += residual
+    whole = update[: update.numel() // 4096 * 4096].view(-1, 4096)
+    indices = whole.abs().topk(64, dim=1).indices
+    return indices, whole.gather(1, indices)
+
+
+def bf16_copy(anchor: Tensor, weights: list[Tensor]) -> Tensor:
+    """What a dense exchange in BF16 does before its first byte leaves."""
+    return (anchor - torch.cat(weights)).bfloat16().clone()

@@ -1,0 +1,82 @@
+"""Times and memory, for any device."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments import machine
+
+
+def seconds(
+    call: Callable[[], object], device: torch.device, repeats: int, before: Callable[[], object] | None = None
+) -> list[float]:
+    """Of each of some calls, after one that warms caches and pages up. `before` each, unmeasured."""
+    taken = []
+    for _ in range(repeats + 1):
+        if before is not None:
+            before()
+        settle(device)
+        start = time.perf_counter()
+        call()
+        settle(device)
+        taken.append(time.perf_counter() - start)
+    return taken[1:]
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{q}": float(np.percentile(values, q)) for q in (20, 50, 80)}
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """How much more memory a call takes while it runs: the GPU's, or this process's pages."""
+    gc.collect()
+    settle(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        del result
+        return torch.cuda.max_memory_allocated(device) - before
+    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed before would be used, and not be seen
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    before = _pages("VmRSS")
+    result = call()
+    peak = _pages("VmHWM") - before
+    del result
+    return max(peak, 0)
+
+
+def _pages(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Add rows to a CSV, each with what it was measured on."""
+    where = machine.describe()
+    columns = [*where, *rows[0]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.read_text().partition("\n")[0] != ",".join(columns):
+        path.rename(path.with_name(f"{path.stem}-{int(path.stat().st_mtime)}.csv"))  # of an older benchmark
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if new:
+            writer.writeheader()
+        writer.writerows(where | row for row in rows)

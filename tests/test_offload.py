@@ -1,0 +1,70 @@
+"""Outer state in host memory: the same bits, and the parameters only pass through in chunks."""
+
+from typing import Any
+
+import pytest
+import torch
+from sites import run_ranks
+from states import assert_same, small_model, snapshot, train
+
+import loco
+from loco import kernels
+from loco.kernels import Streamed
+
+
+def rounds(rank: int, kind: str, mode: str) -> Any:
+    """Three rounds of two sites; `streamed` treats the model as if it were on another device."""
+    model = small_model()
+    if mode == "cuda, offloaded" or mode == "cuda":
+        model.cuda()
+    with pytest.MonkeyPatch.context() as patch:
+        calls: list[int] = []
+        if mode == "streamed":
+            home = Streamed(kernels.home("cpu"))
+            patch.setattr(kernels, "_home_of", lambda *_: calls.append(1) or home)
+        optimizer = getattr(loco, kind)(
+            torch.optim.SGD(model.parameters(), lr=0.01), sync_every=2, offload=mode != "cuda"
+        )
+        train(model, optimizer, rank, range(6))
+        assert bool(calls) == (mode == "streamed")
+    assert optimizer._outer.anchor.device.type == ("cuda" if mode == "cuda" else "cpu")
+    assert optimizer.last_report.residual_norm > 0 or kind == "DiLoCo"
+    return snapshot(optimizer), optimizer.last_report.entries
+
+
+@pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
+def test_streaming_the_parameters_changes_no_bit(kind: str) -> None:
+    for here, streamed in zip(
+        run_ranks(2, rounds, kind, "here"), run_ranks(2, rounds, kind, "streamed"), strict=True
+    ):
+        assert_same(here[0], streamed[0])
+        assert here[1] == streamed[1] > 0
+
+
+def test_a_chunk_is_whole_blocks_and_under_way_before_the_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loco.kernels import streamed
+
+    monkeypatch.setattr(streamed, "CHUNK", 512)
+    weights = [torch.arange(float(n)) for n in (700, 1, 0, 5, 1300)]
+    made: list[slice] = []
+    chunk = streamed._Chunk
+
+    def note(at: slice, views: list[torch.Tensor], read: bool) -> Any:
+        made.append(at)
+        return chunk(at, views, read)
+
+    monkeypatch.setattr(streamed, "_Chunk", note)
+    values: list[torch.Tensor] = []
+    for part in streamed._chunks(weights, read=True):
+        assert part.at.start % 256 == 0
+        assert len(made) == min(len(values) + 2, 8)
+        values.append(torch.cat(part.arrived()))
+    # 2006 parameters in at least 32 chunks would be 63 a chunk: a block is the least.
+    assert [at.stop - at.start for at in made] == [256] * 7 + [2006 - 7 * 256]
+    assert torch.equal(torch.cat(values), torch.cat(weights))
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_with_its_outer_state_in_host_memory() -> None:
+    (here,), (offloaded,) = run_ranks(1, rounds, "PulseLoCo", "cuda"), run_ranks(1, rounds, "PulseLoCo", "cuda, offloaded")
+    assert_same(here[0], offloaded[0])
