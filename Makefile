@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench gpu clean
 .DEFAULT_GOAL := demo
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -28,6 +28,11 @@ lint: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m experiments.bench
+
+# Every test and benchmark that needs a GPU, with the Python and the torch that are there: installs nothing.
+gpu:
+	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m experiments.bench kernels
 
 clean:
 	rm -rf .venv build *.egg-info runs

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .reserve import reserve
 from .types import BLOCK, Encoded, Entries, Gate, OuterStep
 
 if TYPE_CHECKING:
     from . import Home
 
 CHUNK = 1 << 24  # elements at most
-CHUNKS = 32  # at least, so that the three chunks under way take less than 0.5 byte per parameter
+CHUNKS = 64  # at least, so that the few that are under way take less than 0.5 byte per parameter
 
 
 class Streamed:
@@ -34,16 +35,27 @@ class Streamed:
     def encode(
         self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
     ) -> Encoded:
-        parts: list[Entries] = []
-        first_nonfinite = -1
+        n = anchor.numel()
+        values, offsets = reserve(n, torch.float32), reserve(n, torch.uint8)
+        starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64)
+        count, first_nonfinite = 0, -1
         for chunk in _chunks(weights, read=True):
             at = chunk.at
             part = self._home.encode(anchor[at], chunk.arrived(), _part(residual, at), gate)
-            parts.append(part.entries)
             if first_nonfinite < 0 <= part.first_nonfinite:
                 first_nonfinite = at.start + part.first_nonfinite
+            found = part.entries
+            here = slice(count, count + found.values.numel())
+            values[here] = found.values
+            if found.starts is not None:
+                assert found.offsets is not None
+                offsets[here] = found.offsets
+                first = at.start // BLOCK + 1
+                starts[first : first + found.starts.numel() - 1] = found.starts[1:] + count
+            count = here.stop
+        entries = Entries.whole(values) if gate is None else Entries(starts, offsets[:count], values[:count])
         # A digest depends on where its words lie, so it is taken of the whole.
-        return Encoded(_join(parts, gate is not None), self._home.digest(anchor), first_nonfinite)
+        return Encoded(entries, self._home.digest(anchor), first_nonfinite)
 
     def apply(
         self,
@@ -80,82 +92,93 @@ class Streamed:
         return self._home.digest(data)
 
 
+class _Slot:
+    """Room for one chunk at both ends, used again and again."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.here = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self.there = torch.empty(size, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if pinned else None
+
+    def mark(self) -> None:
+        """After a copy was started."""
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self.there.device))
+
+    def wait(self) -> None:
+        """Until the last copy is done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
 class _Chunk:
-    """Some elements of the parameters, and their copy in host memory: one copy each way, however many
+    """Some elements of the parameters and their copy in host memory, one copy each way, however many
     parameters they belong to."""
 
-    def __init__(self, at: slice, views: list[Tensor], read: bool) -> None:
+    def __init__(self, at: slice, views: list[Tensor], slot: _Slot, *, read: bool) -> None:
         self.at = at
         self._views = views
+        self._slot = slot
         # Wide elements first, so that all are aligned.
         self._order = sorted(range(len(views)), key=lambda k: -views[k].element_size())
         self._sizes = [views[k].numel() * views[k].element_size() for k in self._order]
-        on_gpu = views[0].is_cuda
-        self._bytes = torch.empty(sum(self._sizes), dtype=torch.uint8, pin_memory=on_gpu)
-        self._event = None
+        self._total = sum(self._sizes)
+        slot.wait()
         if read:
-            self._bytes.copy_(
-                torch.cat([views[k].view(torch.uint8) for k in self._order]), non_blocking=on_gpu
-            )
-            if on_gpu:
-                self._event = torch.cuda.Event()
-                self._event.record(torch.cuda.current_stream(views[0].device))
+            there = slot.there[: self._total]
+            torch.cat([views[k].view(torch.uint8) for k in self._order], out=there)
+            slot.here[: self._total].copy_(there, non_blocking=True)
+            slot.mark()
 
     def arrived(self) -> list[Tensor]:
         """The copies of the pieces, once they are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._pieces(self._bytes)
+        self._slot.wait()
+        return self._pieces(self._slot.here)
 
     def send_back(self) -> None:
-        device = self._views[0].device
-        back = self._pieces(self._bytes.to(device, non_blocking=True))
-        torch._foreach_copy_(self._views, back)
+        there = self._slot.there[: self._total]
+        there.copy_(self._slot.here[: self._total], non_blocking=True)
+        self._slot.mark()
+        torch._foreach_copy_(self._views, self._pieces(there))
 
     def _pieces(self, data: Tensor) -> list[Tensor]:
-        split = dict(zip(self._order, data.split(self._sizes), strict=True))
+        split = dict(zip(self._order, data[: self._total].split(self._sizes), strict=True))
         return [split[k].view(view.dtype) for k, view in enumerate(self._views)]
 
 
 def _chunks(weights: Sequence[Tensor], *, read: bool) -> Iterator[_Chunk]:
     """The parameters in chunks of whole blocks; with `read`, the next is under way with each."""
+    weights = [w for w in weights if w.numel()]
+    if not weights:
+        return
     ends = list(accumulate(w.numel() for w in weights))
-    numel = ends[-1] if ends else 0
-    width = min(CHUNK, -(-numel // CHUNKS))
-    width = -(-width // BLOCK) * BLOCK
-    last = None
+    numel = ends[-1]
+    width = -(-min(CHUNK, -(-numel // CHUNKS)) // BLOCK) * BLOCK
+    widest = max(w.element_size() for w in weights)
+    # One is worked on, one is on its way here, one on its way back.
+    slots = [_Slot(width * widest, weights[0].device) for _ in range(3)]
+    before = None
     piece = 0
-    for start in range(0, numel, max(width, 1)):
+    for number, start in enumerate(range(0, numel, width)):
         stop = min(start + width, numel)
         views: list[Tensor] = []
-        while piece < len(weights):
+        while True:
             w, begin = weights[piece], ends[piece] - weights[piece].numel()
-            low, high = max(start, begin), min(stop, ends[piece])
-            if low < high:
-                views.append(w[low - begin : high - begin])
-            if ends[piece] > stop:
+            views.append(w[max(start - begin, 0) : stop - begin])
+            if ends[piece] >= stop:
                 break
             piece += 1
-        chunk = _Chunk(slice(start, stop), views, read)
-        if last is not None:
-            yield last
-        last = chunk
-    if last is not None:
-        yield last
+        if ends[piece] == stop:
+            piece += 1
+        chunk = _Chunk(slice(start, stop), views, slots[number % 3], read=read)
+        if before is not None:
+            yield before
+        before = chunk
+    if before is not None:
+        yield before
 
 
 def _part(state: Tensor | None, at: slice) -> Tensor | None:
     return None if state is None else state[at]
 
-
-def _join(parts: list[Entries], gated: bool) -> Entries:
-    values = torch.cat([p.values for p in parts]) if parts else torch.empty(0)
-    if not gated:
-        return Entries.whole(values)
-    starts, offsets = [torch.zeros(1, dtype=torch.int64)], [torch.empty(0, dtype=torch.uint8)]
-    for p in parts:
-        assert p.starts is not None
-        assert p.offsets is not None
-        starts.append(p.starts[1:] + starts[-1][-1])
-        offsets.append(p.offsets)
-    return Entries(torch.cat(starts), torch.cat(offsets), values)

@@ -41,7 +41,9 @@ def test_streaming_the_parameters_changes_no_bit(kind: str) -> None:
         assert here[1] == streamed[1] > 0
 
 
-def test_a_chunk_is_whole_blocks_and_under_way_before_the_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_whole_blocks_and_under_way_before_the_last_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from loco.kernels import streamed
 
     monkeypatch.setattr(streamed, "CHUNK", 512)
@@ -49,9 +51,9 @@ def test_a_chunk_is_whole_blocks_and_under_way_before_the_last_is_done(monkeypat
     made: list[slice] = []
     chunk = streamed._Chunk
 
-    def note(at: slice, views: list[torch.Tensor], read: bool) -> Any:
+    def note(at: slice, *arguments: Any, read: bool) -> Any:
         made.append(at)
-        return chunk(at, views, read)
+        return chunk(at, *arguments, read=read)
 
     monkeypatch.setattr(streamed, "_Chunk", note)
     values: list[torch.Tensor] = []
@@ -59,12 +61,15 @@ def test_a_chunk_is_whole_blocks_and_under_way_before_the_last_is_done(monkeypat
         assert part.at.start % 256 == 0
         assert len(made) == min(len(values) + 2, 8)
         values.append(torch.cat(part.arrived()))
-    # 2006 parameters in at least 32 chunks would be 63 a chunk: a block is the least.
+    # 2006 parameters in at least 64 chunks would be 32 a chunk: a block is the least.
     assert [at.stop - at.start for at in made] == [256] * 7 + [2006 - 7 * 256]
     assert torch.equal(torch.cat(values), torch.cat(weights))
 
 
 @pytest.mark.gpu
 def test_a_model_on_a_gpu_with_its_outer_state_in_host_memory() -> None:
-    (here,), (offloaded,) = run_ranks(1, rounds, "PulseLoCo", "cuda"), run_ranks(1, rounds, "PulseLoCo", "cuda, offloaded")
+    (here,), (offloaded,) = (
+        run_ranks(1, rounds, "PulseLoCo", "cuda"),
+        run_ranks(1, rounds, "PulseLoCo", "cuda, offloaded"),
+    )
     assert_same(here[0], offloaded[0])

@@ -1,5 +1,5 @@
 """How near the parts of a round come to what the machine can do.
 
-    python -m experiments.bench                  all of it
-    python -m experiments.bench kernels          a round's own work, beside the memory's speed
+python -m experiments.bench                  all of it
+python -m experiments.bench kernels          a round's own work, beside the memory's speed
 """

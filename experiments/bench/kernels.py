@@ -1,18 +1,17 @@
 """A round's own work, without a network, as a share of the roof: the bytes that each pass must move, over the
-bandwidth of a plain copy measured in the same minute on memory of the same kind.
+bandwidth of a plain copy measured in the same minute on the same memory.
 
     python -m experiments.bench kernels
     python -m experiments.bench kernels --numel 67108864 --densities 0.01 --repeats 15
 
 Encode must read θ, w and e: 12 bytes per parameter. Apply, as loco does it, reads θ, m, w and e and writes
 them: 32. A whole round is judged against 36, the least that any order of the work could do, and is measured
-as `sync()` of a single site, its report, digests, wire form and votes included. A copy into memory that is
-not in the cache makes a CPU read what it overwrites, which the count leaves out, and apply overwrites only what it
-has read: so on a CPU it can exceed the roof. Beside it stands what adding 1 in place reaches, the fastest
-traffic here.
+as `sync()` of a single site, its report, digests, wire form and votes included. Where a CPU writes memory that
+is not in its cache it first reads it, which a copy's count leaves out; apply writes only what it has read, and
+can exceed this roof. The CSV also has the bandwidth of adding in place, which is the fastest traffic here.
 
-Nothing is timed before its results agree with the reference, bit for bit. Scratch is what a pass takes on top of
-the state and of what it returns. Rows go to runs/bench/kernels.csv, with a plot beside it.
+Nothing is timed before its results agree with the reference, bit for bit. Scratch is what a pass takes on top
+of the state and of what it returns. Rows go to runs/bench/kernels.csv, with a plot beside it.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 import loco
 from experiments.bench.measuring import append, peak_bytes, quantiles, seconds
@@ -94,11 +94,10 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     entries = check(state)
     own_bytes = _bytes(entries)
 
-    spare = torch.empty_like(state.anchor)
-    copy = median(seconds(lambda: spare.copy_(state.momentum), device, repeats))
-    adding = median(seconds(lambda: spare.add_(1.0), device, repeats))
+    # On the state itself: how fast memory is depends on where it happens to lie.
+    copy = median(seconds(lambda: state.momentum.copy_(state.residual), device, repeats))
+    adding = median(seconds(lambda: state.momentum.add_(1.0), device, repeats))
     roof = 8 * numel / copy  # bytes read and written
-    del spare
     common = {
         "numel": numel,
         "density": entries.values.numel() / numel,
@@ -108,7 +107,12 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     }
 
     def row(
-        name: str, by: str, call: Callable[[], object], moved: int | None, returns: int | None, few: bool = False
+        name: str,
+        by: str,
+        call: Callable[[], object],
+        moved: int | None,
+        returns: int | None,
+        few: bool = False,
     ) -> dict[str, Any]:
         scratch: Any = ""
         if returns is not None:
@@ -126,10 +130,17 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     payload = 2 * own_bytes  # the entries, and the same as the wire has them
     yield row("round", "loco", state.optimizer.sync, ROUND, payload)
     yield row(
-        "encode", "torch reference", lambda: reference.encode(anchor, weights, residual, gate), ENCODE, None, True
+        "encode",
+        "torch reference",
+        lambda: reference.encode(anchor, weights, residual, gate),
+        ENCODE,
+        None,
+        True,
     )
     yield row("apply", "torch reference", lambda: reference.apply(*applied), APPLY, None, True)
-    yield row("select", "top-k of chunks, as SparseLoCo", lambda: top_k(anchor, weights, residual), None, None, True)
+    yield row(
+        "select", "top-k of chunks, as SparseLoCo", lambda: top_k(anchor, weights, residual), None, None, True
+    )
     yield row("cast", "BF16 of the update, and a copy", lambda: bf16_copy(anchor, weights), None, None, True)
 
 
@@ -151,7 +162,7 @@ class State:
         self.params = [torch.nn.Parameter(part.clone()) for part in start.split(sizes)]
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         self.optimizer = loco.PulseLoCo(torch.optim.SGD(self.params, lr=1.0))
         outer = self.optimizer._outer
         assert outer.momentum is not None
@@ -196,7 +207,12 @@ def check(state: State) -> Entries:
     entries = mine.entries
     reference.apply(anchor, momentum, weights, residual, entries, [entries], OUTER)
     kernels.apply(state.anchor, state.momentum, state.weights, state.residual, entries, [entries], OUTER)
-    same += [_equal(a, b) for a, b in zip((anchor, momentum, residual), (state.anchor, state.momentum, state.residual))]
+    same += [
+        _equal(a, b)
+        for a, b in zip(
+            (anchor, momentum, residual), (state.anchor, state.momentum, state.residual), strict=True
+        )
+    ]
     same += [_equal(a, b) for a, b in zip(weights, state.weights, strict=True)]
     if not all(same):
         sys.exit("the kernels' results differ from the reference's: nothing was timed")

@@ -21,19 +21,31 @@ def draw(table: Path) -> Path:
         rows = [row for row in csv.DictReader(file) if row["share_of_roof"]]
     device = rows[-1]["device"]
     latest = {
-        (round(float(row["density"]), 3), row["by"], row["pass"], int(row["numel"])): float(row["share_of_roof"])
+        (round(float(row["density"]), 3), row["by"], row["pass"], int(row["numel"])): float(
+            row["share_of_roof"]
+        )
         for row in rows
         if row["device"] == device
     }
     densities = sorted({key[0] for key in latest})
     with plt.rc_context(LOOK):
-        figure, axes = plt.subplots(1, len(densities), figsize=(3.1 * len(densities), 3.4), sharey=True, squeeze=False)
+        figure, axes = plt.subplots(
+            1, len(densities), figsize=(3.1 * len(densities), 3.4), sharey=True, squeeze=False
+        )
         for ax, density in zip(axes[0], densities, strict=True):
             for by, style in (("loco", "-"), ("torch reference", ":")):
                 for name, colour in _COLOURS.items():
-                    points = sorted((k[3], share) for k, share in latest.items() if k[:3] == (density, by, name))
+                    points = sorted(
+                        (k[3], share) for k, share in latest.items() if k[:3] == (density, by, name)
+                    )
                     if points:
-                        ax.plot(*zip(*points, strict=True), style, color=colour, marker=_MARKERS[name], label=f"{name}, {by}")
+                        ax.plot(
+                            *zip(*points, strict=True),
+                            style,
+                            color=colour,
+                            marker=_MARKERS[name],
+                            label=f"{name}, {by}",
+                        )
             if device == "CPU":
                 for name, target in _TARGETS.items():
                     ax.axhline(target, color=_COLOURS[name], linewidth=0.8, alpha=0.5)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..reserve import reserve
 from ..types import BLOCK, Encoded, Entries, Gate, OuterStep
 from .build import BuildError, flags_for_this_cpu, load
 
@@ -50,12 +51,11 @@ class Compiled:
         self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
     ) -> Encoded:
         n = anchor.numel()
-        # Room for every entry is reserved; only what is written takes memory.
-        values = torch.empty(n)
+        values = reserve(n, torch.float32)
         starts = offsets = None
         if gate is not None:
             starts = torch.empty(-(-n // BLOCK) + 1, dtype=torch.int64)
-            offsets = torch.empty(n, dtype=torch.uint8)
+            offsets = reserve(n, torch.uint8)
         digest, first_nonfinite = c_uint64(), c_int64()
         pieces = _Pieces(weights)
         count = self._library.loco_encode(
