@@ -22,7 +22,7 @@ SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 # no bits: nothing here reads errno or a floating-point exception flag.
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 AS_LIBRARY = ("-fPIC", "-shared", "-pthread")
-AVX2 = ("-mavx2",)
+AVX2 = ("-mavx2", "-mf16c")
 SEAL_BYTES = 32
 
 
