@@ -1,0 +1,64 @@
+"""The digest of a tensor's bytes: see `reference.digest` for the sum."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .tiles import load
+
+
+@triton.jit
+def digest_terms(words, base, row, column):
+    """v_i · (k_i | 1) of the words at i = base + row + column. -> int64
+
+    k_i is a sum of three products: the parts of i that a thread's words share are multiplied once.
+    """
+    k = _key(base) + _key(row) + _key(column)
+    v = words.to(tl.uint32, bitcast=True) + k
+    v ^= v >> 15
+    return (v.to(tl.uint64) * (k | 1).to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def _key(position):
+    """k = position · 0x9E3779B1 mod 2^32. -> uint32"""
+    return position.to(tl.uint32) * 0x9E3779B1
+
+
+@triton.jit(do_not_specialize=["numel", "first_tile"])
+def digest_kernel(words, partial, numel, first_tile, TILE: tl.constexpr, FULL: tl.constexpr):
+    tile = first_tile + tl.program_id(0).to(tl.int64)
+    base = tile * TILE
+    row, column = tl.arange(0, TILE // 4)[:, None] * 4, tl.arange(0, 4)[None, :]  # 16 bytes
+    local = row + column
+    there = None if FULL else local < numel - base
+    terms = digest_terms(load(words + base + local, there), base, row, column)
+    if not FULL:
+        terms = tl.where(there, terms, 0)
+    tl.store(partial + tile, tl.sum(terms))
+
+
+def digest(data: Tensor) -> int:
+    words = _words(data)
+    numel = words.numel()
+    partial = torch.empty(tiles.count(numel), dtype=torch.int64, device=data.device)
+    with tiles.on_device_of(data):
+        for first, count, full in tiles.runs(0, tiles.count(numel), numel):
+            tiles.launch(digest_kernel, count, words, partial, numel, first, tiles.TILE, full)
+    return unsigned(int(partial.sum()))
+
+
+def unsigned(total: int) -> int:
+    return total & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def _words(data: Tensor) -> Tensor:
+    """[bytes / 4] int32, the last word padded with zeros; a copy where the bytes don't begin at a word."""
+    size = data.numel() * data.element_size()
+    if size % 4 == 0 and data.storage_offset() * data.element_size() % 4 == 0:
+        return data.view(torch.int32)
+    padded = torch.zeros(-(-size // 4) * 4, dtype=torch.uint8, device=data.device)
+    padded[:size] = data.view(torch.uint8)
+    return padded.view(torch.int32)

@@ -1,0 +1,169 @@
+"""Every home of the ops, for tests that ask all of them the same questions.
+
+A home is a module with `encode`, `apply`, `write_weights` and `digest`. The Triton package is here twice:
+its kernels become interpreted or compiled ones when they are defined, and tests want both.
+"""
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+import loco.kernels
+import loco.kernels.triton
+from loco.kernels import Encoded, Entries, Streamed, cpu, reference
+
+OPS = ("encode", "apply", "write_weights", "digest")
+
+
+def interpreted_package() -> ModuleType:
+    """A second copy of the Triton package, whose kernels the interpreter runs on CPU tensors."""
+    name = "loco.kernels.interpreted"
+    if name not in sys.modules:
+        folder = Path(loco.kernels.__file__).parent / "triton"
+        spec = importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
+            spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """What the interpreter lacks when Triton itself was imported to compile.
+
+    Reductions are then kernels too, which can only be called from compiled ones. And numpy warns where
+    the hardware does not: of infinities and NaNs, which are tested on purpose.
+    """
+
+    def reduction(combine: str) -> Callable[..., Any]:
+        function = getattr(tl.standard, combine)
+        return lambda input, axis=None: tl.reduce(input, axis, function)
+
+    def cumsum(input: tl.tensor, axis: int = 0) -> tl.tensor:
+        return tl.associative_scan(input, axis, tl.standard._sum_combine)
+
+    with (
+        mock.patch.object(tl, "sum", reduction("_sum_combine")),
+        mock.patch.object(tl, "min", reduction("_elementwise_min")),
+        mock.patch.object(tl, "max", reduction("_elementwise_max")),
+        mock.patch.object(tl, "cumsum", cumsum),
+        np.errstate(all="ignore"),
+    ):
+        yield
+
+
+def interpreted() -> SimpleNamespace:
+    package = interpreted_package()
+
+    def op(name: str) -> Callable[..., Any]:
+        function = getattr(package, name)
+
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            with interpreting():
+                return function(*args)
+
+        return run
+
+    return SimpleNamespace(**{name: op(name) for name in OPS})
+
+
+def on_the_gpu() -> SimpleNamespace:
+    """The Triton package on the GPU, for tensors that lie on the CPU: they go there and come back."""
+    return elsewhere(loco.kernels.triton, "cuda")
+
+
+def elsewhere(home: Any, device: str) -> SimpleNamespace:
+    """A home whose tensors lie on a device of its own."""
+
+    def op(name: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            there = Moving(device)
+            moved = [there(x) for x in args]
+            result = getattr(home, name)(*moved)
+            if name in ("apply", "write_weights"):
+                for x, y in there.tensors:
+                    x.copy_(y)
+            return Moving("cpu")(result)
+
+        return run
+
+    return SimpleNamespace(**{name: op(name) for name in OPS})
+
+
+class Moving:
+    """Copies to a device: of tensors by whole storages, and of one object one copy.
+
+    So views keep their offsets, since whether an address is aligned is part of a test.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.storages: dict[int, Tensor] = {}
+        self.entries: dict[int, Entries] = {}
+        self.tensors: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, x: Any) -> Any:
+        if isinstance(x, Entries):
+            if id(x) not in self.entries:
+                self.entries[id(x)] = Entries(*map(self, x))
+            return self.entries[id(x)]
+        if isinstance(x, Encoded):
+            return x._replace(entries=self(x.entries))
+        if isinstance(x, list):
+            return [self(y) for y in x]
+        return self.tensor(x) if isinstance(x, Tensor) else x
+
+    def tensor(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self.storages:
+            bytes_of = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)  # pyright: ignore[reportCallIssue,reportArgumentType]
+            self.storages[storage.data_ptr()] = bytes_of.to(self.device, copy=True)
+        moved = self.storages[storage.data_ptr()].view(x.dtype)
+        moved = moved.as_strided(x.size(), x.stride(), x.storage_offset())
+        self.tensors.append((x, moved))
+        return moved
+
+
+def compiled() -> list[Any]:
+    """The C home: built for any CPU, built for this one, and with the parameters streamed to it."""
+    try:
+        portable, here = cpu.Compiled(()), cpu.Compiled(cpu.flags_for_this_cpu())
+    except cpu.BuildError as error:
+        return [pytest.param(None, id="c", marks=pytest.mark.skip(reason=str(error)))]
+    return [
+        pytest.param(portable, id="c-portable"),
+        pytest.param(here, id="c-" + ("".join(cpu.flags_for_this_cpu()) or "this-cpu")),
+        pytest.param(Streamed(here), id="c-streamed"),
+    ]
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+HOMES = [
+    pytest.param(reference, id="reference"),
+    *compiled(),
+    pytest.param(interpreted(), id="triton-interpreted"),
+    pytest.param(on_the_gpu(), id="triton-gpu", marks=[pytest.mark.gpu, NO_GPU]),
+]
+
+
+def use_tiles_of(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones bring a test's edges near, large ones cost the interpreter less."""
+    for package in ("loco.kernels.interpreted", "loco.kernels.triton"):
+        monkeypatch.setattr(sys.modules[f"{package}.tiles"], "TILE", elements)
