@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 
-def describe() -> dict[str, Any]:
-    """Hardware, versions, commit, date, and how busy the machine is right now."""
+def describe(device: torch.device | None = None) -> dict[str, Any]:
+    """Hardware, versions, commit, date, and how busy the machine is right now. `device` is what was used."""
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "cpu": _cpu(),
         "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),

@@ -78,9 +78,14 @@ def home(device: str) -> Home:
     return reference
 
 
+@cache
+def _streamed() -> Home:
+    return Streamed(home("cpu"))
+
+
 def _home_of(anchor: Tensor, weights: Sequence[Tensor]) -> Home:
-    here = home(anchor.device.type)
-    return here if all(w.device == anchor.device for w in weights) else Streamed(here)
+    on_one_device = all(w.device == anchor.device for w in weights)
+    return home(anchor.device.type) if on_one_device else _streamed()
 
 
 def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None) -> Encoded:

@@ -31,15 +31,17 @@ class Streamed:
 
     def __init__(self, home: "Home") -> None:
         self._home = home
+        # Kept from one op to the next: once a round is agreed on, apply must not fail for want of memory.
+        self._slots: list[_Slot] = []
 
     def encode(
         self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
     ) -> Encoded:
         n = anchor.numel()
         values, offsets = reserve(n, torch.float32), reserve(n, torch.uint8)
-        starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64)
+        starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
         count, first_nonfinite = 0, -1
-        for chunk in _chunks(weights, read=True):
+        for chunk in self._chunks(weights, read=True):
             at = chunk.at
             part = self._home.encode(anchor[at], chunk.arrived(), _part(residual, at), gate)
             if first_nonfinite < 0 <= part.first_nonfinite:
@@ -68,7 +70,7 @@ class Streamed:
         outer: OuterStep,
     ) -> float:
         squares = 0.0
-        for chunk in _chunks(weights, read=residual is not None):
+        for chunk in self._chunks(weights, read=residual is not None):
             at = chunk.at
             norm = self._home.apply(
                 anchor[at],
@@ -84,12 +86,49 @@ class Streamed:
         return math.sqrt(squares)
 
     def write_weights(self, anchor: Tensor, weights: Sequence[Tensor]) -> None:
-        for chunk in _chunks(weights, read=False):
+        for chunk in self._chunks(weights, read=False):
             self._home.write_weights(anchor[chunk.at], chunk.arrived())
             chunk.send_back()
 
     def digest(self, data: Tensor) -> int:
         return self._home.digest(data)
+
+    def _chunks(self, weights: Sequence[Tensor], *, read: bool) -> Iterator["_Chunk"]:
+        """The parameters in chunks of whole blocks; with `read`, the next is under way with each."""
+        weights = [w for w in weights if w.numel()]
+        if not weights:
+            return
+        ends = list(accumulate(w.numel() for w in weights))
+        numel = ends[-1]
+        width = -(-min(CHUNK, -(-numel // CHUNKS)) // BLOCK) * BLOCK
+        slots = self._slots_of(width * max(w.element_size() for w in weights), weights[0].device)
+        before = None
+        piece = 0
+        for number, start in enumerate(range(0, numel, width)):
+            stop = min(start + width, numel)
+            views: list[Tensor] = []
+            while True:
+                w, begin = weights[piece], ends[piece] - weights[piece].numel()
+                views.append(w[max(start - begin, 0) : stop - begin])
+                if ends[piece] >= stop:
+                    break
+                piece += 1
+            if ends[piece] == stop:
+                piece += 1
+            chunk = _Chunk(slice(start, stop), views, slots[number % 3], read=read)
+            if before is not None:
+                yield before
+            before = chunk
+        if before is not None:
+            yield before
+
+    def _slots_of(self, size: int, device: torch.device) -> list["_Slot"]:
+        """Three: one is worked on, one is on its way here, one on its way back."""
+        kept = self._slots
+        if not kept or kept[0].here.numel() < size or kept[0].there.device != device:
+            self._slots = []
+            self._slots = [_Slot(size, device) for _ in range(3)]
+        return self._slots
 
 
 class _Slot:
@@ -97,9 +136,10 @@ class _Slot:
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.here = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self.here = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.there = torch.empty(size, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if pinned else None
+        self.blocking = not pinned
 
     def mark(self) -> None:
         """After a copy was started."""
@@ -128,7 +168,7 @@ class _Chunk:
         if read:
             there = slot.there[: self._total]
             torch.cat([views[k].view(torch.uint8) for k in self._order], out=there)
-            slot.here[: self._total].copy_(there, non_blocking=True)
+            slot.here[: self._total].copy_(there, non_blocking=not slot.blocking)
             slot.mark()
 
     def arrived(self) -> list[Tensor]:
@@ -138,47 +178,14 @@ class _Chunk:
 
     def send_back(self) -> None:
         there = self._slot.there[: self._total]
-        there.copy_(self._slot.here[: self._total], non_blocking=True)
+        there.copy_(self._slot.here[: self._total], non_blocking=not self._slot.blocking)
         self._slot.mark()
-        torch._foreach_copy_(self._views, self._pieces(there))
+        torch._foreach_copy_(self._views, self._pieces(there))  # pyright: ignore[reportPrivateImportUsage]
 
     def _pieces(self, data: Tensor) -> list[Tensor]:
         split = dict(zip(self._order, data[: self._total].split(self._sizes), strict=True))
         return [split[k].view(view.dtype) for k, view in enumerate(self._views)]
 
 
-def _chunks(weights: Sequence[Tensor], *, read: bool) -> Iterator[_Chunk]:
-    """The parameters in chunks of whole blocks; with `read`, the next is under way with each."""
-    weights = [w for w in weights if w.numel()]
-    if not weights:
-        return
-    ends = list(accumulate(w.numel() for w in weights))
-    numel = ends[-1]
-    width = -(-min(CHUNK, -(-numel // CHUNKS)) // BLOCK) * BLOCK
-    widest = max(w.element_size() for w in weights)
-    # One is worked on, one is on its way here, one on its way back.
-    slots = [_Slot(width * widest, weights[0].device) for _ in range(3)]
-    before = None
-    piece = 0
-    for number, start in enumerate(range(0, numel, width)):
-        stop = min(start + width, numel)
-        views: list[Tensor] = []
-        while True:
-            w, begin = weights[piece], ends[piece] - weights[piece].numel()
-            views.append(w[max(start - begin, 0) : stop - begin])
-            if ends[piece] >= stop:
-                break
-            piece += 1
-        if ends[piece] == stop:
-            piece += 1
-        chunk = _Chunk(slice(start, stop), views, slots[number % 3], read=read)
-        if before is not None:
-            yield before
-        before = chunk
-    if before is not None:
-        yield before
-
-
 def _part(state: Tensor | None, at: slice) -> Tensor | None:
     return None if state is None else state[at]
-

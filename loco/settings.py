@@ -1,5 +1,6 @@
 """What all sites must have in common, checked before anything is built from it."""
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,9 @@ class Settings:
         for name in ("outer_lr", "gate_gain"):
             value = getattr(self, name)
             # FP32 is what the round computes in.
-            if not 2.0**-126 <= value < 2.0**128:
+            if not 2.0**-126 <= _in_fp32(value) < float("inf"):
                 raise ValueError(f"{name} must be > 0 and finite in FP32, got {value}")
-        if not 0 <= self.outer_momentum < 1:
+        if not 0 <= _in_fp32(self.outer_momentum) < 1:
             raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
         if self.nesterov not in (True, False):
             raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
@@ -49,3 +50,7 @@ class Settings:
             ("gate_gain", float),
         ):
             object.__setattr__(self, name, kind(getattr(self, name)))
+
+
+def _in_fp32(value: float) -> float:
+    return ctypes.c_float(value).value

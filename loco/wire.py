@@ -18,7 +18,7 @@ from .codec import CODECS, codec_for
 from .errors import WireError
 
 MAGIC = b"LOCO"
-VERSION = 1
+VERSION = 2
 VOTE = 255  # in the place of a codec: a header without a body, that says how a site judges the round
 
 # magic, version, codec, site, round, status, 0, subject, CRC, numel, entries, body, digest, checksum

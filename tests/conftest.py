@@ -5,7 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from torch._C._distributed_c10d import HashStore
+
+# No test is about time: the first one to need the C kernels compiles them.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@
 int64_t loco_encode(int64_t, const float *, const float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
                     int, float, int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *);
 double loco_apply(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
-                  int64_t, const int64_t *, float, float, float, int, int);
+                  int64_t, const void *, float, float, float, int, int);
 void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int);
 uint64_t loco_digest(const char *, int64_t, int);
 
@@ -26,6 +26,12 @@ static float number(float scale, int wild) {
     float x = scale * ((float)(u >> 8) / (1 << 23) - 1.0f);
     if (wild) memcpy(&x, &u, 4);
     return x;
+}
+
+/* Which NaN arithmetic makes is not specified: all count as one. */
+static void make_nans_equal(float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if (x[i] != x[i]) memcpy(&x[i], "\0\0\xc0\x7f", 4);
 }
 
 static void note(const void *data, size_t bytes) {
@@ -64,7 +70,11 @@ static void round_of(int64_t n, int gate, int gathers, int has_residual, int mu,
     if (k < 0 || k > n) abort();
     note(&digest, 8);
     note(&first_bad, 8);
-    note(values, 4 * (size_t)k);
+    float *copy = malloc(bytes);
+    memcpy(copy, values, 4 * (size_t)k);
+    make_nans_equal(copy, k);
+    note(copy, 4 * (size_t)k);
+    free(copy);
     if (gate) note(starts, 8 * (size_t)(blocks + 1)), note(offsets, (size_t)k);
     int64_t own[3] = {gate ? (int64_t)(intptr_t)starts : 0, gate ? (int64_t)(intptr_t)offsets : 0, (int64_t)(intptr_t)values};
     int64_t *entries = malloc(24 * (size_t)(gathers + 1));

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from loco.kernels import Gate, cpu, reference
+from loco import kernels
+from loco.kernels import Gate, OuterStep, Streamed, cpu, reference
 from loco.kernels.cpu import build
 
+OUTER = OuterStep(num_sites=1, lr=0.7, momentum=0.0, nesterov=True)
 PROGRAM = """
 import sys, torch
 from loco import kernels
@@ -40,6 +42,11 @@ def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(build, "compile_files", note)
     return done
+
+
+def cached() -> list[Path]:
+    folder = build.cache_folder()
+    return [] if folder is None else list(folder.iterdir())
 
 
 def works(flags: tuple[str, ...] = ()) -> bool:
@@ -73,9 +80,9 @@ def test_a_damaged_or_foreign_file_in_the_cache_is_replaced(compiles: list[Path]
     """In new processes, since a loaded library is not loaded again."""
     cache = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     assert works(("-O1",))
-    (other,) = build.cache_folder().iterdir()
+    (other,) = cached()
     assert in_new_process(**cache).stdout == "Compiled\n"
-    (mine,) = set(build.cache_folder().iterdir()) - {other}
+    (mine,) = set(cached()) - {other}
     good = mine.read_bytes()
     for content in (b"", b"not a library", good[:5000], good[:-100] + bytes(100), other.read_bytes()):
         mine.write_bytes(content)
@@ -117,9 +124,96 @@ def test_without_a_compiler_the_reference_serves_and_one_warning_says_so(tmp_pat
     assert "no C compiler (cc, gcc or clang) was found. Install gcc or clang" in done.stderr
 
 
-def test_without_a_home_folder_it_is_compiled_for_this_process(compiles: list[Path]) -> None:
-    done = in_new_process(PATH=os.environ["PATH"], HOME="/nonexistent/home")
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"HOME": "/nonexistent/home"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"CC": "cc -ffast-math"},
+    ],
+    ids=lambda environment: next(iter(environment)),
+)
+def test_in_an_odd_environment_it_is_compiled_all_the_same(
+    compiles: list[Path], environment: dict[str, str], tmp_path: Path
+) -> None:
+    cache = {} if "HOME" in environment else {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = in_new_process(PATH=os.environ["PATH"], **cache, **environment)
     assert (done.stdout, done.stderr) == ("Compiled\n", "")
+
+
+def test_a_user_without_a_home_compiles_for_this_process(
+    compiles: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(build.Path, "home", homeless)
+    assert works()
+    assert works()
+    assert len(compiles) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"CC": "gcc 'x"}, "the environment variable CC can't be read: No closing quotation"),
+        ({"CC": "cc -Ofast -D__FAST_MATH__=1"}, "every operation must be rounded to FP32 on its own"),
+        ({"TMPDIR": "/proc/none"}, "there is no room to compile in"),
+    ],
+    ids=lambda value: next(iter(value.items()))[1] if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_compiled_leaves_the_reference_and_a_warning(
+    compiles: list[Path], environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if "TMPDIR" in environment:
+        monkeypatch.setattr(build.tempfile, "tempdir", environment["TMPDIR"])
+    kernels.home.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=message):
+            assert kernels.home("cpu") is reference
+    finally:
+        kernels.home.cache_clear()
+
+
+def test_a_library_with_other_bits_is_refused(
+    compiles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "sources"
+    shutil.copytree(build.SOURCES[0].parent, sources)
+    apply = (sources / "apply.c").read_text()
+    assert "total[i] / sites" in apply
+    (sources / "apply.c").write_text(apply.replace("total[i] / sites", "total[i] * (1 / sites)"))
+    monkeypatch.setattr(build, "SOURCES", sorted(sources.glob("*.[ch]")))
+    with pytest.raises(build.BuildError, match="other bits"):
+        cpu.Compiled(())
+
+
+def test_a_cache_that_others_can_write_is_not_trusted(compiles: list[Path]) -> None:
+    assert works()
+    folder = build.cache_folder()
+    assert folder is not None
+    folder.chmod(0o777)
+    assert works()
+    assert len(compiles) == 2
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_default_device_changes_nothing(device: str) -> None:
+    anchor, flat, residual = torch.linspace(-1, 1, 1003), torch.zeros(1003), torch.zeros(1003)
+    ops = cpu.Compiled(())
+    for home in (ops, Streamed(ops)):
+        theta, w, e = anchor.clone(), flat.clone(), residual.clone()
+        with torch.device(device):
+            entries = home.encode(theta, [w], e, Gate()).entries
+            home.apply(theta, None, [w], e, entries, [entries], OUTER)
+            home.write_weights(theta, [w])
+            assert home.encode(theta[:0], [], e[:0], Gate()).entries.values.device.type == "cpu"
+        assert entries.values.device.type == "cpu"
+        assert torch.equal(w, theta)
+        assert not torch.equal(theta, anchor)
 
 
 def test_a_users_choice_against_avx2_is_kept() -> None:

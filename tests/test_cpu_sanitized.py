@@ -13,14 +13,18 @@ BUILDS = [(), build.flags_for_this_cpu()] if build.flags_for_this_cpu() else [()
 STILL = ["setarch", "-R"]
 
 
-def run(folder: Path, flags: tuple[str, ...], *, prefix: tuple[str, ...] = ()) -> str:
-    """What the harness printed, built with these flags."""
+@pytest.fixture(autouse=True)
+def compiler() -> None:
     try:
-        compiler = build.find_compiler()
+        build.find_compiler()
     except build.BuildError as error:
         pytest.skip(str(error))
+
+
+def run(folder: Path, flags: tuple[str, ...], *, prefix: tuple[str, ...] = ()) -> str:
+    """What the harness printed, built with these flags."""
     program = folder / "sanitized"
-    command = [*compiler, *build.FLAGS, *flags, "-g", "-pthread", str(HARNESS)]
+    command = [*build.find_compiler(), *build.FLAGS, *flags, "-g", "-pthread", str(HARNESS)]
     build.compile_files(command, program)
     done = subprocess.run([*prefix, str(program)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -57,7 +57,7 @@ def test_a_chunk_is_whole_blocks_and_under_way_before_the_last_is_done(
 
     monkeypatch.setattr(streamed, "_Chunk", note)
     values: list[torch.Tensor] = []
-    for part in streamed._chunks(weights, read=True):
+    for part in Streamed(kernels.home("cpu"))._chunks(weights, read=True):
         assert part.at.start % 256 == 0
         assert len(made) == min(len(values) + 2, 8)
         values.append(torch.cat(part.arrived()))
@@ -73,3 +73,32 @@ def test_a_model_on_a_gpu_with_its_outer_state_in_host_memory() -> None:
         run_ranks(1, rounds, "PulseLoCo", "cuda, offloaded"),
     )
     assert_same(here[0], offloaded[0])
+
+
+@pytest.mark.gpu
+def test_slots_are_not_taken_again_too_early() -> None:
+    """Hundreds of chunks of mixed dtypes, behind a GPU that is busy, so that its copies come late."""
+    generator = torch.Generator().manual_seed(0)
+    numel = 1 << 24
+    anchor = 0.02 * torch.randn(numel, generator=generator)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    pieces = (anchor - 3e-6 * torch.randn(numel, generator=generator)).split(99_991)
+    residual = 3e-6 * torch.randn(numel, generator=generator)
+    outer = kernels.OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
+    home = kernels.home("cpu")
+    results = []
+    for device in ("cpu", "cuda"):
+        w = [p.to(device, dtypes[i % 3], copy=True) for i, p in enumerate(pieces)]
+        theta, m, e = (t.clone().pin_memory() for t in (anchor, residual, residual))
+        ops = home if device == "cpu" else Streamed(home)
+        busy = torch.randn(8192, 8192, device="cuda")
+        for _ in range(3):
+            for _ in range(20):
+                busy = busy @ busy
+            own = ops.encode(theta, w, e, kernels.Gate()).entries
+            ops.apply(theta, m, w, e, own, [own], outer)
+            for p in w:
+                p.mul_(1 + 2**-7)
+        results.append([theta, m, e, *(p.cpu() for p in w)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -14,8 +14,12 @@ from loco import kernels
 from loco.kernels import Entries, Gate, OuterStep, Streamed
 
 numel, density, device = int(sys.argv[1]), float(sys.argv[2]), torch.device(sys.argv[3])
-state = State(device, numel, density)
-home = Streamed(kernels.home("cpu")) if sys.argv[4] == "streamed" else kernels.home(device.type)
+offload = sys.argv[4] == "offload"
+state = State(device, numel, density, offload=offload)
+streamed = Streamed(kernels.home("cpu"))
+home = streamed if offload or sys.argv[4] == "streamed" else kernels.home(device.type)
+if sys.argv[4] == "streamed":
+    kernels._home_of = lambda *_: streamed
 entries = home.encode(state.anchor, state.weights, state.residual, Gate()).entries
 own = _bytes(entries)
 outer = OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
@@ -43,7 +47,9 @@ def scratch(numel: int, density: float, device: str, how: str) -> dict[str, floa
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return {name: float(value) for name, _, value in map(lambda line: line.partition(" "), done.stdout.splitlines())}
+    return {
+        name: float(value) for name, _, value in (line.partition(" ") for line in done.stdout.splitlines())
+    }
 
 
 @pytest.mark.parametrize("density", [0.01, 0.12])
@@ -58,6 +64,8 @@ def test_scratch_in_host_memory(density: float, how: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("numel", [1 << 20, 1 << 25])
 @pytest.mark.parametrize("density", [0.01, 0.12])
-def test_scratch_on_a_gpu(numel: int, density: float) -> None:
-    found = scratch(numel, density, "cuda", "home")
+@pytest.mark.parametrize("how", ["home", "offload"])
+def test_scratch_on_a_gpu(numel: int, density: float, how: str) -> None:
+    """The GPU's memory. With the state offloaded not even the payload lies there."""
+    found = scratch(numel, density, "cuda", how)
     assert all(value < 0.5 for value in found.values()), found

@@ -81,7 +81,7 @@ def test_golden_payload() -> None:
     assert body.numpy().tobytes() == GOLDEN_BODY
     raw = header.pack()
     assert len(raw) == HEADER_BYTES == 64
-    assert raw[:20] == b"LOCO" + bytes([1, 1]) + bytes([2, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    assert raw[:20] == b"LOCO" + bytes([2, 1]) + bytes([2, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     fields = [int.from_bytes(raw[k : k + 8], "little") for k in range(24, 64, 8)]
     checksum = plain_digest(body.numpy().tobytes())
     assert fields == [1_000_000, 3, body.numel(), 0xFEDC_BA98_7654_3210, checksum]
@@ -132,7 +132,7 @@ def test_malformed_bodies_are_refused_by_name(body: str, entries: int, message: 
     ("at", "value", "message"),
     [
         (0, 0x58, "starts with b'XOCO'"),
-        (4, 2, "wire version 2; this site speaks version 1"),
+        (4, 3, "wire version 3; this site speaks version 2"),
         (5, 1, "CRC does not match"),
         (6, 1, "CRC does not match"),
         (30, 1, "CRC does not match"),

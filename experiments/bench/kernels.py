@@ -6,9 +6,10 @@ bandwidth of a plain copy measured in the same minute on the same memory.
 
 Encode must read θ, w and e: 12 bytes per parameter. Apply, as loco does it, reads θ, m, w and e and writes
 them: 32. A whole round is judged against 36, the least that any order of the work could do, and is measured
-as `sync()` of a single site, its report, digests, wire form and votes included. Where a CPU writes memory that
-is not in its cache it first reads it, which a copy's count leaves out; apply writes only what it has read, and
-can exceed this roof. The CSV also has the bandwidth of adding in place, which is the fastest traffic here.
+as `sync()` of a single site, its report, digests, wire form and votes included. With more sites each peer's
+payload is also decoded, which has a row of its own. Where a CPU writes memory that is not in its cache it
+first reads it, which a copy's count leaves out; apply writes only what it has read, and can exceed this roof.
+The CSV also has the bandwidth of adding in place, which is the fastest traffic here.
 
 Nothing is timed before its results agree with the reference, bit for bit. Scratch is what a pass takes on top
 of the state and of what it returns. Rows go to runs/bench/kernels.csv, with a plot beside it.
@@ -32,13 +33,16 @@ from torch._C._distributed_c10d import HashStore
 import loco
 from experiments.bench.measuring import append, peak_bytes, quantiles, seconds
 from loco import kernels
+from loco.codec import CODECS
 from loco.kernels import Entries, Gate, OuterStep, reference
+from loco.wire import encode_payload
 
 ENCODE, APPLY, ROUND = 12, 32, 36  # bytes per parameter
 SIGMA = 0.02  # of the weights
 DENSITIES = (0.005, 0.01, 0.05, 0.12)
 M = 1 << 20
 SIZES = {"cpu": (M, 4 * M, 16 * M, 64 * M, 256 * M), "cuda": (M, 16 * M, 128 * M, 1024 * M, 2000 * M)}
+REFERENCE = "torch reference"
 OUTER = OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -66,7 +70,7 @@ def main(arguments: list[str]) -> None:
             rows = list(measure(device, numel, density, options.repeats))
             for row in rows:
                 show(row)
-            append(table, rows)
+            append(table, rows, device)
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
     print(f"rows appended to {table}")
     try:
@@ -129,25 +133,22 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     yield row("apply", "loco", lambda: kernels.apply(*applied), APPLY, 0)
     payload = 2 * own_bytes  # the entries, and the same as the wire has them
     yield row("round", "loco", state.optimizer.sync, ROUND, payload)
+    _, body = encode_payload(entries, site=0, round=1, numel=numel, digest=0)
+    codec, k = CODECS[1], entries.values.numel()
+    yield row("decode", "loco, one peer's payload", lambda: codec.decode(body, k, numel), None, None)
     yield row(
-        "encode",
-        "torch reference",
-        lambda: reference.encode(anchor, weights, residual, gate),
-        ENCODE,
-        None,
-        True,
+        "encode", REFERENCE, lambda: reference.encode(anchor, weights, residual, gate), ENCODE, None, True
     )
-    yield row("apply", "torch reference", lambda: reference.apply(*applied), APPLY, None, True)
-    yield row(
-        "select", "top-k of chunks, as SparseLoCo", lambda: top_k(anchor, weights, residual), None, None, True
-    )
-    yield row("cast", "BF16 of the update, and a copy", lambda: bf16_copy(anchor, weights), None, None, True)
+    yield row("apply", REFERENCE, lambda: reference.apply(*applied), APPLY, None, True)
+    baselines = Baselines(state)
+    yield row("select", "top-k of chunks, as SparseLoCo", baselines.top_k, None, None, True)
+    yield row("cast", "dense BF16: cast and copy", baselines.bf16_copy, None, None)
 
 
 class State:
     """A single site before its round: about `density` of its weights would change their BF16 value."""
 
-    def __init__(self, device: torch.device, numel: int, density: float) -> None:
+    def __init__(self, device: torch.device, numel: int, density: float, *, offload: bool = False) -> None:
         generator = torch.Generator(device).manual_seed(0)
 
         def noise(scale: float) -> Tensor:
@@ -163,7 +164,7 @@ class State:
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        self.optimizer = loco.PulseLoCo(torch.optim.SGD(self.params, lr=1.0))
+        self.optimizer = loco.PulseLoCo(torch.optim.SGD(self.params, lr=1.0), offload=offload)
         outer = self.optimizer._outer
         assert outer.momentum is not None
         assert outer.residual is not None
@@ -230,15 +231,31 @@ def _bytes(entries: Entries) -> int:
     return sum(t.numel() * t.element_size() for t in entries if t is not None)
 
 
-def top_k(anchor: Tensor, weights: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
-    """SparseLoCo's choice: of every 64 × 64 weights the 64 largest updates."""
-    update = anchor - torch.cat(weights)
-    update += residual
-    whole = update[: update.numel() // 4096 * 4096].view(-1, 4096)
-    indices = whole.abs().topk(64, dim=1).indices
-    return indices, whole.gather(1, indices)
+class Baselines:
+    """What others do in the place of encode, into memory that they keep. The same update, Δ + e or Δ."""
 
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._parts = [w.numel() for w in state.weights]
+        self._update = torch.empty_like(state.anchor)
+        self._bf16 = torch.empty_like(state.anchor, dtype=torch.bfloat16)
+        self._sent = torch.empty_like(self._bf16)
 
-def bf16_copy(anchor: Tensor, weights: list[Tensor]) -> Tensor:
-    """What a dense exchange in BF16 does before its first byte leaves."""
-    return (anchor - torch.cat(weights)).bfloat16().clone()
+    def _pseudo_grad(self) -> None:
+        parts = zip(self._update.split(self._parts), self._state.anchor.split(self._parts), strict=True)
+        for (update, anchor), w in zip(parts, self._state.weights, strict=True):
+            torch.sub(anchor, w, out=update)
+
+    def top_k(self) -> tuple[Tensor, Tensor]:
+        """SparseLoCo's choice: of every 64 × 64 updates the 64 largest."""
+        self._pseudo_grad()
+        self._update += self._state.residual
+        chunks = self._update[: self._update.numel() // 4096 * 4096].view(-1, 4096)
+        indices = chunks.abs().topk(64, dim=1).indices
+        return indices, chunks.gather(1, indices)
+
+    def bf16_copy(self) -> None:
+        """What a dense exchange in BF16 does before its first byte leaves."""
+        self._pseudo_grad()
+        self._bf16.copy_(self._update)
+        self._sent.copy_(self._bf16)

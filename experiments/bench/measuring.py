@@ -67,9 +67,9 @@ def _pages(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def append(path: Path, rows: Sequence[dict[str, Any]], device: torch.device) -> None:
     """Add rows to a CSV, each with what it was measured on."""
-    where = machine.describe()
+    where = machine.describe(device)
     columns = [*where, *rows[0]]
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.read_text().partition("\n")[0] != ",".join(columns):

@@ -16,16 +16,16 @@ _TARGETS = {"encode": 0.65, "round": 0.55}  # on a CPU
 
 
 def draw(table: Path) -> Path:
-    """The latest row of every pass, size and density in a CSV -> the PNG beside it."""
+    """The latest rows of the machine that came last -> the PNG beside the CSV."""
     with table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["share_of_roof"]]
-    device = rows[-1]["device"]
+    where = ("device", "cpu", "threads")
+    rows = [row for row in rows if all(row[name] == rows[-1][name] for name in where)]
     latest = {
         (round(float(row["density"]), 3), row["by"], row["pass"], int(row["numel"])): float(
             row["share_of_roof"]
         )
         for row in rows
-        if row["device"] == device
     }
     densities = sorted({key[0] for key in latest})
     with plt.rc_context(LOOK):
@@ -46,7 +46,7 @@ def draw(table: Path) -> Path:
                             marker=_MARKERS[name],
                             label=f"{name}, {by}",
                         )
-            if device == "CPU":
+            if rows[-1]["device"] == "CPU":
                 for name, target in _TARGETS.items():
                     ax.axhline(target, color=_COLOURS[name], linewidth=0.8, alpha=0.5)
             ax.set_xscale("log")

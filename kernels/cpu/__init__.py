@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..reserve import reserve
 from ..types import BLOCK, Encoded, Entries, Gate, OuterStep
 from .build import BuildError, flags_for_this_cpu, load
@@ -46,6 +47,8 @@ class Compiled:
         library.loco_write_weights.argtypes = (c_int64, c_void_p, *pieces, c_int)
         library.loco_digest.restype = c_uint64
         library.loco_digest.argtypes = (c_void_p, c_int64, c_int)
+        if not self._agrees_with_reference():
+            raise BuildError("what the C compiler made computes other bits than it should")
 
     def encode(
         self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
@@ -54,10 +57,10 @@ class Compiled:
         values = reserve(n, torch.float32)
         starts = offsets = None
         if gate is not None:
-            starts = torch.empty(-(-n // BLOCK) + 1, dtype=torch.int64)
+            starts = torch.empty(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
             offsets = reserve(n, torch.uint8)
         digest, first_nonfinite = c_uint64(), c_int64()
-        pieces = _Pieces(weights)
+        pieces = _Pieces(weights, anchor.numel())
         count = self._library.loco_encode(
             *(n, _address(anchor), _address(residual), *pieces.arguments),
             *((0, 1.0) if gate is None else (_GATES[gate.dtype], gate.gain)),
@@ -79,20 +82,25 @@ class Compiled:
         contributions: Sequence[Entries],
         outer: OuterStep,
     ) -> float:
-        pieces = _Pieces(weights)
+        pieces = _Pieces(weights, anchor.numel())
         addresses = [[_address(t) or 0 for t in entries] for entries in (own, *contributions)]
         entries = np.array(addresses, dtype=np.int64)
-        squares = self._library.loco_apply(
-            *(anchor.numel(), _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
-            *(len(contributions), entries.ctypes.data, outer.num_sites, outer.lr, outer.momentum),
-            *(outer.nesterov, torch.get_num_threads()),
+        return math.sqrt(
+            self._library.loco_apply(
+                *(
+                    anchor.numel(),
+                    _address(anchor),
+                    _address(momentum),
+                    _address(residual),
+                    *pieces.arguments,
+                ),
+                *(len(contributions), entries.ctypes.data, outer.num_sites, outer.lr, outer.momentum),
+                *(outer.nesterov, torch.get_num_threads()),
+            )
         )
-        if squares < 0:
-            raise MemoryError("no memory for the list of a round's payloads")
-        return math.sqrt(squares)
 
     def write_weights(self, anchor: Tensor, weights: Sequence[Tensor]) -> None:
-        pieces = _Pieces(weights)
+        pieces = _Pieces(weights, anchor.numel())
         threads = torch.get_num_threads()
         self._library.loco_write_weights(anchor.numel(), _address(anchor), *pieces.arguments, threads)
 
@@ -100,12 +108,41 @@ class Compiled:
         size = data.numel() * data.element_size()
         return self._library.loco_digest(_address(data), size, torch.get_num_threads())
 
+    def _agrees_with_reference(self) -> bool:
+        """A small round, as a guard against compilers that know better ($CC may hold any flags)."""
+        at = torch.arange(1003, dtype=torch.float32, device="cpu")
+        anchor = (at * 0.37).sin() * 0.02 * 2.0 ** -(at % 140)
+        flat = anchor * (1 + (at * 0.11).cos() * 2.0**-8)
+        residual = anchor * 2.0**-9
+        gates = [Gate(dtype=dtype, gain=1.7) for dtype in _GATES]
+        outer = OuterStep(num_sites=3, lr=0.7, momentum=0.9, nesterov=True)
+        found: list[list[Tensor | int | None]] = []
+        for home in (self, reference):
+            theta, m, e = anchor.clone(), residual.clone(), residual.clone()
+            w = [flat[:500].clone(), flat[500:700].bfloat16(), flat[700:].half()]
+            results: list[Tensor | int | None] = []
+            for gate in (None, *gates):
+                encoded = home.encode(theta, w, e, gate)
+                results += [*encoded.entries, encoded.digest, encoded.first_nonfinite]
+            own = home.encode(theta, w, e, gates[0]).entries
+            home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer)
+            found.append([*results, theta, m, e, *w])
+        return all(_same(a, b) for a, b in zip(*found, strict=True))
+
+
+def _same(a: Tensor | int | None, b: Tensor | int | None) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b or bool(a == b)
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
 
 class _Pieces:
     """The parameters' pieces as the library takes them: where they lie, where they start, their dtypes."""
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Sequence[Tensor], numel: int) -> None:
         weights = [w for w in weights if w.numel()]
+        if sum(w.numel() for w in weights) != numel:
+            raise ValueError(f"the weights must be {numel} elements together")
         self._columns = (
             np.array([_address(w) for w in weights], dtype=np.int64),
             np.cumsum([0, *(w.numel() for w in weights)], dtype=np.int64),
@@ -118,5 +155,6 @@ def _address(tensor: Tensor | None) -> int | None:
     """Where a tensor's elements lie, one after the other."""
     if tensor is None:
         return None
-    assert tensor.is_contiguous()
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError("the C kernels take contiguous tensors in host memory")
     return tensor.data_ptr()

@@ -10,6 +10,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,9 @@ from pathlib import Path
 import torch
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
-# -ffp-contract=off: no fused multiply-add. The next two allow loops to become vector instructions, and change
+# -ffp-contract=off: no fused multiply-add. The last two allow loops to become vector instructions, and change
 # no bits: nothing here reads errno or a floating-point exception flag.
-FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c11", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 AS_LIBRARY = ("-fPIC", "-shared", "-pthread")
 AVX2 = ("-mavx2", "-mf16c")
 SEAL_BYTES = 32
@@ -47,23 +48,30 @@ def load(extra: tuple[str, ...]) -> ctypes.CDLL:
     compiler = find_compiler()
     flags = (*FLAGS, *AS_LIBRARY, *extra)
     version = run([*compiler, "--version"]).stdout
-    sources = [text for path in SOURCES for text in (path.name, path.read_text())]
+    sources = [text for path in SOURCES for text in (path.name, path.read_text(encoding="utf-8"))]
     identity = "\0".join([*sources, *compiler, version, platform.machine(), *flags])
-    key = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    key = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
-    cached = cache_folder() / f"kernels-{key}.so"
-    library = _open(cached, key)
-    if library is not None:
-        return library
-    with tempfile.TemporaryDirectory(prefix="loco-") as folder:
-        made = Path(folder) / cached.name
-        compile_files([*compiler, *flags], made)
-        with made.open("ab") as file:
-            file.write(_seal(key, made.read_bytes()))
-        library = _open(made, key)  # stays usable when its file is gone
-        if library is None:
-            raise BuildError(f"{shlex.join(compiler)} made a library that can't be loaded here")
-        _keep(made, cached)
+    folder = cache_folder()
+    cached = folder / f"kernels-{key}.so" if folder and _is_mine(folder) else None
+    library = _open(cached, key) if cached else None
+    return library or _build([*compiler, *flags], key, cached)
+
+
+def _build(command: list[str], key: str, cached: Path | None) -> ctypes.CDLL:
+    try:
+        with tempfile.TemporaryDirectory(prefix="loco-") as folder:
+            made = Path(folder) / f"kernels-{key}.so"
+            compile_files(command, made)
+            with made.open("ab") as file:
+                file.write(_seal(key, made.read_bytes()))
+            library = _open(made, key)  # stays usable when its file is gone
+            if cached is not None:
+                _keep(made, cached)
+    except OSError as error:
+        raise BuildError(f"there is no room to compile in: {error}") from error
+    if library is None:
+        raise BuildError(f"{shlex.join(command)} made a library that can't be loaded here")
     return library
 
 
@@ -73,15 +81,30 @@ def find_compiler() -> list[str]:
     Raises:
         BuildError: there is none.
     """
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise BuildError(f"the environment variable CC can't be read: {error}") from error
     for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]):
             return command
     raise BuildError(f"no C compiler ({named[0] if named else 'cc, gcc or clang'}) was found")
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loco"
+def cache_folder() -> Path | None:
+    """Made if it is missing; None for a user without a home."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loco"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder
+
+
+def _is_mine(folder: Path) -> bool:
+    """What others may write could be anybody's program."""
+    status = folder.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def compile_files(command: list[str], target: Path) -> None:
@@ -96,7 +119,7 @@ def compile_files(command: list[str], target: Path) -> None:
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True)
+        return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     except OSError as error:
         raise BuildError(f"{command[0]} could not be started: {error}") from error
 
@@ -119,10 +142,12 @@ def _seal(key: str, library: bytes) -> bytes:
 def _keep(made: Path, cached: Path) -> None:
     """For the next process. One that can't write there compiles again."""
     try:
-        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, unfinished = tempfile.mkstemp(dir=cached.parent)
+    except OSError:
+        return
+    try:
         with os.fdopen(handle, "wb") as file:
             file.write(made.read_bytes())
         os.replace(unfinished, cached)  # other processes see the whole file, or none
     except OSError:
-        pass
+        Path(unfinished).unlink(missing_ok=True)

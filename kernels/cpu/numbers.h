@@ -6,8 +6,13 @@
 #ifndef LOCO_NUMBERS_H
 #define LOCO_NUMBERS_H
 
+#include <float.h>
 #include <stdint.h>
 #include <string.h>
+
+#if defined(__FAST_MATH__) || FLT_EVAL_METHOD != 0
+#error "every operation must be rounded to FP32 on its own, and denormals kept"
+#endif
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };                        /* dtypes of parameters */
 enum { OPEN, GATE_BF16, GATE_FP16, GATE_E4M3, GATE_E5M2 };  /* OPEN: everything is sent */
