@@ -58,7 +58,7 @@ def home(device: str) -> Home:
         from . import cpu
 
         try:
-            return cpu.Compiled(cpu.flags_for_this_cpu())
+            return cpu.best()
         except cpu.BuildError as error:
             why = f"{error}. Install gcc or clang, or name one in the environment variable CC"
     elif device == "cuda":

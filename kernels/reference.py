@@ -151,7 +151,7 @@ def digest(data: Tensor) -> int:
     bijection of u_i and its factor is odd; other changes go unnoticed with a chance of about 2^-32. The
     sum has no order, so any chunk size and any number of threads give the same digest.
     """
-    words = _words(data)
+    words = words_of(data)
     total = 0
     for start in range(0, words.numel(), CHUNK):
         u = words[start : start + CHUNK].to(torch.int64)
@@ -193,7 +193,7 @@ def _join(pieces: list[Tensor], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
 
 
-def _words(data: Tensor) -> Tensor:
+def words_of(data: Tensor) -> Tensor:
     """[bytes / 4] int32, the last word padded with zeros."""
     size = data.numel() * data.element_size()
     if size % 4 == 0 and data.storage_offset() * data.element_size() % 4 == 0:

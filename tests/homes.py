@@ -142,16 +142,13 @@ class Moving:
 
 
 def compiled() -> list[Any]:
-    """The C home: built for any CPU, built for this one, and with the parameters streamed to it."""
+    """The C home: each build that runs here, and the best with the parameters streamed to it."""
     try:
-        portable, here = cpu.Compiled(()), cpu.Compiled(cpu.flags_for_this_cpu())
+        builds = {name: cpu.Compiled(cpu.BUILDS[name]) for name in cpu.builds_for_this_cpu()}
     except cpu.BuildError as error:
         return [pytest.param(None, id="c", marks=pytest.mark.skip(reason=str(error)))]
-    return [
-        pytest.param(portable, id="c-portable"),
-        pytest.param(here, id="c-" + ("".join(cpu.flags_for_this_cpu()) or "this-cpu")),
-        pytest.param(Streamed(here), id="c-streamed"),
-    ]
+    homes = [pytest.param(home, id=f"c-{name}") for name, home in builds.items()]
+    return [*homes, pytest.param(Streamed(cpu.best()), id="c-streamed")]
 
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")

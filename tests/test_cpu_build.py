@@ -216,14 +216,17 @@ def test_a_default_device_changes_nothing(device: str) -> None:
         assert not torch.equal(theta, anchor)
 
 
-def test_a_users_choice_against_avx2_is_kept() -> None:
-    code = "from loco.kernels.cpu import flags_for_this_cpu as f; print(f())"
+@pytest.mark.parametrize(("capability", "builds"), [("default", 1), ("avx2", 2)])
+def test_a_users_choice_against_newer_instructions_is_kept(capability: str, builds: int) -> None:
+    if len(build.builds_for_this_cpu()) < builds:
+        pytest.skip("this CPU has not more than that")
+    code = "from loco.kernels.cpu import builds_for_this_cpu as b; print(*b())"
     root = str(Path(__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd="/",
-        env={"PYTHONPATH": root, "PATH": "", "ATEN_CPU_CAPABILITY": "default"},
+        env={"PYTHONPATH": root, "PATH": "", "ATEN_CPU_CAPABILITY": capability},
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "()\n", done.stderr
+    assert done.stdout.split() == list(build.BUILDS)[:builds], done.stderr

@@ -15,9 +15,9 @@ from torch import Tensor
 from .. import reference
 from ..reserve import reserve
 from ..types import BLOCK, Encoded, Entries, Gate, OuterStep
-from .build import BuildError, flags_for_this_cpu, load
+from .build import BUILDS, BuildError, builds_for_this_cpu, load
 
-__all__ = ["BuildError", "Compiled", "flags_for_this_cpu"]
+__all__ = ["BUILDS", "BuildError", "Compiled", "best", "builds_for_this_cpu"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GATES = {torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
@@ -128,6 +128,11 @@ class Compiled:
             home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer)
             found.append([*results, theta, m, e, *w])
         return all(_same(a, b) for a, b in zip(*found, strict=True))
+
+
+def best() -> Compiled:
+    """The best build that runs here."""
+    return Compiled(BUILDS[builds_for_this_cpu()[-1]])
 
 
 def _same(a: Tensor | int | None, b: Tensor | int | None) -> bool:

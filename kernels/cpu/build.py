@@ -23,7 +23,12 @@ SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 # no bits: nothing here reads errno or a floating-point exception flag.
 FLAGS = ("-std=c11", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 AS_LIBRARY = ("-fPIC", "-shared", "-pthread")
-AVX2 = ("-mavx2", "-mf16c")
+# The builds there are, each with what it needs of a CPU beside what the one before it needs.
+BUILDS = {
+    "portable": (),
+    "avx2": ("-mavx2", "-mf16c"),
+    "avx512": ("-mavx2", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+}
 SEAL_BYTES = 32
 
 
@@ -31,10 +36,13 @@ class BuildError(Exception):
     """Why there is no library, and what to do about it."""
 
 
-def flags_for_this_cpu() -> tuple[str, ...]:
-    """AVX2 where torch uses it too; the user can turn it off for both with ATEN_CPU_CAPABILITY=default."""
-    has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return AVX2 if has_avx2 and platform.machine() in ("x86_64", "AMD64") else ()
+def builds_for_this_cpu() -> list[str]:
+    """Those that run here, the best one last: as torch finds them, or ATEN_CPU_CAPABILITY limits both."""
+    best = torch.backends.cpu.get_cpu_capability().lower()
+    names = list(BUILDS)
+    if platform.machine() not in ("x86_64", "AMD64") or best not in names:
+        return names[:1]
+    return names[: names.index(best) + 1]
 
 
 def load(extra: tuple[str, ...]) -> ctypes.CDLL:

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference import words_of
 from . import tiles
 from .tiles import load
 
@@ -41,7 +42,7 @@ def digest_kernel(words, partial, numel, first_tile, TILE: tl.constexpr, FULL: t
 
 
 def digest(data: Tensor) -> int:
-    words = _words(data)
+    words = words_of(data)
     numel = words.numel()
     partial = torch.empty(tiles.count(numel), dtype=torch.int64, device=data.device)
     with tiles.on_device_of(data):
@@ -52,13 +53,3 @@ def digest(data: Tensor) -> int:
 
 def unsigned(total: int) -> int:
     return total & 0xFFFF_FFFF_FFFF_FFFF
-
-
-def _words(data: Tensor) -> Tensor:
-    """[bytes / 4] int32, the last word padded with zeros; a copy where the bytes don't begin at a word."""
-    size = data.numel() * data.element_size()
-    if size % 4 == 0 and data.storage_offset() * data.element_size() % 4 == 0:
-        return data.view(torch.int32)
-    padded = torch.zeros(-(-size // 4) * 4, dtype=torch.uint8, device=data.device)
-    padded[:size] = data.view(torch.uint8)
-    return padded.view(torch.int32)
