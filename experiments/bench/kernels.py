@@ -4,12 +4,13 @@ bandwidth of a plain copy measured in the same minute on the same memory.
     python -m experiments.bench kernels
     python -m experiments.bench kernels --numel 67108864 --densities 0.01 --repeats 15
 
-Encode must read θ, w and e: 12 bytes per parameter. Apply, as loco does it, reads θ, m, w and e and writes
-them: 32. A whole round is judged against 36, the least that any order of the work could do, and is measured
-as `sync()` of a single site, its report, digests, wire form and votes included. With more sites each peer's
-payload is also decoded, which has a row of its own. Where a CPU writes memory that is not in its cache it
-first reads it, which a copy's count leaves out; apply writes only what it has read, and can exceed this roof.
-The CSV also has the bandwidth of adding in place, which is the fastest traffic here.
+Encode must read θ, w and e, 12 bytes per parameter, and write its entries. Apply, as loco does it, reads θ, m
+and w and e, writes them, 32 bytes, and reads the entries. A whole round is judged against 36, the least that
+any order of the work could do, and is measured as `sync()` of a single site, its report, digests, wire form
+and votes included. With more sites each peer's payload is also decoded, which has a row of its own. Where a
+CPU writes memory that is not in its cache it first reads it, which a copy's count leaves out; apply writes
+only what it has read, and can exceed this roof. The CSV also has the bandwidth of adding in place, which is
+the fastest traffic here.
 
 Nothing is timed before its results agree with the reference, bit for bit. Scratch is what a pass takes on top
 of the state and of what it returns. Rows go to runs/bench/kernels.csv, with a plot beside it.
@@ -97,6 +98,7 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     state = State(device, numel, density)
     entries = check(state)
     own_bytes = _bytes(entries)
+    of_entries = own_bytes / numel
 
     # On the state itself: how fast memory is depends on where it happens to lie.
     copy = median(seconds(lambda: state.momentum.copy_(state.residual), device, repeats))
@@ -114,7 +116,7 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
         name: str,
         by: str,
         call: Callable[[], object],
-        moved: int | None,
+        moved: float | None,
         returns: int | None,
         few: bool = False,
     ) -> dict[str, Any]:
@@ -129,17 +131,28 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     gate, anchor, weights, residual = Gate(), state.anchor, state.weights, state.residual
     momentum = state.momentum
     applied = (anchor, momentum, weights, residual, entries, [entries], OUTER)
-    yield row("encode", "loco", lambda: kernels.encode(anchor, weights, residual, gate), ENCODE, own_bytes)
-    yield row("apply", "loco", lambda: kernels.apply(*applied), APPLY, 0)
+    yield row(
+        "encode",
+        "loco",
+        lambda: kernels.encode(anchor, weights, residual, gate),
+        ENCODE + of_entries,
+        own_bytes,
+    )
+    yield row("apply", "loco", lambda: kernels.apply(*applied), APPLY + of_entries, 0)
     payload = 2 * own_bytes  # the entries, and the same as the wire has them
     yield row("round", "loco", state.optimizer.sync, ROUND, payload)
     _, body = encode_payload(entries, site=0, round=1, numel=numel, digest=0)
     codec, k = CODECS[1], entries.values.numel()
     yield row("decode", "loco, one peer's payload", lambda: codec.decode(body, k, numel), None, None)
     yield row(
-        "encode", REFERENCE, lambda: reference.encode(anchor, weights, residual, gate), ENCODE, None, True
+        "encode",
+        REFERENCE,
+        lambda: reference.encode(anchor, weights, residual, gate),
+        ENCODE + of_entries,
+        None,
+        True,
     )
-    yield row("apply", REFERENCE, lambda: reference.apply(*applied), APPLY, None, True)
+    yield row("apply", REFERENCE, lambda: reference.apply(*applied), APPLY + of_entries, None, True)
     baselines = Baselines(state)
     yield row("select", "top-k of chunks, as SparseLoCo", baselines.top_k, None, None, True)
     yield row("cast", "dense BF16: cast and copy", baselines.bf16_copy, None, None)

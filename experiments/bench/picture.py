@@ -54,7 +54,7 @@ def draw(table: Path) -> Path:
             ax.set_xlabel("parameters")
             ax.yaxis.set_major_formatter(PercentFormatter(1.0))
             ax.set_ylim(bottom=0)
-        axes[0][0].set_ylabel("share of the roof\n(bytes to move, at a plain copy's speed)")
+        axes[0][0].set_ylabel("share of the roof")
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
         path = table.with_suffix(".png")
