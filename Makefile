@@ -29,9 +29,10 @@ lint: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m experiments.bench
 
-# Every test and benchmark that needs a GPU, with the Python and the torch that are there: installs nothing.
+# Every test and benchmark that needs a GPU, with the Python and the torch that are there: installs nothing, and
+# beside torch, triton and numpy needs pytest and hypothesis.
 gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu tests/test_homes_agree.py $$(grep -l 'mark\.gpu' tests/test_*.py)
 	$(PYTHON) -m experiments.bench kernels
 
 clean:

@@ -151,12 +151,11 @@ def compiled() -> list[Any]:
     return [*homes, pytest.param(Streamed(cpu.best()), id="c-streamed")]
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 HOMES = [
     pytest.param(reference, id="reference"),
     *compiled(),
     pytest.param(interpreted(), id="triton-interpreted"),
-    pytest.param(on_the_gpu(), id="triton-gpu", marks=[pytest.mark.gpu, NO_GPU]),
+    pytest.param(on_the_gpu(), id="triton-gpu", marks=pytest.mark.gpu),
 ]
 
 
