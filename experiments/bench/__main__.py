@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # see experiments/__init__.py
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
