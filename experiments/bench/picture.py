@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from experiments.look import LOOK
-
-import matplotlib.pyplot as plt  # isort: skip  (after look, which chooses the backend)
+import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter
+
+from experiments.look import LOOK
 
 _COLOURS = {"encode": "#0072B2", "apply": "#D55E00", "round": "#009E73"}
 _MARKERS = {"encode": "o", "apply": "^", "round": "s"}

@@ -1,4 +1,4 @@
-"""The ops for tensors in host memory, in C: numbers.h and flat.h, encode.c, apply.c and digest.c.
+"""The ops for tensors in host memory, in C: one .c file for each, and what they share in .h files.
 
 They use as many threads as torch does.
 """
@@ -60,7 +60,7 @@ class Compiled:
             starts = torch.empty(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
             offsets = reserve(n, torch.uint8)
         digest, first_nonfinite = c_uint64(), c_int64()
-        pieces = _Pieces(weights, anchor.numel())
+        pieces = _Pieces(weights, n)
         count = self._library.loco_encode(
             *(n, _address(anchor), _address(residual), *pieces.arguments),
             *((0, 1.0) if gate is None else (_GATES[gate.dtype], gate.gain)),
@@ -82,22 +82,15 @@ class Compiled:
         contributions: Sequence[Entries],
         outer: OuterStep,
     ) -> float:
-        pieces = _Pieces(weights, anchor.numel())
+        n, pieces = anchor.numel(), _Pieces(weights, anchor.numel())
         addresses = [[_address(t) or 0 for t in entries] for entries in (own, *contributions)]
         entries = np.array(addresses, dtype=np.int64)
-        return math.sqrt(
-            self._library.loco_apply(
-                *(
-                    anchor.numel(),
-                    _address(anchor),
-                    _address(momentum),
-                    _address(residual),
-                    *pieces.arguments,
-                ),
-                *(len(contributions), entries.ctypes.data, outer.num_sites, outer.lr, outer.momentum),
-                *(outer.nesterov, torch.get_num_threads()),
-            )
+        squares = self._library.loco_apply(
+            *(n, _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
+            *(len(contributions), entries.ctypes.data, outer.num_sites, outer.lr, outer.momentum),
+            *(outer.nesterov, torch.get_num_threads()),
         )
+        return math.sqrt(squares)
 
     def write_weights(self, anchor: Tensor, weights: Sequence[Tensor]) -> None:
         pieces = _Pieces(weights, anchor.numel())

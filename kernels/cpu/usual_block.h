@@ -59,64 +59,7 @@ static inline __attribute__((always_inline)) __m256i unseen(__m256i x, __m256i y
     return _mm256_cmpeq_epi32(differ, zero);
 }
 
-/* Packs the block's visible s and their offsets, and adds to the digest of θ.
- * -> how many, or −1 if a number is not finite: then the caller must look closer. */
-static inline __attribute__((always_inline)) int pack_usual_block(const float *theta, const char *w, const float *e,
-                                                                 float gain, int dtype, int gate, uint32_t first,
-                                                                 float *values, uint8_t *offsets, uint64_t *digest) {
-    const __m256i magnitude = all(0x7FFFFFFF), lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256 factor = _mm256_set1_ps(gain);
-    __m256i key = _mm256_mullo_epi32(_mm256_add_epi32(all(first), lane), all(DIGEST_STEP));
-    __m256i worst = _mm256_setzero_si256(), even_sum = worst, odd_sum = worst;
-    uint64_t base = 0;
-    int k = 0;
-    for (int i = 0; i < BLOCK; i += 8, base += 0x0808080808080808u) {
-        __m256 t = _mm256_loadu_ps(theta + i), cast = t, weight;
-        __m256i u = _mm256_castps_si256(t);
-        if (dtype == FLOAT32) {
-            weight = _mm256_loadu_ps((const float *)(w + 4 * i));
-        } else {
-            __m128i half = _mm_loadu_si128((const __m128i *)(w + 2 * i));
-            if (dtype == BFLOAT16) {
-                weight = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-                cast = _mm256_castsi256_ps(_mm256_and_si256(round_at(u, 16), all(0xFFFF0000)));
-                worst = _mm256_max_epu32(worst, _mm256_and_si256(u, magnitude));  /* rounding can hide a NaN */
-            } else {
-                weight = _mm256_cvtph_ps(half);
-                cast = _mm256_cvtph_ps(_mm256_cvtps_ph(t, _MM_FROUND_TO_NEAREST_INT));
-            }
-        }
-        __m256 s = _mm256_add_ps(_mm256_sub_ps(cast, weight), _mm256_loadu_ps(e + i));
-        worst = _mm256_max_epu32(worst, _mm256_and_si256(_mm256_castps_si256(s), magnitude));
-
-        __m256i moved = _mm256_castps_si256(_mm256_sub_ps(t, _mm256_mul_ps(factor, s)));
-        unsigned mask = ~(unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(unseen(u, moved, gate))) & 0xFF;
-        uint64_t places = places_of_bits[mask];
-        __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)places));
-        _mm256_storeu_ps(values + k, _mm256_permutevar8x32_ps(s, lanes));
-        places += base;
-        memcpy(offsets + k, &places, 8);
-        k += __builtin_popcount(mask);
-
-        __m256i v = _mm256_add_epi32(u, key), by = _mm256_or_si256(key, all(1));
-        v = _mm256_xor_si256(v, _mm256_srli_epi32(v, 15));
-        even_sum = _mm256_add_epi64(even_sum, _mm256_mul_epu32(v, by));
-        odd_sum = _mm256_add_epi64(odd_sum, _mm256_mul_epu32(_mm256_srli_epi64(v, 32), _mm256_srli_epi64(by, 32)));
-        key = _mm256_add_epi32(key, all(8 * DIGEST_STEP));
-    }
-    uint32_t most[8];
-    uint64_t sums[4];
-    _mm256_storeu_si256((__m256i *)most, worst);
-    for (int i = 0; i < 8; i++)
-        if (most[i] >= 0x7F800000) return -1;
-    _mm256_storeu_si256((__m256i *)sums, _mm256_add_epi64(even_sum, odd_sum));
-    *digest += sums[0] + sums[1] + sums[2] + sums[3];
-    return k;
-}
-
 #if defined(__AVX512F__)
-enum { HAS_512 = 1 };
-
 static inline __m512i all512(uint32_t word) { return _mm512_set1_epi32((int)word); }
 
 static inline __m512i round_bf16_512(__m512i u) {
@@ -124,7 +67,7 @@ static inline __m512i round_bf16_512(__m512i u) {
     return _mm512_add_epi32(u, _mm512_add_epi32(odd, all512(0x7FFF)));
 }
 
-/* The function above, 16 elements at a time, for the BF16 gate. */
+/* The function below, 16 elements at a time, for the BF16 gate. */
 static inline __attribute__((always_inline)) int pack_usual_block_512(const float *theta, const char *w, const float *e,
                                                                      float gain, int dtype, uint32_t first,
                                                                      float *values, uint8_t *offsets,
@@ -177,20 +120,72 @@ static inline __attribute__((always_inline)) int pack_usual_block_512(const floa
     for (int i = 0; i < 8; i++) *digest += sums[i];
     return k;
 }
-#else
-enum { HAS_512 = 0 };
-int pack_usual_block_512(const float *, const char *, const float *, float, int, uint32_t, float *, uint8_t *,
-                         uint64_t *);  /* never called */
 #endif
+
+/* Packs the block's visible s and their offsets, and adds to the digest of θ.
+ * -> how many, or −1 if a number is not finite: then the caller must look closer. */
+static inline __attribute__((always_inline)) int pack_usual_block(const float *theta, const char *w, const float *e,
+                                                                 float gain, int dtype, int gate, uint32_t first,
+                                                                 float *values, uint8_t *offsets, uint64_t *digest) {
+#if defined(__AVX512F__)
+    if (gate == GATE_BF16) return pack_usual_block_512(theta, w, e, gain, dtype, first, values, offsets, digest);
+#endif
+    const __m256i magnitude = all(0x7FFFFFFF), lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256 factor = _mm256_set1_ps(gain);
+    __m256i key = _mm256_mullo_epi32(_mm256_add_epi32(all(first), lane), all(DIGEST_STEP));
+    __m256i worst = _mm256_setzero_si256(), even_sum = worst, odd_sum = worst;
+    uint64_t base = 0;
+    int k = 0;
+    for (int i = 0; i < BLOCK; i += 8, base += 0x0808080808080808u) {
+        __m256 t = _mm256_loadu_ps(theta + i), cast = t, weight;
+        __m256i u = _mm256_castps_si256(t);
+        if (dtype == FLOAT32) {
+            weight = _mm256_loadu_ps((const float *)(w + 4 * i));
+        } else {
+            __m128i half = _mm_loadu_si128((const __m128i *)(w + 2 * i));
+            if (dtype == BFLOAT16) {
+                weight = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+                cast = _mm256_castsi256_ps(_mm256_and_si256(round_at(u, 16), all(0xFFFF0000)));
+                worst = _mm256_max_epu32(worst, _mm256_and_si256(u, magnitude));  /* rounding can hide a NaN */
+            } else {
+                weight = _mm256_cvtph_ps(half);
+                cast = _mm256_cvtph_ps(_mm256_cvtps_ph(t, _MM_FROUND_TO_NEAREST_INT));
+            }
+        }
+        __m256 s = _mm256_add_ps(_mm256_sub_ps(cast, weight), _mm256_loadu_ps(e + i));
+        worst = _mm256_max_epu32(worst, _mm256_and_si256(_mm256_castps_si256(s), magnitude));
+
+        __m256i moved = _mm256_castps_si256(_mm256_sub_ps(t, _mm256_mul_ps(factor, s)));
+        unsigned mask = ~(unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(unseen(u, moved, gate))) & 0xFF;
+        uint64_t places = places_of_bits[mask];
+        __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)places));
+        _mm256_storeu_ps(values + k, _mm256_permutevar8x32_ps(s, lanes));
+        places += base;
+        memcpy(offsets + k, &places, 8);
+        k += __builtin_popcount(mask);
+
+        __m256i v = _mm256_add_epi32(u, key), by = _mm256_or_si256(key, all(1));
+        v = _mm256_xor_si256(v, _mm256_srli_epi32(v, 15));
+        even_sum = _mm256_add_epi64(even_sum, _mm256_mul_epu32(v, by));
+        odd_sum = _mm256_add_epi64(odd_sum, _mm256_mul_epu32(_mm256_srli_epi64(v, 32), _mm256_srli_epi64(by, 32)));
+        key = _mm256_add_epi32(key, all(8 * DIGEST_STEP));
+    }
+    uint32_t most[8];
+    uint64_t sums[4];
+    _mm256_storeu_si256((__m256i *)most, worst);
+    for (int i = 0; i < 8; i++)
+        if (most[i] >= 0x7F800000) return -1;
+    _mm256_storeu_si256((__m256i *)sums, _mm256_add_epi64(even_sum, odd_sum));
+    *digest += sums[0] + sums[1] + sums[2] + sums[3];
+    return k;
+}
 
 typedef int Pack(const float *, const char *, const float *, float, uint32_t, float *, uint8_t *, uint64_t *);
 
-/* The functions above with their dtype and gate made constants. */
+/* The function above with its dtype and gate made constants. */
 #define USUAL(name, dtype, gate)                                                                                      \
     static int name(const float *theta, const char *w, const float *e, float gain, uint32_t first, float *values,     \
                     uint8_t *offsets, uint64_t *digest) {                                                             \
-        if (HAS_512 && gate == GATE_BF16)                                                                             \
-            return pack_usual_block_512(theta, w, e, gain, dtype, first, values, offsets, digest);                    \
         return pack_usual_block(theta, w, e, gain, dtype, gate, first, values, offsets, digest);                      \
     }
 USUAL(float32_bf16, FLOAT32, GATE_BF16)
