@@ -1,7 +1,9 @@
-"""What touches every element of the outer state: four ops, each with one home per kind of device.
+"""What touches every element of the outer state: four ops, each with one home per kind of device; and what
+touches every entry of an exchange.
 
 `reference` is the specification, `cpu` the same in C for tensors in host memory, `triton` for GPUs, and
-`streamed` brings parameters on a GPU to outer state in host memory.
+`streamed` brings parameters on a GPU to outer state in host memory. The tight code is worked in host memory
+only (`reference_tight`, `cpu`); entries are added up and checked wherever they are (`reference_entries`, `cpu`).
 """
 
 import warnings
@@ -11,19 +13,26 @@ from typing import Protocol
 
 from torch import Tensor
 
-from . import reference
+from . import reference, reference_entries, reference_tight
 from .streamed import Streamed
-from .types import BLOCK, Encoded, Entries, Gate, OuterStep
+from .types import BLOCK, Encoded, Entries, Gate, Known, MalformedError, OuterStep
 
 __all__ = [
     "BLOCK",
     "Encoded",
     "Entries",
     "Gate",
+    "Known",
+    "MalformedError",
     "OuterStep",
+    "add_up",
     "apply",
+    "check_blocks",
     "digest",
     "encode",
+    "pack",
+    "packs_fast",
+    "unpack",
     "write_weights",
 ]
 
@@ -110,3 +119,32 @@ def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:
 
 def digest(data: Tensor) -> int:
     return home(data.device.type).digest(data)
+
+
+def add_up(contributions: Sequence[Entries], numel: int) -> Entries:
+    return reference_entries.add_up(contributions, numel)
+
+
+def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
+    return reference_entries.check_blocks(counts, offsets, values, numel)
+
+
+def packs_fast() -> bool:
+    """Whether the tight code is compiled here. Without a compiler it is some hundred times slower."""
+    return home("cpu") is not reference
+
+
+def pack(entries: Entries, known: Known) -> Tensor | None:
+    """Entries in host memory as a frame of the tight code, or None where plain bytes are smaller."""
+    compiled = home("cpu")
+    return (reference_tight if compiled is reference else compiled).pack(entries, known)
+
+
+def unpack(body: Tensor, count: int, known: Known) -> Entries:
+    """The entries of such a frame.
+
+    Raises:
+        MalformedError: these are not the bytes of a frame.
+    """
+    compiled = home("cpu")
+    return (reference_tight if compiled is reference else compiled).unpack(body, count, known)

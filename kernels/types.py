@@ -61,6 +61,19 @@ class Gate:
 
     dtype: torch.dtype = torch.bfloat16
     gain: float = 1.0  # γ
+    margin: float = 0.0  # send only where |s| is more than this many BF16 ulps of θ
+
+
+class Known(NamedTuple):
+    """What the sender and the receivers of some entries all hold: it tells them what to expect."""
+
+    anchor: Tensor  # θ  [n] float32
+    momentum: Tensor | None  # m  [n] float32
+    gate: Gate  # which says where the borders lie that an update must have crossed
+
+
+class MalformedError(ValueError):
+    """Bytes that no encoder has written."""
 
 
 @dataclass(frozen=True, kw_only=True)

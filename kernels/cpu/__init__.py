@@ -6,15 +6,15 @@ They use as many threads as torch does.
 import ctypes
 import math
 from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import reference, reference_tight
 from ..reserve import reserve
-from ..types import BLOCK, Encoded, Entries, Gate, OuterStep
+from ..types import BLOCK, Encoded, Entries, Gate, Known, MalformedError, OuterStep
 from .build import BUILDS, BuildError, builds_for_this_cpu, load
 
 __all__ = ["BUILDS", "BuildError", "Compiled", "best", "builds_for_this_cpu"]
@@ -47,6 +47,18 @@ class Compiled:
         library.loco_write_weights.argtypes = (c_int64, c_void_p, *pieces, c_int)
         library.loco_digest.restype = c_uint64
         library.loco_digest.argtypes = (c_void_p, c_int64, c_int)
+        library.loco_pack_room.restype = c_int64
+        library.loco_pack_room.argtypes = (c_int64, c_int64)
+        library.loco_pack.restype = c_int64
+        library.loco_pack.argtypes = (
+            *(c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+            *(c_int, c_int, c_uint32, c_uint32, c_int, c_void_p),
+        )
+        library.loco_unpack.restype = c_int
+        library.loco_unpack.argtypes = (
+            *(c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p),
+            *(c_int, c_void_p, c_void_p, c_void_p),
+        )
         if not self._agrees_with_reference():
             raise BuildError("what the C compiler made computes other bits than it should")
 
@@ -100,6 +112,40 @@ class Compiled:
     def digest(self, data: Tensor) -> int:
         size = data.numel() * data.element_size()
         return self._library.loco_digest(_address(data), size, torch.get_num_threads())
+
+    def pack(self, entries: Entries, known: Known) -> Tensor | None:
+        """A frame of the tight code, or None where that would be larger than plain bytes."""
+        assert entries.starts is not None
+        n, count = known.anchor.numel(), int(entries.starts[-1] - entries.starts[0])
+        if not count:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        room = reserve(self._library.loco_pack_room(n, count), torch.uint8)
+        size = self._library.loco_pack(
+            *(n, _address(known.anchor), _address(known.momentum)),
+            *(_address(entries.starts), _address(entries.offsets), _address(entries.values)),
+            *reference_tight.reach_of(known.gate),
+            *(torch.get_num_threads(), _address(room)),
+        )
+        if size < 0:
+            raise MemoryError("no memory to code the entries of a round")
+        return room[:size] if size else None
+
+    def unpack(self, body: Tensor, count: int, known: Known) -> Entries:
+        n = known.anchor.numel()
+        reference_tight.check_size(body, count, n)
+        starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
+        offsets = torch.empty(count, dtype=torch.uint8, device="cpu")
+        values = torch.empty(count, dtype=torch.float32, device="cpu")
+        if count:
+            wrong = self._library.loco_unpack(
+                *(_address(body), body.numel(), count, n, _address(known.anchor), _address(known.momentum)),
+                *(torch.get_num_threads(), _address(starts), _address(offsets), _address(values)),
+            )
+            if wrong > len(reference_tight.Wrong):
+                raise MemoryError("no memory to read the entries of a round")
+            if wrong:
+                raise MalformedError(list(reference_tight.Wrong)[wrong - 1])
+        return Entries(starts, offsets, values)
 
     def _agrees_with_reference(self) -> bool:
         """A small round, as a guard against compilers that know better ($CC may hold any flags)."""

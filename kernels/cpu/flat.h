@@ -78,13 +78,10 @@ typedef struct {
     double squares;
 } Share;
 
-/* Cuts the blocks into shares and runs `work` on each, on one of them in this thread. -> how many there were */
-static inline int share_out(void *(*work)(void *), const void *call, int64_t blocks, int threads, Share *shares) {
+/* Cuts the work into `count` shares and runs `work` on each, on one of them in this thread. */
+static inline void share_among(int count, void *(*work)(void *), const void *call, int64_t blocks, Share *shares) {
     pthread_t started[MAX_THREADS];
     char runs[MAX_THREADS];
-    /* Starting a thread costs as much as some dozens of blocks. */
-    int count = (int)smaller(smaller(threads, blocks / 64 + 1), MAX_THREADS);
-    if (count < 1) count = 1;
     for (int k = 0; k < count; k++)
         shares[k] = (Share){.call = call, .first = blocks * k / count, .last = blocks * (k + 1) / count, .bad = -1};
     for (int k = 1; k < count; k++) runs[k] = pthread_create(&started[k], NULL, work, &shares[k]) == 0;
@@ -93,6 +90,14 @@ static inline int share_out(void *(*work)(void *), const void *call, int64_t blo
         if (runs[k]) pthread_join(started[k], NULL);
         else work(&shares[k]);  /* there was no thread to be had */
     }
+}
+
+/* As many shares as are worth a thread. -> how many there were */
+static inline int share_out(void *(*work)(void *), const void *call, int64_t blocks, int threads, Share *shares) {
+    /* Starting a thread costs as much as some dozens of blocks. */
+    int count = (int)smaller(smaller(threads, blocks / 64 + 1), MAX_THREADS);
+    if (count < 1) count = 1;
+    share_among(count, work, call, blocks, shares);
     return count;
 }
 

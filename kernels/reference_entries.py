@@ -1,0 +1,61 @@
+"""The specification of what an exchange does with entries: adding up several sites', and checking a peer's."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .types import BLOCK, Entries, MalformedError
+
+
+def add_up(contributions: Sequence[Entries], numel: int) -> Entries:
+    """((0 + c_0) + c_1) + …, in the order given: all entries that any contribution has, or all elements.
+
+    A contribution without an entry adds nothing.
+    """
+    device = contributions[0].values.device
+    total = torch.zeros(numel, dtype=torch.float32, device=device)
+    if contributions[0].starts is None:
+        for contribution in contributions:
+            total += contribution.values
+        return Entries.whole(total)
+    present = torch.zeros(numel, dtype=torch.bool, device=device)
+    for contribution in contributions:
+        assert contribution.starts is not None
+        where = contribution.indices()
+        total[where] += contribution.values[int(contribution.starts[0]) : int(contribution.starts[-1])]
+        present[where] = True
+    where = present.nonzero().view(-1)
+    return Entries.at(where, total[where], numel)
+
+
+def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
+    """Where each block's entries start, given how many each block has. -> [blocks + 1] int64
+
+    Args:
+        counts: of entries in each block, [blocks] uint8 or int16.
+
+    Raises:
+        MalformedError: these are not the finite entries of a vector of `numel` elements, in order.
+    """
+    counts, count = counts.long(), values.numel()
+    blocks = counts.numel()
+    if blocks and not 0 <= int(counts.min()) <= int(counts.max()) <= BLOCK:
+        raise MalformedError(f"a block of {BLOCK} elements with more entries than that")
+    starts = torch.zeros(blocks + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=starts[1:])
+    if int(starts[-1]) != count:
+        raise MalformedError(f"{int(starts[-1])} positions where the header says {count}")
+
+    # Offsets rise inside a block; only the first of a block may be at or below the one before it.
+    falls = offsets[1:] <= offsets[:-1]
+    first_of_block = starts[1:-1]
+    inside = (first_of_block > 0) & (first_of_block < count)
+    falls[first_of_block[inside] - 1] = False
+    if bool(falls.any()):
+        raise MalformedError("the positions of a block are not in order")
+    if count and numel % BLOCK and int(starts[-2]) < count and int(offsets[-1]) >= numel % BLOCK:
+        raise MalformedError(f"a position lies outside a vector of {numel} elements")
+    if not bool(values.isfinite().all()):
+        raise MalformedError("a value is infinite or NaN")
+    return starts
