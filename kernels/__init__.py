@@ -3,7 +3,7 @@ touches every entry of an exchange.
 
 `reference` is the specification, `cpu` the same in C for tensors in host memory, `triton` for GPUs, and
 `streamed` brings parameters on a GPU to outer state in host memory. The tight code is worked in host memory
-only (`reference_tight`, `cpu`); entries are added up and checked wherever they are (`reference_entries`, `cpu`).
+only (`reference_tight`, `cpu`); entries are added up and checked where they are (`reference_entries`, `cpu`).
 """
 
 import warnings

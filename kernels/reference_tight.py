@@ -186,7 +186,11 @@ def pack(entries: Entries, known: Known) -> Tensor:
         counts[level[i]][s[1]] += 1
     tables = [_shares(c) for c in counts]
 
-    out = [HEAD.pack(*frame[:7], 0, *frame[7:], 0), _bitmap([c > 0 for c in chances]), bytes(filter(None, chances))]
+    out = [
+        HEAD.pack(*frame[:7], 0, *frame[7:], 0),
+        _bitmap([c > 0 for c in chances]),
+        bytes(filter(None, chances)),
+    ]
     out.append(bytes(filter(None, sides)))
     for table in tables:
         out.append(_bitmap([s in table for s in range(SYMBOLS)]))
@@ -195,7 +199,13 @@ def pack(entries: Entries, known: Known) -> Tensor:
     for first in range(0, len(context), PART):
         a, b = np.searchsorted(where, (first, first + PART))
         states, words, plain = _encode_part(
-            context[first : first + PART], where[a:b] - first, symbols[a:b], level[first:], chances, sides, tables
+            context[first : first + PART],
+            where[a:b] - first,
+            symbols[a:b],
+            level[first:],
+            chances,
+            sides,
+            tables,
         )
         out.append(SIZES.pack(b - a, len(words), len(plain)))
         parts += [struct.pack("<4Q", *states), plain, struct.pack(f"<{len(words)}I", *words)]
@@ -345,9 +355,7 @@ def unpack(body: Tensor, count: int, known: Known) -> Entries:
             for block in range(first, min(first + PART, n), BLOCK):
                 stop = min(block + BLOCK, n)
                 active = [i for i in range(block, stop) if chances[context[i]]]
-                here = [
-                    i for turn, i in enumerate(active) if lanes.yes(turn % LANES, chances[context[i]])
-                ]
+                here = [i for turn, i in enumerate(active) if lanes.yes(turn % LANES, chances[context[i]])]
                 for turn, i in enumerate(here):
                     near = lanes.yes(turn % LANES, sides[context[i]])
                     symbol = lanes.symbol(turn % LANES, tables[level[i]])

@@ -1,5 +1,6 @@
 """What the ops are told and what they return; the same for every home of an op."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,33 @@ class Entries(NamedTuple):
         first, last = at.start // BLOCK, -(-at.stop // BLOCK)
         return Entries(self.starts[first : last + 1], self.offsets, self.values)
 
+    def cut(self, at: slice) -> "Entries":
+        """The entries of some whole blocks, on their own."""
+        if self.starts is None:
+            return self.part(at)
+        assert self.offsets is not None
+        stop = at.start if at.start == at.stop else -(-at.stop // BLOCK) * BLOCK
+        starts = self.starts[at.start // BLOCK : stop // BLOCK + 1]
+        first, last = int(starts[0]), int(starts[-1])
+        return Entries(starts - first, self.offsets[first:last], self.values[first:last])
+
+    @staticmethod
+    def join(parts: Sequence["Entries"]) -> "Entries":
+        """One vector after the other. All but the last non-empty one are whole blocks long."""
+        values = torch.cat([part.values for part in parts])
+        starts, offsets, found = [], [], 0
+        for part in parts:
+            if part.starts is None or part.offsets is None:
+                return Entries.whole(values)
+            starts.append(part.starts[:-1] + found)
+            offsets.append(part.offsets)
+            found += part.values.numel()
+        end = torch.full((1,), found, dtype=torch.int64, device=values.device)
+        return Entries(torch.cat([*starts, end]), torch.cat(offsets), values)
+
+    def to(self, device: torch.device | str) -> "Entries":
+        return Entries(*(None if x is None else x.to(device) for x in self))  # pyright: ignore[reportArgumentType]
+
     def indices(self, first: int = 0, last: int | None = None) -> Tensor:
         """The positions of all entries, or of those in the blocks first … last. -> int64"""
         assert self.starts is not None
@@ -70,6 +98,14 @@ class Known(NamedTuple):
     anchor: Tensor  # θ  [n] float32
     momentum: Tensor | None  # m  [n] float32
     gate: Gate  # which says where the borders lie that an update must have crossed
+
+    def part(self, at: slice) -> "Known":
+        momentum = None if self.momentum is None else self.momentum[at]
+        return Known(self.anchor[at], momentum, self.gate)
+
+    def to(self, device: torch.device | str) -> "Known":
+        momentum = None if self.momentum is None else self.momentum.to(device)
+        return Known(self.anchor.to(device), momentum, self.gate)
 
 
 class MalformedError(ValueError):

@@ -1,135 +1,180 @@
 """The seam between the outer loop and the network.
 
 An exchange takes this site's entries and returns contributions that, added in order, are the sum over all
-sites in site order. Dense DiLoCo and PULSELoCo differ only here and in the gate.
+sites in site order. How they travel (gathered, or summed by slices; in which code) changes no bit of it.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from loco.kernels import Encoded, Entries, Known
 
-from loco.kernels import Encoded, Entries
-
-from .errors import LocoError, NonFiniteError, PeerError, ReplicaError, TransportError, WireError
+from .choice import EXCHANGES, Habits, predicted_bytes
+from .codec import DENSE, SPARSE, WHOLE, Codec
+from .errors import LocoError, NonFiniteError, PeerError, ReplicaError, WireError
+from .frames import Framing
+from .gather import gather
+from .owner import owner_reduce
+from .problem import Problem, Refused, unreadable
+from .transfer import Transfer
 from .transport import Transport
-from .wire import HEADER_BYTES, VOTE, Header, Status, check_header, encode_payload
+from .wire import Header, Kind, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How entries travel. No choice changes a result, but those of DENSE that round what is sent."""
+
+    codec: str
+    exchange: str
+
+    @staticmethod
+    def of_entries(codec: str, exchange: str) -> "Wire":
+        """What PULSELoCo can be told."""
+        _one_of("wire", codec, ("auto", *SPARSE))
+        _one_of("exchange", exchange, EXCHANGES)
+        return Wire(codec=codec, exchange=exchange)
+
+    @staticmethod
+    def of_all(codec: str) -> "Wire":
+        """What DiLoCo can be told."""
+        _one_of("wire", codec, tuple(DENSE))
+        return Wire(codec=codec, exchange="dense")
+
+    def agreement(self) -> dict[str, str]:
+        """What all sites must have chosen alike."""
+        return {"exchange": self.exchange} | ({"wire": self.codec} if self.codec in DENSE else {})
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Why a round can't go on: what travels to the other sites, and what this rank saw of it."""
+class Outcome:
+    """What a round brought, and how."""
 
-    status: Status
-    subject: int = 0
-    seen: Exception | None = None
-
-
-class Refused(Exception):  # noqa: N818  (it carries an error, and never leaves the library)
-    """All ranks refuse the round together, so that all of them are ready to repeat it."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
+    contributions: list[Entries]
+    exchange: str
+    codec: str
+    payload_bytes: int  # of this site's coded entries
+    sums: int | None  # entries of the sums, where this rank knows
 
 
-class Exchange(ABC):
-    """One round's conversation, the same for every exchange:
+class Exchange:
+    """One round's conversation:
 
     1. announce: every site's header to all (sizes, θ digest).
     2. vote: does any rank anywhere see a reason to refuse? Then all raise, and no body was sent.
-    3. transfer: the bodies.
+    3. transfer: the frames, gathered or owner-reduced.
     4. vote: did all of them arrive whole, everywhere? Then all go on; else all raise, nothing changed.
 
     Whatever goes wrong on a rank between two messages becomes its vote, so that none is left waiting. Only
-    a lost link can't be voted on: if one breaks (or a message is damaged) during the last vote, some ranks
-    may go on and others not, and the next round says so.
+    a lost link can't be voted on: if one breaks (or a header is damaged) some ranks raise at once and the
+    others when they miss them; during the last vote some may even go on, and the next round says so.
 
     Args:
         across: the link to the same place in the other sites.
         inside: the link to the other ranks of this site.
         name_of: a parameter's name by its number, for errors.
+        wire: what the user asked for.
+        habits: what earlier rounds were like; outlives a reconnection.
     """
 
-    def __init__(self, across: Transport, inside: Transport, name_of: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        across: Transport,
+        inside: Transport,
+        name_of: Callable[[int], str],
+        wire: Wire,
+        habits: Habits,
+    ) -> None:
         self.across = across
         self.inside = inside
         self.name_of = name_of
+        self.wire = wire
+        self.habits = habits
 
-    def contributions(
-        self, encoded: Encoded | None, *, round: int, numel: int, problem: Problem | None
-    ) -> tuple[list[Entries], int]:
-        """What all sites send in this round, and the bytes of this site's payload.
+    def run(self, encoded: Encoded | None, known: Known, *, round: int, problem: Problem | None) -> Outcome:
+        """What all sites send in this round.
 
         Args:
-            encoded: this site's entries of a vector of `numel` elements, and the digest of its θ; None if
-                a problem kept this rank from encoding.
+            encoded: this site's entries and the digest of its θ; None if a problem kept this rank from
+                encoding.
+            known: θ and m before the round, and the gate.
             problem: a reason of this rank's to refuse the round.
 
         Raises:
             Refused: on every rank of every site, with the error to raise; nothing was applied anywhere.
             TransportError, WireError: a link is lost, or says what no peer would say.
         """
-        header, body = Header(codec=VOTE, site=self.across.rank, round=round), None
+        numel = known.anchor.numel()
+        mine, codec = Header(kind=Kind.VOTE, site=self.across.rank, round=round), WHOLE
         if encoded is not None and problem is None:
             try:
-                header, body = self._payload(encoded, round, numel)
+                codec, mine = self._announcement(encoded, round, numel)
             except Exception as error:
                 problem = Problem(Status.FAILED, seen=error)
-
-        headers, unreadable = self._announce(header, announces=body is not None)
-        problem = problem or unreadable or _replica_problem(headers)
-        room: dict[int, Tensor] = {}
-        if problem is None:
-            try:
-                room = self._room(headers)
-            except Exception as error:
-                problem = Problem(Status.FAILED, seen=error)
-        self._vote(problem, round, 1)
+        headers, unread = self._announce(mine)
+        self._vote(problem or unread or _replica_problem(headers), round, 1)
         assert encoded is not None
-        assert body is not None
 
-        contributions: list[Entries] = []
-        try:
-            contributions, problem = self._transfer(headers, encoded.entries, body, room)
-        except TransportError:
-            raise
-        except Exception as error:
-            problem = Problem(Status.FAILED, seen=error)
-        self._vote(problem, round, 2)
-        return contributions, HEADER_BYTES + header.body_bytes
+        own = encoded.entries
+        name = self._chosen(headers, own)
+        if name == "dense" and codec.name not in DENSE:
+            codec = WHOLE
+        framing = Framing(self.across, codec, known, round=round, digest=encoded.digest)
+        work = Transfer(self.across, framing)
+        before = self.across.sent_bytes
+        contributions = (gather if name == "gather" else owner_reduce)(work, own, numel)
+        self._vote(work.problem, round, 2)
+        self._learn(name, codec, work, own, contributions, self.across.sent_bytes - before)
+        sums = None if name == "gather" else contributions[0].values.numel()
+        return Outcome(contributions, name, codec.name, framing.coded_bytes, sums)
 
-    def _payload(self, encoded: Encoded, round: int, numel: int) -> tuple[Header, Tensor]:
-        header, body = encode_payload(
-            encoded.entries, site=self.across.rank, round=round, numel=numel, digest=encoded.digest
+    def _announcement(self, encoded: Encoded, round: int, numel: int) -> tuple[Codec, Header]:
+        """The code of this site's frames, and its announcement."""
+        entries = encoded.entries
+        if entries.starts is None:
+            codec = DENSE.get(self.wire.codec, WHOLE)
+            expected = codec.most_bytes(numel, numel), codec.most_bytes(numel, numel)
+        else:
+            codec = self.habits.codec()
+            expected = self.habits.announced(codec, entries.values.numel(), numel)
+        return codec, Header(
+            kind=Kind.ANNOUNCEMENT,
+            site=self.across.rank,
+            round=round,
+            codec=codec.id,
+            numel=numel,
+            entries=entries.values.numel(),
+            body_bytes=expected[0],
+            digest=encoded.digest,
+            checksum=expected[1],
         )
-        return header, body.to(self.across.device)
 
-    @abstractmethod
-    def _room(self, headers: list[Header]) -> dict[int, Tensor]:
-        """Memory for what each peer will send, taken while the round can still be refused."""
+    def _chosen(self, headers: list[Header], own: Entries) -> str:
+        """The exchange of this round, the same on all sites."""
+        if own.starts is None:
+            return "dense"  # DiLoCo, or an open gate
+        if self.wire.exchange != "auto":
+            return self.wire.exchange
+        predicted = predicted_bytes(headers)
+        return min(predicted, key=lambda name: predicted[name])
 
-    @abstractmethod
-    def _transfer(
-        self, headers: list[Header], own: Entries, body: Tensor, room: dict[int, Tensor]
-    ) -> tuple[list[Entries], Problem | None]:
-        """Move the bodies; a body that can't be read is a problem, a lost peer raises.
+    def _learn(
+        self, name: str, codec: Codec, work: Transfer, own: Entries, contributions: list[Entries], moved: int
+    ) -> None:
+        """What the next rounds' predictions rest on."""
+        if name != "dense":
+            self.habits.learn(codec, work, contributions, own, moved)
 
-        What raises anything else must have sent and received all its messages before.
-        """
-
-    def _announce(self, mine: Header, *, announces: bool) -> tuple[list[Header], Problem | None]:
+    def _announce(self, mine: Header) -> tuple[list[Header], Problem | None]:
         """All sites' headers; a site that has a problem announces nothing but its coming vote."""
         phase = f"round {mine.round}, announcement"
         headers: list[Header] = []
         for site, raw in enumerate(self.across.swap_records(mine.pack(), phase=phase)):
             try:
                 header = Header.unpack(raw)
-                if announces and header.codec != VOTE:
-                    check_header(header, site=site, numel=mine.numel, codec=mine.codec)
+                _check_announcement(header, mine, site)
             except WireError as error:
-                return [], unreadable_problem(site, error, mine.round)
+                return [], unreadable(site, error, mine.round)
             headers.append(header)
         return headers, None
 
@@ -140,7 +185,7 @@ class Exchange(ABC):
         """
         problem = problem or Problem(Status.OK)
         vote = Header(
-            codec=VOTE,
+            kind=Kind.VOTE,
             site=self.across.rank,
             round=round,
             status=problem.status,
@@ -171,7 +216,7 @@ class Exchange(ABC):
         site = member if transport is self.across else self.across.rank
         # In the first vote a peer may be in another round, which is what the vote is about.
         in_round = round if number == 2 else vote.round
-        if (vote.codec, vote.site, vote.entries, vote.round) != (VOTE, site, number, in_round):
+        if (vote.kind, vote.site, vote.entries, vote.round) != (Kind.VOTE, site, number, in_round):
             raise WireError(
                 f"round {round}, vote {number}: {transport.member} {member} sent another message than its "
                 f"vote: the ranks are not at the same point"
@@ -203,15 +248,29 @@ class Exchange(ABC):
         return WireError(f"{where} could not read the message of site {vote.subject}")
 
 
-def unreadable_problem(site: int, error: WireError, round: int) -> Problem:
-    seen = WireError(f"round {round}: the message of site {site} can't be read: {error}")
-    return Problem(Status.UNREADABLE, site, seen)
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _check_announcement(header: Header, mine: Header, site: int) -> None:
+    """Refuse what is not that site's. Rounds and digests are compared by who sees all sites' headers."""
+    if header.site != site:
+        raise WireError(f"a header of site {header.site} on the link of site {site}")
+    if Kind.VOTE in (header.kind, mine.kind):
+        return
+    if header.kind != Kind.ANNOUNCEMENT:
+        raise WireError(f"a header of {header.kind.name.lower()} in the place of an announcement")
+    if header.numel != mine.numel:
+        raise WireError(f"a vector of {header.numel} elements, not {mine.numel}")
+    if header.entries > header.numel:
+        raise WireError(f"{header.entries} entries of {header.numel} elements")
 
 
 def _replica_problem(headers: list[Header]) -> Problem | None:
     """Every site is in the same round and holds the same θ, or the sites that differ are named.
 
-    A header without a payload, of a site that is about to refuse the round, has no digest.
+    That of a site which is about to refuse the round has no digest.
     """
     by_round = ", ".join(f"site {h.site} in round {h.round}" for h in headers)
     by_digest = ", ".join(f"site {h.site} holds {h.digest:016x}" for h in headers)
@@ -222,7 +281,7 @@ def _replica_problem(headers: list[Header]) -> Problem | None:
                 f"the sites are in different rounds ({by_round}): resume all from the same checkpoint"
             )
             return Problem(Status.REPLICA, header.site, seen)
-        if header.digest != first.digest and VOTE not in (header.codec, first.codec):
+        if header.digest != first.digest and Kind.VOTE not in (header.kind, first.kind):
             seen = ReplicaError(
                 f"round {first.round}: the sites' anchors differ ({by_digest}): "
                 f"resume all from the same checkpoint"

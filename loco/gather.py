@@ -1,39 +1,49 @@
-"""The gather exchange: every payload to every site."""
+"""The gather exchange: every site's entries to all sites."""
 
-import torch
 from torch import Tensor
 
 from loco.kernels import Entries
 
-from .errors import WireError
-from .exchange import Exchange, Problem, unreadable_problem
-from .wire import Header, decode_payload
+from .frames import Frame, frames_of, span
+from .stream import Stream
+from .transfer import Transfer
+from .wire import Header, Kind
 
 
-class GatherExchange(Exchange):
-    """Each site's payload to all sites, in its own size. Sends (R−1) payloads."""
+def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
+    """Sends R−1 payloads. -> the entries of each site, in site order
 
-    def _room(self, headers: list[Header]) -> dict[int, Tensor]:
-        across = self.across
-        return {
-            site: torch.empty(headers[site].body_bytes, dtype=torch.uint8, device=across.device)
-            for site in across.peers
-        }
+    While frame t travels, frame t + 1 is coded and frame t − 1 read.
+    """
+    if not numel:
+        return [own]
+    everything, count = slice(0, numel), frames_of(numel)
+    peers = work.across.peers
 
-    def _transfer(
-        self, headers: list[Header], own: Entries, body: Tensor, room: dict[int, Tensor]
-    ) -> tuple[list[Entries], Problem | None]:
-        across, round = self.across, headers[self.across.rank].round
-        across.swap(dict.fromkeys(across.peers, body), room, phase=f"round {round}, payloads")
+    def check(header: Header, site: int, number: int) -> None:
+        work.framing.check(header, site, span(everything, number), number, Kind.ENTRIES)
 
-        contributions: list[Entries] = []
-        for site, header in enumerate(headers):
-            if site == across.rank:
-                contributions.append(own)
-                continue
-            try:
-                entries = decode_payload(header, room.pop(site).to(own.values.device))
-            except WireError as error:
-                return [], unreadable_problem(site, error, round)
-            contributions.append(entries)
-        return contributions, None
+    def seal(number: int) -> dict[int, Frame]:
+        at = span(everything, number)
+        frame = work.seal(lambda: own.cut(at), at, number, Kind.ENTRIES)
+        return dict.fromkeys(peers, frame)
+
+    stream = Stream(work.across, count, check, phase=work.phase("entries"))
+    found: dict[int, list[Entries]] = {site: [] for site in peers}
+    arrived: dict[int, tuple[Header, Tensor]] = {}
+    ready = seal(0)
+    for tick in range(stream.ticks + 1):
+        posted = work.post([stream.messages(ready)] if tick < stream.ticks else [], "entries")
+        ready = seal(tick + 1) if tick + 1 < count else {}
+        for site, (header, body) in arrived.items():
+            entries = work.open(site, header, body, span(everything, tick - 2))
+            if entries is not None:
+                found[site].append(entries)
+        work.wait(posted)
+        arrived = stream.arrived() if tick < stream.ticks else {}
+
+    own_site = work.across.rank
+    joined = work.attempt(
+        lambda: [own if site == own_site else Entries.join(found[site]) for site in range(work.across.size)]
+    )
+    return joined or []

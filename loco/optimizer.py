@@ -5,9 +5,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .dense import DenseExchange
-from .exchange import Exchange
-from .gather import GatherExchange
+from .exchange import Wire
 from .outer import OuterLoop
 from .report import SyncReport
 from .settings import Settings
@@ -26,7 +24,7 @@ class LowCommunicationOptimizer(Optimizer):
         inner: Optimizer,
         settings: Settings,
         topology: Topology | None,
-        exchange: type[Exchange],
+        wire: Wire,
         offload: bool,
     ) -> None:
         if not isinstance(inner, Optimizer):
@@ -36,7 +34,7 @@ class LowCommunicationOptimizer(Optimizer):
         self.inner = inner
         self._built = False
         super().__init__(inner.param_groups, inner.defaults)
-        self._outer = OuterLoop(inner, settings, topology or Topology(), exchange, offload=offload)
+        self._outer = OuterLoop(inner, settings, topology or Topology(), wire, offload=offload)
         self.topology = self._outer.topology
         self.local_step = 0  # inner steps since the last round
         self.last_report: SyncReport | None = None
@@ -228,6 +226,8 @@ class PulseLoCo(LowCommunicationOptimizer):
         topology: Topology | None = None,
         gate: str = "bf16",
         gate_gain: float = 1.0,
+        wire: str = "auto",
+        exchange: str = "auto",
         offload: bool = False,
     ) -> None:
         settings = Settings(
@@ -239,7 +239,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             gate=gate,
             gate_gain=gate_gain,
         )
-        super().__init__(inner, settings, topology, GatherExchange, offload)
+        super().__init__(inner, settings, topology, Wire.of_entries(wire, exchange), offload)
 
 
 class DiLoCo(LowCommunicationOptimizer):
@@ -276,6 +276,7 @@ class DiLoCo(LowCommunicationOptimizer):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         topology: Topology | None = None,
+        wire: str = "float32",
         offload: bool = False,
     ) -> None:
         settings = Settings(
@@ -287,4 +288,4 @@ class DiLoCo(LowCommunicationOptimizer):
             gate="open",
             gate_gain=1.0,
         )
-        super().__init__(inner, settings, topology, DenseExchange, offload)
+        super().__init__(inner, settings, topology, Wire.of_all(wire), offload)

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco import kernels
-from loco.kernels import Encoded, Gate, OuterStep
+from loco.kernels import Encoded, Gate, Known, OuterStep
 
 from .agreement import agree_on_setup
+from .choice import Habits
 from .errors import AgreementError, LocoError, ReplicaError
-from .exchange import Exchange, Problem, Refused
+from .exchange import Exchange, Wire
 from .layout import Layout
+from .problem import Problem, Refused
 from .report import SyncReport
 from .settings import GATES, Settings
 from .topology import Topology
@@ -34,7 +36,7 @@ class OuterLoop:
         inner: the optimizer whose parameters are synchronised.
         settings: equal on all sites.
         topology: who the sites are.
-        exchange: the exchange's class.
+        wire: how entries travel.
         offload: keep θ, m and e in host memory.
 
     Raises:
@@ -48,7 +50,7 @@ class OuterLoop:
         inner: Optimizer,
         settings: Settings,
         topology: Topology,
-        exchange: type[Exchange],
+        wire: Wire,
         *,
         offload: bool,
     ) -> None:
@@ -56,10 +58,11 @@ class OuterLoop:
         self.topology = topology
         self.rounds = 0  # rounds done
         self._everyone = topology.everyone()
-        self.layout = self._agree(inner)
+        self.layout = self._agree(inner, wire)
         self._device = torch.device("cpu") if offload else self.layout.device  # of θ, m and e
         self._inner = inner
-        self._exchange_type = exchange
+        self._wire = wire
+        self._habits = Habits(wire.codec, topology.num_sites)
         # A name that all ranks share and no other optimizer has, to meet under after a failure.
         self._name = self._everyone.swap_records(uuid.uuid4().bytes, phase="naming")[0].hex()
         self._connect()
@@ -101,10 +104,10 @@ class OuterLoop:
             exchanging = time.perf_counter()
             with self._conversation():
                 drift = self._site_drift(weights is not None)
-                contributions, payload_bytes = self._exchange.contributions(
+                outcome = self._exchange.run(
                     encoded,
+                    Known(self.anchor, self.momentum, self._gate or Gate()),
                     round=self.rounds + 1,
-                    numel=self.stop - self.start,
                     problem=problem or drift,
                 )
             assert encoded is not None
@@ -119,7 +122,7 @@ class OuterLoop:
                 weights,
                 self.residual,
                 encoded.entries,
-                contributions,
+                outcome.contributions,
                 self._step,
             )
         with self._conversation():
@@ -136,7 +139,9 @@ class OuterLoop:
             numel=numel,
             entries=entries,
             density=entries / numel if numel else 0.0,
-            payload_bytes=payload_bytes,
+            wire=outcome.codec,
+            exchange=outcome.exchange,
+            payload_bytes=outcome.payload_bytes,
             sent_bytes=sent,
             received_bytes=received,
             site_bytes=inside,
@@ -225,7 +230,7 @@ class OuterLoop:
 
     def _connect(self, *, meet_as: str | None = None) -> None:
         self._across, self._inside = self.topology.connect(self._device, meet_as=meet_as)
-        self._exchange = self._exchange_type(self._across, self._inside, self.layout.name_of)
+        self._exchange = Exchange(self._across, self._inside, self.layout.name_of, self._wire, self._habits)
         self._connected = True
 
     @contextmanager
@@ -241,13 +246,13 @@ class OuterLoop:
             self.topology.disconnect(self._across, self._inside)
             raise
 
-    def _agree(self, inner: Optimizer) -> Layout:
+    def _agree(self, inner: Optimizer, wire: Wire) -> Layout:
         """The parameters as a flat vector, once all ranks have found that they agree on it.
 
         A rank that can't go on says so before it raises, so that the others do not wait for it.
         """
         setup: dict[str, Any] = {"wire version": VERSION, "sites": self.topology.num_sites}
-        setup |= vars(self.settings)
+        setup |= vars(self.settings) | wire.agreement()
         failure: Exception | None = None
         try:
             layout = Layout(inner)

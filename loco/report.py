@@ -15,7 +15,9 @@ class SyncReport:
     numel: int  # parameters this rank exchanges
     entries: int  # of which it sent
     density: float  # entries / numel
-    payload_bytes: int  # one encoded payload, header included
+    wire: str  # the code of what it sent: tight, fast, float32, bfloat16 or int8
+    exchange: str  # gather, owner or dense: chosen by predicted bytes unless the user did
+    payload_bytes: int  # this site's coded entries, with headers, but for a slice that it sums itself
     sent_bytes: int  # across the sites: payloads, headers and votes
     received_bytes: int
     site_bytes: int  # sent inside the site: a digest, its votes and its part of the new anchor
@@ -28,5 +30,5 @@ class SyncReport:
         phases = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items())
         return (
             f"round {self.round}: sent {self.density:.2%} of {self.numel:,} entries in "
-            f"{self.sent_bytes:,} bytes{share}; {phases}"
+            f"{self.sent_bytes:,} bytes{share} ({self.exchange}, {self.wire}); {phases}"
         )

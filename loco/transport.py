@@ -5,7 +5,7 @@ unequal sizes, and what it is handed is what goes on the wire, so the counts nee
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -45,36 +45,37 @@ class Transport:
     def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], *, phase: str) -> None:
         """Send `outgoing[peer]` and fill `incoming[peer]`, all at once; returns when both are done.
 
-        Tensors are contiguous uint8; sizes are known to both ends, and empty messages are not sent.
+        Raises:
+            TransportError: as `post`.
+        """
+        self.post(list(outgoing.items()), list(incoming.items()), phase=phase).wait()
+
+    def post(
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], *, phase: str
+    ) -> "Posted":
+        """Begin to send and to receive; what is sent must not change until `Posted.wait` has returned.
+
+        Tensors are contiguous uint8; sizes are known to both ends, and empty messages are not sent. Several
+        messages of one peer arrive in the order in which they were posted.
 
         Raises:
             TransportError: a peer is gone or silent; names it, the phase and the timeout.
         """
-        sends = [(p, t) for p, t in outgoing.items() if t.numel()]
-        receives = [(p, t) for p, t in incoming.items() if t.numel()]
+        sends = [(p, t) for p, t in outgoing if t.numel()]
+        receives = [(p, t) for p, t in incoming if t.numel()]
         works: list[dist.Work] = []
-        peer = -1
-        deadline = time.monotonic() + self.timeout
-        try:
-            if sends or receives:
+        if sends or receives:
+            try:
                 works = dist.batch_isend_irecv(
                     [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for p, t in receives]
                     + [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for p, t in sends]
                 )
-            # gloo returns one work per message, NCCL one for the whole batch.
-            order = [p for p, _ in receives] + [p for p, _ in sends]
-            for k, work in enumerate(works):
-                peer = order[k] if len(works) == len(order) else -1
-                left = max(deadline - time.monotonic(), 0.001)
-                work.wait(timedelta(seconds=left))
-        except (RuntimeError, ValueError) as error:
-            who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
-            # torch cuts timeouts to whole milliseconds, so a wait can end a little before the deadline.
-            silent = time.monotonic() >= deadline - 0.01
-            what = f"no answer from {who} within {self.timeout:g} s" if silent else f"lost {who}"
-            raise TransportError(f"{phase}: {what} ({_first_line(error)})") from error
-        self.sent_bytes += sum(t.numel() for _, t in sends)
-        self.received_bytes += sum(t.numel() for _, t in receives)
+            except (RuntimeError, ValueError) as error:
+                raise TransportError(f"{phase}: lost another {self.member} ({_first_line(error)})") from error
+        sent, received = sum(t.numel() for _, t in sends), sum(t.numel() for _, t in receives)
+        # gloo returns one work per message, NCCL one for the whole batch.
+        order = [p for p, _ in receives] + [p for p, _ in sends]
+        return Posted(self, works, order, sent, received, phase)
 
     def swap_records(self, record: bytes, *, phase: str) -> list[bytes]:
         """Every member's record, in order; all records have the same size."""
@@ -120,6 +121,51 @@ class Transport:
     def message(self, data: bytes) -> Tensor:
         """Bytes as a tensor that `swap` takes."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+class Posted:
+    """Messages on their way."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        works: list[dist.Work],
+        order: list[int],
+        sent: int,
+        received: int,
+        phase: str,
+    ) -> None:
+        self._transport = transport
+        self._works = works
+        self._order = order
+        self._phase = phase
+        self._began = time.monotonic()
+        self.sent, self.received = sent, received  # bytes
+        self.seconds = 0.0  # from the beginning until all had arrived, as far as this rank saw
+        self.waited = 0.0  # of which it had nothing else to do
+
+    def wait(self) -> None:
+        """
+        Raises:
+            TransportError: as `Transport.post`. The timeout counts from here.
+        """
+        transport, peer, start = self._transport, -1, time.monotonic()
+        deadline = start + transport.timeout
+        try:
+            for k, work in enumerate(self._works):
+                peer = self._order[k] if len(self._works) == len(self._order) else -1
+                left = max(deadline - time.monotonic(), 0.001)
+                work.wait(timedelta(seconds=left))
+        except (RuntimeError, ValueError) as error:
+            who = f"{transport.member} {peer}" if peer >= 0 else f"another {transport.member}"
+            # torch cuts timeouts to whole milliseconds, so a wait can end a little before the deadline.
+            silent = time.monotonic() >= deadline - 0.01
+            what = f"no answer from {who} within {transport.timeout:g} s" if silent else f"lost {who}"
+            raise TransportError(f"{self._phase}: {what} ({_first_line(error)})") from error
+        now = time.monotonic()
+        self.seconds, self.waited = now - self._began, now - start
+        transport.sent_bytes += self.sent
+        transport.received_bytes += self.received
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

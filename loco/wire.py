@@ -1,7 +1,8 @@
 """The header of every message: 64 bytes, little-endian, versioned. The README gives the same to the byte.
 
-A payload is a header and a body. The header travels first and alone, to all sites: sizes, the θ digest and
-the verdict on the round are known before a byte of a body is sent or memory for one is taken.
+A round's messages are announcements and votes, which are headers alone, and frames: a header and a body,
+which holds the entries (or the sums) of one run of elements. A header travels ahead of its body, so that
+nothing is received, and no memory taken, for what was not expected.
 """
 
 import struct
@@ -9,27 +10,29 @@ import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 
-from torch import Tensor
-
-from loco import kernels
-from loco.kernels import Entries
-
-from .codec import CODECS, codec_for
 from .errors import WireError
 
 MAGIC = b"LOCO"
-VERSION = 2
-VOTE = 255  # in the place of a codec: a header without a body, that says how a site judges the round
+VERSION = 3
 
-# magic, version, codec, site, round, status, 0, subject, CRC, numel, entries, body, digest, checksum
+# magic, version, codec, site, round, status, kind, subject, CRC, numel, entries, body, digest, checksum
 _FORMAT = struct.Struct("<4s B B H I H H I I Q Q Q Q Q")
 _CRC_AT = 20
 HEADER_BYTES = _FORMAT.size
 assert HEADER_BYTES == 64
 
 
+class Kind(IntEnum):
+    """What a header is the header of."""
+
+    ANNOUNCEMENT = 1
+    VOTE = 2
+    ENTRIES = 3  # of one site
+    SUMS = 4  # over all sites
+
+
 class Status(IntEnum):
-    """A site's verdict on a round."""
+    """A site's verdict on a round, or whether it could make a frame."""
 
     OK = 0
     NON_FINITE = 1  # subject: the parameter whose update is infinite or NaN
@@ -41,20 +44,21 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    codec: int
+    kind: Kind
     site: int
     round: int
     status: Status = Status.OK
-    subject: int = 0
-    numel: int = 0  # elements of the vector the entries belong to
+    subject: int = 0  # of the status; of a frame its number, from 0; of a vote its number, 1 or 2
+    codec: int = 0  # of a frame's body
+    numel: int = 0  # elements that the entries are of
     entries: int = 0
-    body_bytes: int = 0
+    body_bytes: int = 0  # in an announcement: what the site expects its payload to take
     digest: int = 0  # of the sender's θ before the round
-    checksum: int = 0  # digest of the body
+    checksum: int = 0  # of a frame: its body's digest; of an announcement: what the sums may take, in bytes
 
     def pack(self) -> bytes:
         fields = (
-            *(MAGIC, VERSION, self.codec, self.site, self.round, self.status, 0, self.subject, 0),
+            *(MAGIC, VERSION, self.codec, self.site, self.round, self.status, self.kind, self.subject, 0),
             *(self.numel, self.entries, self.body_bytes, self.digest, self.checksum),
         )
         raw = bytearray(_FORMAT.pack(*fields))
@@ -65,7 +69,7 @@ class Header:
     def unpack(raw: bytes) -> "Header":
         if len(raw) != HEADER_BYTES:
             raise WireError(f"a header of {len(raw)} bytes, not {HEADER_BYTES}")
-        magic, version, codec, site, round_, status, zero, subject, crc, *sizes = _FORMAT.unpack(raw)
+        magic, version, codec, site, round_, status, kind, subject, crc, *sizes = _FORMAT.unpack(raw)
         if magic != MAGIC:
             raise WireError(f"a message that starts with {magic!r}, not {MAGIC!r}")
         if version != VERSION:
@@ -74,10 +78,11 @@ class Header:
         struct.pack_into("<I", blank, _CRC_AT, 0)
         if zlib.crc32(blank) != crc:
             raise WireError("a header whose CRC does not match")
-        if zero != 0 or status not in list(Status):
-            raise WireError("a header with an unknown status or reserved bits set")
+        if status not in list(Status) or kind not in list(Kind):
+            raise WireError("a header of an unknown kind or status")
         numel, entries, body_bytes, digest, checksum = sizes
         return Header(
+            kind=Kind(kind),
             codec=codec,
             site=site,
             round=round_,
@@ -89,48 +94,3 @@ class Header:
             digest=digest,
             checksum=checksum,
         )
-
-
-def encode_payload(
-    entries: Entries, *, site: int, round: int, numel: int, digest: int
-) -> tuple[Header, Tensor]:
-    """A site's entries as header and body, sealed with the body's digest."""
-    codec = codec_for(entries)
-    body = codec.encode(entries)
-    header = Header(
-        codec=codec.id,
-        site=site,
-        round=round,
-        numel=numel,
-        entries=entries.values.numel(),
-        body_bytes=body.numel(),
-        digest=digest,
-        checksum=kernels.digest(body),
-    )
-    return header, body
-
-
-def check_header(header: Header, *, site: int, numel: int, codec: int) -> None:
-    """Refuse what is not this round's payload of that site, before memory is taken for its body.
-
-    Rounds and digests are compared by the caller, who sees all sites' headers.
-    """
-    if header.codec != codec:
-        raise WireError(f"codec {header.codec} where this site sends codec {codec}")
-    if header.site != site:
-        raise WireError(f"a header of site {header.site} on the link of site {site}")
-    if header.numel != numel:
-        raise WireError(f"a vector of {header.numel} elements, not {numel}")
-    if header.body_bytes not in CODECS[codec].body_sizes(header.entries, numel):
-        raise WireError(f"{header.body_bytes} bytes can't hold {header.entries} entries")
-
-
-def decode_payload(header: Header, body: Tensor) -> Entries:
-    """The entries of a payload whose header has passed `check_header`.
-
-    Raises:
-        WireError: the body is damaged or malformed.
-    """
-    if kernels.digest(body) != header.checksum:
-        raise WireError("a body whose checksum does not match")
-    return CODECS[header.codec].decode(body, header.entries, header.numel)

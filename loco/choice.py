@@ -1,0 +1,90 @@
+"""Which exchange moves the fewest bytes, and which code is quickest: predicted each round, from the last."""
+
+from collections.abc import Sequence
+
+from loco import kernels
+from loco.kernels import Entries
+
+from .codec import FAST, SPARSE, TIGHT, Codec
+from .frames import FRAME, frames_of
+from .transfer import Transfer
+from .wire import HEADER_BYTES, Header
+
+ENOUGH = 1000  # entries, to learn from
+EXCHANGES = ("auto", "gather", "owner", "dense")
+
+
+def predicted_bytes(headers: Sequence[Header]) -> dict[str, float]:
+    """What a site will send, by exchange; of all sites' announcements, so that all predict the same."""
+    sites, numel = len(headers), headers[0].numel
+    payload = sum(header.body_bytes for header in headers) / sites
+    sums = headers[0].checksum
+    frames, of_slice = frames_of(numel), frames_of(-(-numel // sites))
+    peers = sites - 1
+    return {
+        "gather": peers * (payload + frames * HEADER_BYTES),
+        "owner": peers * ((payload + sums) / sites + 2 * of_slice * HEADER_BYTES),
+        "dense": peers * (2 * 4 * numel / sites + 2 * of_slice * HEADER_BYTES),
+    }
+
+
+class Habits:
+    """What the last rounds of a site were like.
+
+    Args:
+        wire: the code that the user asked for, or "auto".
+        sites: R.
+    """
+
+    def __init__(self, wire: str, sites: int) -> None:
+        self.wire = wire
+        self.entry_bytes = {FAST.name: 5.1, TIGHT.name: 2.4}
+        self.spread = 1 + (sites - 1) / 3  # entries of the sums, over those of one site
+        self._link_speed: float | None = None  # bytes per second
+        self._coding: float | None = None  # seconds that the tight code took
+        self._moved: dict[str, float] = {}  # bytes of a round, by code
+
+    def codec(self) -> Codec:
+        """The code for this round."""
+        if self.wire != "auto":
+            return SPARSE[self.wire]
+        if not kernels.packs_fast():
+            return FAST
+        if self._coding is None:
+            return TIGHT  # the first round: find out
+        if self._link_speed is None:
+            return FAST  # the link never kept the tight code waiting
+        moved = self._moved.get(TIGHT.name) or self._moved[FAST.name] * self._ratio()
+        tight = max(moved / self._link_speed, self._coding)
+        fast = (self._moved.get(FAST.name) or moved / self._ratio()) / self._link_speed
+        return TIGHT if tight <= fast else FAST
+
+    def announced(self, codec: Codec, entries: int, numel: int) -> tuple[int, int]:
+        """The bytes to expect of this site's payload, and of the sums."""
+        each = self.entry_bytes[codec.name]
+        return round(entries * each), round(min(entries * self.spread, numel) * each)
+
+    def learn(
+        self, codec: Codec, work: Transfer, contributions: list[Entries], own: Entries, moved: int
+    ) -> None:
+        """
+        Args:
+            contributions: all sites' entries, or their sums alone.
+            moved: the bytes that this site sent.
+        """
+        self._moved[codec.name] = moved
+        if codec is TIGHT:
+            self._coding = work.coding_seconds
+        if work.link_speed:
+            self._link_speed = work.link_speed
+        if work.framing.coded_entries >= ENOUGH:
+            self.entry_bytes[codec.name] = work.framing.coded_bytes / work.framing.coded_entries
+        if own.values.numel() >= ENOUGH:
+            part = slice(0, min(FRAME, work.framing.known.anchor.numel()))
+            of_part = [c.cut(part) for c in contributions]
+            sums = of_part[0] if len(of_part) == 1 else kernels.add_up(of_part, part.stop)
+            one = own.cut(part).values.numel()
+            self.spread = sums.values.numel() / one if one else self.spread
+
+    def _ratio(self) -> float:
+        return self.entry_bytes[TIGHT.name] / self.entry_bytes[FAST.name]

@@ -1,0 +1,82 @@
+"""One round's transfer of frames: what gathering and owner-reducing share."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from loco.kernels import Entries
+
+from .errors import TransportError, WireError
+from .frames import Frame, Framing
+from .problem import Problem, unreadable
+from .stream import Messages
+from .transport import Posted, Transport
+from .wire import Header, Kind, Status
+
+T = TypeVar("T")
+
+
+class Transfer:
+    """What a rank does to frames, and what goes wrong with it.
+
+    All messages are exchanged whatever happens here in between, since the peers wait for them: what fails
+    becomes a `problem` for the vote, and a frame that can't be made is replaced by one that says so.
+    """
+
+    def __init__(self, across: Transport, framing: Framing) -> None:
+        self.across = across
+        self.framing = framing
+        self.problem: Problem | None = None
+        self.incomplete = False  # a peer could not send all; its vote will say why
+        self.coding_seconds = 0.0
+        self.link_speed = 0.0  # bytes per second: the most seen in a tick that this rank waited for
+        self.waited_seconds = 0.0
+
+    def phase(self, what: str) -> str:
+        return f"round {self.framing.round}, {what}"
+
+    def attempt(self, do: Callable[[], T]) -> T | None:
+        """None if it failed, or something before it did."""
+        if self.problem is not None or self.incomplete:
+            return None
+        start = time.perf_counter()
+        try:
+            return do()
+        except TransportError:
+            raise
+        except Exception as error:
+            self.problem = Problem(Status.FAILED, seen=error)
+            return None
+        finally:
+            self.coding_seconds += time.perf_counter() - start
+
+    def seal(self, entries: Callable[[], Entries], at: slice, number: int, kind: Kind) -> Frame:
+        frame = self.attempt(lambda: self.framing.seal(entries(), at, number, kind))
+        return frame or self.framing.failed(number, kind)
+
+    def open(self, site: int, header: Header, body: Tensor, at: slice) -> Entries | None:
+        def read() -> Entries | None:
+            try:
+                entries = self.framing.open(header, body, at)
+            except WireError as error:
+                self.problem = unreadable(site, error, self.framing.round)
+                return None
+            self.incomplete |= entries is None
+            return entries
+
+        return self.attempt(read)
+
+    def post(self, streams: Sequence[tuple[Messages, Messages]], what: str) -> Posted:
+        outgoing = [message for sends, _ in streams for message in sends]
+        incoming = [message for _, receives in streams for message in receives]
+        return self.across.post(outgoing, incoming, phase=self.phase(what))
+
+    def wait(self, posted: Posted) -> None:
+        posted.wait()
+        self.waited_seconds += posted.waited
+        # Of a tick that was over before this rank looked, nobody knows when it ended; small ones are latency.
+        moved = max(posted.sent, posted.received)
+        if posted.waited > 0.1 * posted.seconds and moved >= 1 << 16:
+            self.link_speed = max(self.link_speed, moved / posted.seconds)
