@@ -97,7 +97,7 @@ class Topology:
         """Give up links that are of no use any more, so that peers who wait on them learn of it at once."""
         for link in links:
             if link.group is not self.site_group:
-                dist.destroy_process_group(link.group)
+                link.close()
 
     def everyone(self) -> Transport:
         """The link to every rank of the world, for messages that fit any memory."""

@@ -29,7 +29,7 @@ class Transport:
     def __init__(
         self, group: dist.ProcessGroup, *, device: torch.device, timeout: float, member: str
     ) -> None:
-        self.group = group
+        self.group: dist.ProcessGroup | None = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.device = _wire_device(group, device)
@@ -64,6 +64,7 @@ class Transport:
         sends = [(p, t) for p, t in outgoing if t.numel()]
         receives = [(p, t) for p, t in incoming if t.numel()]
         works: list[dist.Work] = []
+        assert self.group is not None  # which for torch would be the default group
         if sends or receives:
             try:
                 works = dist.batch_isend_irecv(
@@ -117,6 +118,11 @@ class Transport:
                 f"{self.timeout:g} s ({_first_line(error)})"
             ) from error
         tensor.copy_(staged)
+
+    def close(self) -> None:
+        """Hang up, so that peers who wait learn of it. gloo does so when nobody holds the group any more."""
+        dist.destroy_process_group(self.group)
+        self.group = None
 
     def message(self, data: bytes) -> Tensor:
         """Bytes as a tensor that `swap` takes."""

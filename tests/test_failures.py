@@ -11,25 +11,31 @@ import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
 from sites import error_of, run_ranks
-from states import Snapshot, assert_same, small_model, snapshot, train
+from states import assert_same, small_model, snapshot, train
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import loco
 from loco.errors import TransportError
-from loco.gather import GatherExchange
+from loco.exchange import Exchange
+from loco.frames import Frame, Framing
 from loco.meeting import meet
+from loco.stream import Stream
 from loco.transport import Transport
-from loco.wire import Header
+from loco.wire import Header, Kind
 
 
 def build_scripted(rank: int) -> loco.PulseLoCo:
     return loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=2)
 
 
-def hurt_in_round_2(rank: int, kind: str, fault: Callable[[pytest.MonkeyPatch], object]) -> dict[str, Any]:
+def hurt_in_round_2(
+    rank: int, kind: str, fault: Callable[[pytest.MonkeyPatch], object], **options: Any
+) -> dict[str, Any]:
     """A run whose second round fails once under `fault` and is repeated, beside one that never failed."""
-    clean, hurt = (getattr(loco, kind)(Scripted(parameters(3, 1003), 3, rank), sync_every=2) for _ in "ab")
+    clean, hurt = (
+        getattr(loco, kind)(Scripted(parameters(3, 1003), 3, rank), sync_every=2, **options) for _ in "ab"
+    )
     for _ in range(6):
         clean.step()
     for _ in range(3):
@@ -48,23 +54,36 @@ def hurt_in_round_2(rank: int, kind: str, fault: Callable[[pytest.MonkeyPatch], 
     return {"error": error, **states}
 
 
-def damaged_payload(rank: int) -> dict[str, Any]:
-    """Site 1 receives a damaged payload of site 0."""
-    swap = Transport.swap
+def damaged_frame(rank: int, kind: str, options: dict[str, Any], what: Kind) -> dict[str, Any]:
+    """Site 1 receives a damaged frame of site 0."""
+    arrived = Stream.arrived
 
-    def damage(self: Transport, outgoing: Any, incoming: Any, *, phase: str) -> None:
-        swap(self, outgoing, incoming, phase=phase)
-        if rank == 1 and "payloads" in phase:
-            incoming[0][-1] ^= 0x40
+    def damage(self: Stream) -> Any:
+        frames = arrived(self)
+        if rank == 1 and 0 in frames and frames[0][0].kind == what:
+            frames[0][1][-1] ^= 0x40
+        return frames
 
-    return hurt_in_round_2(rank, "PulseLoCo", lambda patch: patch.setattr(Transport, "swap", damage))
+    return hurt_in_round_2(rank, kind, lambda patch: patch.setattr(Stream, "arrived", damage), **options)
 
 
-def test_a_failed_round_changes_nothing_and_can_be_repeated() -> None:
-    results = run_ranks(3, damaged_payload)
-    for rank, result in enumerate(results):
-        kind, text = result["error"]
-        assert kind == "WireError"
+@pytest.mark.parametrize(
+    ("kind", "options", "what"),
+    [
+        ("PulseLoCo", {"exchange": "gather"}, Kind.ENTRIES),
+        ("PulseLoCo", {"exchange": "owner", "wire": "tight"}, Kind.ENTRIES),
+        ("PulseLoCo", {"exchange": "owner", "wire": "fast"}, Kind.SUMS),
+        ("PulseLoCo", {"exchange": "dense"}, Kind.SUMS),
+        ("DiLoCo", {}, Kind.ENTRIES),
+        ("DiLoCo", {}, Kind.SUMS),
+    ],
+)
+def test_a_failed_round_changes_nothing_and_can_be_repeated(
+    kind: str, options: dict[str, Any], what: Kind
+) -> None:
+    for rank, result in enumerate(run_ranks(3, damaged_frame, kind, options, what)):
+        name, text = result["error"]
+        assert name == "WireError"
         if rank == 1:
             assert "the message of site 0 can't be read: a body whose checksum does not match" in text
         else:
@@ -79,15 +98,16 @@ def lost_link(rank: int) -> dict[str, Any]:
     optimizer.step()
     optimizer.inner.step()
     before = snapshot(optimizer)
-    transfer = GatherExchange._transfer
+    arrived = Stream.arrived
 
-    def fail(self: GatherExchange, headers: Any, own: Any, body: Any, room: Any) -> Any:
-        transfer(self, headers, own, body, room)
-        raise TransportError("round 1, payloads: lost site 0 (injected)")
+    def fail(self: Stream) -> Any:
+        if arrived(self):
+            raise TransportError("round 1, entries: lost site 0 (injected)")
+        return {}
 
-    GatherExchange._transfer = fail
-    error = error_of(optimizer.sync)
-    GatherExchange._transfer = transfer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "arrived", fail)
+        error = error_of(optimizer.sync)
     assert optimizer.last_report is None
     after = snapshot(optimizer)
     report = optimizer.sync()
@@ -96,40 +116,42 @@ def lost_link(rank: int) -> dict[str, Any]:
 
 def test_no_residual_is_spent_on_a_broken_link() -> None:
     for result in run_ranks(2, lost_link):
-        assert result["error"] == ("TransportError", "round 1, payloads: lost site 0 (injected)")
+        assert result["error"] == ("TransportError", "round 1, entries: lost site 0 (injected)")
         assert_same(result["before"], result["after"])
         assert result["round"] == 1
 
 
-def one_rank_out_of_memory(rank: int, kind: str, where: str) -> dict[str, Any]:
+def one_rank_out_of_memory(rank: int, kind: str, where: str, options: dict[str, Any]) -> dict[str, Any]:
     """Site 1 fails at one place of the round."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("no memory left (injected)")
 
-    return hurt_in_round_2(rank, kind, lambda patch: rank == 1 and patch.setattr(where, fail))
+    return hurt_in_round_2(rank, kind, lambda patch: rank == 1 and patch.setattr(where, fail), **options)
 
 
 @pytest.mark.parametrize(
-    ("kind", "where"),
+    ("kind", "where", "options"),
     [
-        ("PulseLoCo", "loco.kernels.encode"),
-        ("PulseLoCo", "loco.exchange.encode_payload"),
-        ("PulseLoCo", "loco.gather.GatherExchange._room"),
-        ("PulseLoCo", "loco.gather.decode_payload"),
-        ("DiLoCo", "loco.kernels.encode"),
-        ("DiLoCo", "loco.dense.DenseExchange._room"),
-        ("DiLoCo", "loco.dense._seal"),
-        ("DiLoCo", "loco.dense.Entries.whole"),
+        ("PulseLoCo", "loco.kernels.encode", {}),
+        ("PulseLoCo", "loco.exchange.Exchange._announcement", {}),
+        *(
+            ("PulseLoCo", where, {"exchange": exchange})
+            for exchange in ("gather", "owner", "dense")
+            for where in ("loco.frames.Framing.seal", "loco.frames.Framing.open", "loco.kernels.Entries.join")
+        ),
+        ("PulseLoCo", "loco.kernels.add_up", {"exchange": "owner"}),
+        ("DiLoCo", "loco.kernels.encode", {}),
+        ("DiLoCo", "loco.frames.Framing.seal", {}),
+        ("DiLoCo", "loco.frames.Framing.open", {}),
     ],
 )
-def test_a_failure_on_one_rank_is_everyones_in_the_same_round(kind: str, where: str) -> None:
-    for rank, result in enumerate(run_ranks(3, one_rank_out_of_memory, kind, where)):
+def test_a_failure_on_one_rank_is_everyones_in_the_same_round(
+    kind: str, where: str, options: dict[str, Any]
+) -> None:
+    for rank, result in enumerate(run_ranks(3, one_rank_out_of_memory, kind, where, options)):
         if rank == 1:
             assert result["error"] == ("OutOfMemoryError", "no memory left (injected)")
-        elif where == "loco.dense._seal":  # the others see slices without their digests, and say so first
-            assert result["error"][0] == "WireError"
-            assert "the message of site 1" in result["error"][1]
         else:
             assert result["error"][0] == "PeerError"
             assert result["error"][1].startswith("round 2, site 1 failed, and its own error says why")
@@ -137,55 +159,46 @@ def test_a_failure_on_one_rank_is_everyones_in_the_same_round(kind: str, where: 
         assert_same(result["hurt"], result["clean"])
 
 
-def damaged_slice(rank: int, phase_of_damage: str) -> tuple[tuple[str, str], Snapshot, Snapshot, int]:
-    optimizer = loco.DiLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=2)
-    optimizer.inner.step()
-    before = snapshot(optimizer)
-    swap = Transport.swap
-
-    def damage(self: Transport, outgoing: Any, incoming: Any, *, phase: str) -> None:
-        swap(self, outgoing, incoming, phase=phase)
-        if rank == 1 and phase.endswith(phase_of_damage):
-            incoming[2][7] ^= 0x10
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transport, "swap", damage)
-        error = error_of(optimizer.sync)
-    return error, before, snapshot(optimizer), optimizer.sync().round
-
-
-@pytest.mark.parametrize("phase", ["slices to their owners", "sums to all"])
-def test_a_damaged_dense_slice_is_noticed_before_anything_is_applied(phase: str) -> None:
-    for rank, ((kind, text), before, after, repeated) in enumerate(run_ranks(3, damaged_slice, phase)):
-        assert kind == "WireError"
-        said = "the message of site 2 can't be read: a body whose" if rank == 1 else "site 1 could not read"
-        assert said in text
-        assert_same(before, after)
-        assert repeated == 1
-
-
-def foreign_header(rank: int, field: str, value: int) -> tuple[tuple[str, str], int]:
-    """Site 1 announces what is not of this run, in a header that is whole."""
+def foreign_header(rank: int, where: str, changes: dict[str, Any]) -> tuple[tuple[str, str], int]:
+    """Site 1 sends what is not of this run, in a header that is whole."""
     optimizer = build_scripted(rank)
-    payload = GatherExchange._payload
+    announcement, seal = Exchange._announcement, Framing.seal
 
-    def forge(self: GatherExchange, encoded: Any, round: int, numel: int) -> Any:
-        header, body = payload(self, encoded, round, numel)
-        return replace(header, **{field: value}), body
+    def forge_announcement(self: Exchange, *args: Any) -> Any:
+        codec, header = announcement(self, *args)
+        return codec, replace(header, **changes)
+
+    def forge_frame(self: Framing, *args: Any) -> Frame:
+        header, body = seal(self, *args)
+        return Frame(replace(header, **changes), body)
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(GatherExchange, "_payload", forge)
+        if rank == 1 and where == "announcement":
+            patch.setattr(Exchange, "_announcement", forge_announcement)
+        if rank == 1 and where == "frame":
+            patch.setattr(Framing, "seal", forge_frame)
         error = error_of(optimizer.sync)
-    return error, optimizer.sync().round
+    while optimizer.round == 0:
+        error_of(optimizer.sync)
+    return error, optimizer.round
 
 
-@pytest.mark.parametrize(("field", "value"), [("numel", 1004), ("codec", 0), ("body_bytes", 1 << 40)])
-def test_a_foreign_header_is_refused_before_memory_is_taken_for_it(field: str, value: int) -> None:
-    for (kind, text), repeated in run_ranks(2, foreign_header, field, value):
+@pytest.mark.parametrize("changes", [{"numel": 1004}, {"kind": Kind.SUMS}, {"entries": 1 << 40}, {"site": 0}])
+def test_a_foreign_announcement_is_refused_on_every_site(changes: dict[str, Any]) -> None:
+    for (kind, text), rounds in run_ranks(2, foreign_header, "announcement", changes):
         assert kind == "WireError"
         assert "site 1" in text or "site 0" in text
-        assert repeated == 1
+        assert rounds == 1
+
+
+@pytest.mark.parametrize("changes", [{"round": 7}, {"digest": 5}, {"body_bytes": 1 << 40}, {"codec": 0}])
+def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(changes: dict[str, Any]) -> None:
+    """What follows such a header nobody knows: the link is given up, and the repeat builds a new one."""
+    results = run_ranks(2, foreign_header, "frame", changes)
+    assert results[0][0][0] == "WireError"
+    assert "the message of site 1 can't be read: a " in results[0][0][1]
+    assert results[1][0][0] == "TransportError"
+    assert [rounds for _, rounds in results] == [1, 1]
 
 
 def stray_vote(rank: int) -> tuple[tuple[str, str], int]:

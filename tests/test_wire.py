@@ -1,6 +1,8 @@
-"""Payloads: they come back exactly, their bytes are pinned, and nothing malformed is taken for one."""
+"""Headers and frames: entries come back exactly, bytes are pinned, and nothing malformed is taken for one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,15 @@ from scripted import bits
 from test_kernels import plain_digest
 from torch import Tensor
 
+from loco.codec import CODECS, FAST, TIGHT, WHOLE, Codec
 from loco.errors import WireError
-from loco.kernels import Entries
-from loco.wire import HEADER_BYTES, Header, Status, check_header, decode_payload, encode_payload
+from loco.frames import Frame, Framing
+from loco.kernels import Entries, Gate, Known
+from loco.wire import HEADER_BYTES, Header, Kind, Status
 
-# Site 2 of round 7 sends three of 1,000,000 elements; written by hand from the README's table.
+DIGEST = 0xFEDC_BA98_7654_3210
+
+# Site 2 of round 7 sends three of 1,000,000 elements in frame 0; written by hand from the README's table.
 GOLDEN_BODY = bytes.fromhex(
     "0000803f"  # 1.0
     "000000c0"  # −2.0
@@ -31,37 +37,50 @@ def sparse(positions: list[int], values: list[float], numel: int) -> Entries:
     return Entries.at(where, torch.tensor(values, dtype=torch.float32), numel)
 
 
-def send(entries: Entries, numel: int) -> tuple[Header, Tensor]:
-    return encode_payload(entries, site=2, round=7, numel=numel, digest=0xFEDC_BA98_7654_3210)
+def framing(numel: int, codec: Codec = FAST, site: int = 2) -> Framing:
+    """Of a run of `numel` elements, as site 2 sends them and site 0 receives them."""
+    across: Any = SimpleNamespace(rank=site, device=torch.device("cpu"))
+    rng = np.random.default_rng(numel)
+    anchor, momentum = (
+        torch.from_numpy((0.02 * rng.standard_normal(numel)).astype(np.float32)) for _ in "ab"
+    )
+    return Framing(across, codec, Known(anchor, momentum, Gate()), round=7, digest=DIGEST)
 
 
-def receive(header: Header, body: Tensor, numel: int) -> Entries:
+def send(entries: Entries, numel: int, codec: Codec = FAST) -> Frame:
+    return framing(numel, codec).seal(entries, slice(0, numel), 0, Kind.ENTRIES)
+
+
+def receive(header: Header, body: Tensor, numel: int, codec: Codec = FAST) -> Entries:
+    receiver = framing(numel, codec, site=0)
     header = Header.unpack(header.pack())
-    check_header(header, site=2, numel=numel, codec=1)
-    return decode_payload(header, body)
+    receiver.check(header, 2, slice(0, numel), 0, Kind.ENTRIES)
+    entries = receiver.open(header, body, slice(0, numel))
+    assert entries is not None
+    return entries
 
 
 def reseal(header: Header, body: bytes, **changes: int) -> tuple[Header, Tensor]:
-    """A payload with an honest checksum and dishonest contents."""
+    """A frame with an honest checksum and dishonest contents."""
     tensor = torch.tensor(list(body), dtype=torch.uint8)
     return replace(header, body_bytes=len(body), checksum=plain_digest(body), **changes), tensor
 
 
+@pytest.mark.parametrize("codec", [FAST, TIGHT])
 @given(
-    st.sets(st.integers(0, 1 << 21), max_size=60),
+    st.sets(st.integers(0, 5000), max_size=60),
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=60, max_size=60),
 )
-def test_entries_come_back_bit_for_bit(positions: set[int], values: list[float]) -> None:
-    numel = (1 << 21) + 1
-    sent = sparse(sorted(positions), values[: len(positions)], numel)
-    got = receive(*send(sent, numel), numel)
+def test_entries_come_back_bit_for_bit(codec: Codec, positions: set[int], values: list[float]) -> None:
+    sent = sparse(sorted(positions), values[: len(positions)], 5001)
+    got = receive(*send(sent, 5001, codec), 5001, codec)
     assert torch.equal(got.indices(), sent.indices())
     np.testing.assert_array_equal(bits(got.values), bits(sent.values))
 
 
 @pytest.mark.parametrize("numel", [1, 63, 1003])
 @pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
-def test_an_entry_costs_five_bytes_and_a_block_one(numel: int, density: float) -> None:
+def test_a_fast_entry_costs_five_bytes_and_a_block_one(numel: int, density: float) -> None:
     positions = np.flatnonzero(np.random.default_rng(0).random(numel) < density).tolist()
     header, body = send(sparse(positions, [1.0] * len(positions), numel), numel)
     full = density == 1 and numel >= 256
@@ -69,22 +88,15 @@ def test_an_entry_costs_five_bytes_and_a_block_one(numel: int, density: float) -
     assert receive(header, body, numel).values.numel() == len(positions)
 
 
-def test_positions_beyond_2_31() -> None:
-    positions = [0, (1 << 31) - 1, 1 << 31, (1 << 32) + 12345]
-    numel = (1 << 32) + 12346
-    got = receive(*send(sparse(positions, [1.0, 2.0, 3.0, 4.0], numel), numel), numel)
-    assert got.indices().tolist() == positions
-
-
-def test_golden_payload() -> None:
+def test_golden_frame() -> None:
     header, body = send(sparse([5, 6, 999_999], [1.0, -2.0, 2.0**-149], 1_000_000), 1_000_000)
     assert body.numpy().tobytes() == GOLDEN_BODY
     raw = header.pack()
     assert len(raw) == HEADER_BYTES == 64
-    assert raw[:20] == b"LOCO" + bytes([2, 1]) + bytes([2, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    assert raw[:20] == b"LOCO" + bytes([3, 1]) + bytes([2, 0, 7, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0])
     fields = [int.from_bytes(raw[k : k + 8], "little") for k in range(24, 64, 8)]
     checksum = plain_digest(body.numpy().tobytes())
-    assert fields == [1_000_000, 3, body.numel(), 0xFEDC_BA98_7654_3210, checksum]
+    assert fields == [1_000_000, 3, body.numel(), DIGEST, checksum]
     again = receive(header, body, 1_000_000)
     assert again.values.tolist() == [1.0, -2.0, 2.0**-149]
 
@@ -105,11 +117,11 @@ ONE, TWO, INF, NAN = "0000803f", "00000040", "0000807f", "0000c0ff"
         (ONE + "ff" + "0001", 1, "outside a vector of 300 elements"),
         (INF + "00" + "0100", 1, "infinite or NaN"),
         (NAN + "00" + "0100", 1, "infinite or NaN"),
-        ("", 1, "0 bytes can't hold 1 entries"),
-        (ONE + "05" + "01000000", 1, "9 bytes can't hold 1 entries"),  # wide counts, and no block full
-        (ONE + "05" + "01", 1, "6 bytes can't hold 1 entries"),
-        ("00" * 5, 0, "5 bytes can't hold 0 entries"),
-        ("00" * 1507, 301, "1507 bytes can't hold 301 entries"),
+        ("", 1, "0 bytes can't hold 1 of 300 entries"),
+        (ONE + "05" + "01000000", 1, "wider than needed"),  # wide counts, and no block full
+        (ONE + "05" + "01", 1, "6 bytes can't hold 1 of 300 entries"),
+        ("00" * 5, 0, "a frame of 5 bytes for 0 of 300 entries"),
+        ("00" * 1507, 301, "a frame of 1507 bytes for 301 of 300 entries"),
         (ONE * 256 + bytes(range(256)).hex() + "00010000", 256, None),  # a full block
         (ONE * 256 + bytes(range(256)).hex() + "ff000100", 256, "wider than needed"),
         (ONE * 257 + bytes(range(256)).hex() + "00" + "01010000", 257, "256 elements with more entries"),
@@ -117,7 +129,7 @@ ONE, TWO, INF, NAN = "0000803f", "00000040", "0000807f", "0000c0ff"
         (ONE * 256 + bytes(range(255)).hex() + "fe" + "00010000", 256, "not in order"),
     ],
 )
-def test_malformed_bodies_are_refused_by_name(body: str, entries: int, message: str | None) -> None:
+def test_malformed_fast_bodies_are_refused_by_name(body: str, entries: int, message: str | None) -> None:
     """Vectors of 300 elements: a block of 256, and one of 44."""
     header, _ = send(sparse([], [], 300), 300)
     header, tensor = reseal(header, bytes.fromhex(body), entries=entries)
@@ -132,9 +144,10 @@ def test_malformed_bodies_are_refused_by_name(body: str, entries: int, message: 
     ("at", "value", "message"),
     [
         (0, 0x58, "starts with b'XOCO'"),
-        (4, 3, "wire version 3; this site speaks version 2"),
+        (4, 2, "wire version 2; this site speaks version 3"),
         (5, 1, "CRC does not match"),
         (6, 1, "CRC does not match"),
+        (14, 1, "CRC does not match"),
         (30, 1, "CRC does not match"),
         (63, 1, "CRC does not match"),
     ],
@@ -149,43 +162,98 @@ def test_damaged_headers_are_refused_by_name(at: int, value: int, message: str) 
         Header.unpack(bytes(raw[:63]))
 
 
-def test_headers_of_something_else_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codec": 0}, "a frame of codec 0, status OK"),
+        ({"codec": 9}, "a frame of codec 9, status OK"),
+        ({"site": 3}, "ENTRIES 0 of site 3, round 7"),
+        ({"round": 6}, "ENTRIES 0 of site 2, round 6"),  # replayed
+        ({"digest": 1}, "θ 0000000000000001 in the place of"),  # of another model
+        ({"subject": 1}, "ENTRIES 1 of site 2"),
+        ({"kind": Kind.SUMS}, "SUMS 0 of site 2"),
+        ({"kind": Kind.VOTE}, "VOTE 0 of site 2"),
+        ({"numel": 101}, "a frame of 101 elements, not 100"),
+        ({"body_bytes": 1 << 50}, "a frame of 1125899906842624 bytes for 1 of 100 entries"),
+        ({"entries": 1 << 60}, "of 100 entries"),
+        ({"status": Status.FAILED}, "status FAILED"),  # with a body
+        ({"status": Status.REPLICA}, "status REPLICA"),
+    ],
+)
+def test_headers_of_something_else_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    header, body = send(sparse([5], [1.0], 100), 100)
+    with pytest.raises(WireError, match=message):
+        receive(replace(header, **changes), body, 100)
+
+
+def test_unknown_kinds_and_statuses_are_refused() -> None:
     header, _ = send(sparse([5], [1.0], 100), 100)
-    for changed, message in (
-        (replace(header, codec=0), "codec 0 where this site sends codec 1"),
-        (replace(header, site=3), "a header of site 3 on the link of site 2"),
-        (replace(header, numel=101), "a vector of 101 elements, not 100"),
-        (replace(header, body_bytes=1 << 50), "bytes can't hold 1 entries"),
-        (replace(header, entries=1 << 60), "bytes can't hold"),
-    ):
-        with pytest.raises(WireError, match=message):
-            check_header(Header.unpack(changed.pack()), site=2, numel=100, codec=1)
+    for unknown in ({"status": max(Status) + 1}, {"kind": 0}, {"kind": max(Kind) + 1}):
+        raw = replace(header, **unknown).pack()  # pyright: ignore[reportArgumentType]
+        with pytest.raises(WireError, match="unknown kind or status"):
+            Header.unpack(raw)
     assert Header.unpack(replace(header, status=Status.REPLICA, subject=9).pack()).subject == 9
-    unknown = replace(header, status=max(Status) + 1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(WireError, match="unknown status"):
-        Header.unpack(unknown.pack())
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
+def test_no_body_is_larger_than_its_codec_says(codec: Codec) -> None:
+    for numel in (1, 255, 256, 1003):
+        for positions in ([], [numel - 1], list(range(numel))):
+            values = np.random.default_rng(0).standard_normal(len(positions)).tolist()
+            body = codec.encode(sparse(positions, values, numel), framing(numel).known)
+            assert body is not None
+            assert body.numel() <= codec.most_bytes(len(positions), numel)
 
 
 def test_whole_vectors_come_back_and_infinities_do_not() -> None:
     values = torch.tensor([1.0, -0.0, 2.0**-149])
-    header, body = send(Entries.whole(values), 3)
-    check_header(header, site=2, numel=3, codec=0)
-    np.testing.assert_array_equal(bits(decode_payload(header, body).values), bits(values))
-    header, body = send(Entries.whole(torch.tensor([1.0, float("inf"), 0.0])), 3)
+    header, body = send(Entries.whole(values), 3, WHOLE)
+    np.testing.assert_array_equal(bits(receive(header, body, 3, WHOLE).values), bits(values))
+    header, body = send(Entries.whole(torch.tensor([1.0, float("inf"), 0.0])), 3, WHOLE)
     with pytest.raises(WireError, match="infinite or NaN"):
-        decode_payload(header, body)
+        receive(header, body, 3, WHOLE)
 
 
-def test_every_flipped_bit_of_a_payload_is_noticed() -> None:
-    header, body = send(sparse([5, 6, 99], [1.0, -2.0, 3.0], 100), 100)
-    payload = header.pack() + body.numpy().tobytes()
-    for bit in range(8 * len(payload)):
-        damaged = bytearray(payload)
+def test_rounding_codecs_round_to_what_they_say() -> None:
+    rng = np.random.default_rng(1)
+    values = torch.from_numpy((1e-5 * rng.standard_normal(1003)).astype(np.float32))
+    known = framing(1003).known
+    by_name = {codec.name: codec for codec in CODECS.values()}
+    for name, error in (("bfloat16", 2.0**-8), ("int8", 0.5 / 127)):
+        codec = by_name[name]
+        body = codec.encode(Entries.whole(values), known)
+        assert body is not None
+        got = codec.decode(body, 1003, known).values
+        largest = values.abs().view(-1) if name == "bfloat16" else values.abs().max()
+        # Half a step of the format, and the last bits of computing it.
+        assert bool(((got - values).abs() <= 1.0001 * error * largest).all())
+        again = codec.encode(Entries.whole(got), known)
+        assert again is not None
+        if name == "bfloat16":
+            assert torch.equal(again, body)
+    zeros = by_name["int8"].encode(Entries.whole(torch.zeros(1003)), known)
+    assert zeros is not None
+    assert not by_name["int8"].decode(zeros, 1003, known).values.any()
+
+
+def test_the_tight_code_gives_way_where_it_finds_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loco.kernels.pack", lambda *_: None)
+    sent = sparse([5, 6], [1.0, 2.0], 100)
+    header, body = send(sent, 100, TIGHT)
+    assert header.codec == FAST.id
+    assert torch.equal(receive(header, body, 100, TIGHT).values, sent.values)
+
+
+@pytest.mark.parametrize("codec", [FAST, TIGHT])
+def test_every_flipped_bit_of_a_frame_is_noticed(codec: Codec) -> None:
+    header, body = send(sparse([5, 6, 99], [1.0, -2.0, 3.0], 100), 100, codec)
+    frame = header.pack() + body.numpy().tobytes()
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(frame)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(WireError):  # noqa: PT012
             got = Header.unpack(bytes(damaged[:HEADER_BYTES]))
-            check_header(got, site=2, numel=100, codec=1)
-            decode_payload(got, torch.tensor(list(damaged[HEADER_BYTES:]), dtype=torch.uint8))
+            receive(got, torch.tensor(list(damaged[HEADER_BYTES:]), dtype=torch.uint8), 100, codec)
 
 
 @given(
@@ -193,7 +261,7 @@ def test_every_flipped_bit_of_a_payload_is_noticed() -> None:
         lambda k: st.tuples(st.just(k), st.binary(min_size=5 * k + 1, max_size=5 * k + 1))
     )
 )
-def test_arbitrary_bodies_decode_to_valid_entries_or_a_named_error(case: tuple[int, bytes]) -> None:
+def test_arbitrary_fast_bodies_decode_to_valid_entries_or_a_named_error(case: tuple[int, bytes]) -> None:
     entries, body = case
     header, _ = send(sparse([], [], 100), 100)
     header, tensor = reseal(header, body, entries=entries)
