@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.errors import ExperimentError
+from loco.exchange import Wire
 from loco.settings import Settings
 
 METHODS = ("ddp", "diloco", "pulseloco")
@@ -76,6 +77,8 @@ class RunConfig:
     nesterov: bool = True
     gate: str = "bf16"
     gate_gain: float = 1.0
+    wire: str = "tight"  # PULSELoCo's code: trainers on one machine stand for sites behind slow links
+    exchange: str = "auto"
     ranks_per_site: int = 1
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -160,6 +163,7 @@ def check(config: RunConfig) -> None:
             gate=config.gate,
             gate_gain=config.gate_gain,
         )
+        Wire.of_entries(config.wire, config.exchange)
     except ValueError as error:
         raise ExperimentError(str(error)) from error
     if set(methods) <= {"ddp"}:

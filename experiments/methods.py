@@ -112,4 +112,5 @@ def build(method: Method, model: nn.Module, config: RunConfig) -> Trainee:
     if method.name == "diloco":
         return Trainee(module, loco.DiLoCo(inner, **outer), wait)
     gate = {"gate": config.gate, "gate_gain": config.gate_gain}
+    gate |= {"wire": config.wire, "exchange": config.exchange}
     return Trainee(module, loco.PulseLoCo(inner, **outer, **gate), wait)

@@ -151,10 +151,9 @@ class Int8:
 
 
 WHOLE, FAST, TIGHT = Whole(), Fast(), Tight()
-_ALL: tuple[Codec, ...] = (WHOLE, FAST, TIGHT, Bfloat16(), Int8())
-CODECS: dict[int, Codec] = {codec.id: codec for codec in _ALL}
 SPARSE: dict[str, Codec] = {codec.name: codec for codec in (FAST, TIGHT)}
 DENSE: dict[str, Codec] = {codec.name: codec for codec in (WHOLE, Bfloat16(), Int8())}
+CODECS: dict[int, Codec] = {codec.id: codec for codec in (*SPARSE.values(), *DENSE.values())}
 
 
 def _whole_values(entries: Entries, numel: int) -> Tensor:

@@ -15,7 +15,7 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
 
     While frame t travels, frame t + 1 is coded and frame t − 1 read.
     """
-    if not numel:
+    if not numel or work.across.size == 1:
         return [own]
     everything, count = slice(0, numel), frames_of(numel)
     peers = work.across.peers

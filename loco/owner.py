@@ -17,7 +17,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     The sums are in site order, so they are those of gathering, bit for bit. Frame t of the entries is summed
     while frame t + 1 travels, and its sums follow two ticks later.
     """
-    if not numel:
+    if not numel or work.across.size == 1:
         return [own]
     across, framing = work.across, work.framing
     slices = slices_of(numel, across.size)

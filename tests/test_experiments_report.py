@@ -66,6 +66,8 @@ def report(*, entries: int, norm: float, sent: int) -> SyncReport:
         numel=100,
         entries=entries,
         density=entries / 100,
+        wire="tight",
+        exchange="owner",
         payload_bytes=sent,
         sent_bytes=sent,
         received_bytes=sent,

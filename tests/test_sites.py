@@ -72,10 +72,11 @@ def test_the_divisor_is_the_number_of_sites_not_of_senders() -> None:
 
 def real_training(rank: int) -> dict[str, Any]:
     result = {}
-    for kind in (loco.PulseLoCo, loco.DiLoCo):
+    plain: dict[str, Any] = {"wire": "fast", "exchange": "gather"}  # whose bytes can be told in advance
+    for kind, options in ((loco.PulseLoCo, plain), (loco.DiLoCo, {})):
         net = small_model(seed=rank)  # sites start apart; site 0's weights count
         inner = torch.optim.AdamW(net.parameters(), lr=1e-5)
-        optimizer = kind(inner, sync_every=3)
+        optimizer = kind(inner, sync_every=3, **options)
         train(net, optimizer, rank, range(12))
         assert optimizer.last_report is not None
         result[kind.__name__] = snapshot(optimizer), optimizer.last_report
@@ -105,16 +106,16 @@ def test_the_report_counts_what_the_exchange_must_send() -> None:
     reports = [result["PulseLoCo"][1] for result in results]
     numel = 20 * 30 + 30 + 30 * 5 + 5
     payloads = sum(report.payload_bytes for report in reports)
+    around = 3 * 3 * 64  # an announcement and two votes, to or from each of three peers
     for report in reports:
         assert report.round == 4
         assert report.numel == numel
         assert 0 < report.entries < numel
         assert report.density == report.entries / numel
-        # A header, 4 bytes a value and, at this density, a byte or two a gap.
-        assert 64 + 5 * report.entries <= report.payload_bytes <= 64 + 6 * report.entries
-        # To each of three peers: the payload, header included, and two votes.
-        assert report.sent_bytes == 3 * (report.payload_bytes + 2 * 64)
-        assert report.received_bytes == payloads - report.payload_bytes + 3 * 2 * 64
+        # A header, 5 bytes an entry and one for each of four blocks.
+        assert report.payload_bytes == 64 + 5 * report.entries + 4
+        assert report.sent_bytes == 3 * report.payload_bytes + around
+        assert report.received_bytes == payloads - report.payload_bytes + around
         assert report.dense_bytes == 2 * 3 * numel  # 2 · 3/4 · 4
         assert report.site_bytes == 0
         assert set(report.seconds) == {"encode", "exchange", "apply"}
@@ -126,9 +127,12 @@ def dense_bytes(rank: int) -> loco.SyncReport:
 
 
 def test_dense_sends_a_rings_bytes() -> None:
+    payloads = []
     for report in run_ranks(4, dense_bytes):
-        headers = 3 * (3 * 64 + 2 * 8)  # a header, two votes and two digests to each peer
-        # 1003 does not divide by 4: the last owner's slice is one element shorter.
-        assert abs(report.sent_bytes - headers - report.dense_bytes) <= 2 * 4 * 3
-        assert report.payload_bytes == 64 + 4 * 1003
+        headers = 3 * 5 * 64  # an announcement, two votes and two frames to each peer
+        # Slices are whole blocks of 256: the last owner's has 235 elements.
+        assert abs(report.sent_bytes - headers - report.dense_bytes) <= 4 * 21 * 4
         assert report.density == 1.0
+        payloads.append(report.payload_bytes)
+    # What a site adds up itself it does not code.
+    assert payloads == [4 * (1003 - own) + 3 * 64 for own in (256, 256, 256, 235)]

@@ -6,8 +6,9 @@ bandwidth of a plain copy measured in the same minute on the same memory.
 
 Encode must read θ, w and e, 12 bytes per parameter, and write its entries. Apply, as loco does it, reads θ, m
 and w and e, writes them, 32 bytes, and reads the entries. A whole round is judged against 36, the least that
-any order of the work could do, and is measured as `sync()` of a single site, its report, digests, wire form
-and votes included. With more sites each peer's payload is also decoded, which has a row of its own. Where a
+any order of the work could do, and is measured as `sync()` of a single site, its report, digests and votes
+included. With more sites entries are also coded and decoded: a row of its own for the fast code, and `bench
+wire` for both. Where a
 CPU writes memory that is not in its cache it first reads it, which a copy's count leaves out; apply writes
 only what it has read, and can exceed this roof. The CSV also has the bandwidth of adding in place, which is
 the fastest traffic here.
@@ -34,9 +35,8 @@ from torch._C._distributed_c10d import HashStore
 import loco
 from experiments.bench.measuring import append, peak_bytes, quantiles, seconds
 from loco import kernels
-from loco.codec import CODECS
-from loco.kernels import Entries, Gate, OuterStep, reference
-from loco.wire import encode_payload
+from loco.codec import FAST
+from loco.kernels import Entries, Gate, Known, OuterStep, reference
 
 ENCODE, APPLY, ROUND = 12, 32, 36  # bytes per parameter
 SIGMA = 0.02  # of the weights
@@ -141,9 +141,9 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     yield row("apply", "loco", lambda: kernels.apply(*applied), APPLY + of_entries, 0)
     payload = 2 * own_bytes  # the entries, and the same as the wire has them
     yield row("round", "loco", state.optimizer.sync, ROUND, payload)
-    _, body = encode_payload(entries, site=0, round=1, numel=numel, digest=0)
-    codec, k = CODECS[1], entries.values.numel()
-    yield row("decode", "loco, one peer's payload", lambda: codec.decode(body, k, numel), None, None)
+    known, k = Known(anchor, momentum, gate), entries.values.numel()
+    body = FAST.encode(entries, known)
+    yield row("decode", "loco, one peer's payload", lambda: FAST.decode(body, k, known), None, None)
     yield row(
         "encode",
         REFERENCE,
