@@ -11,6 +11,7 @@ from .transfer import Transfer
 from .wire import HEADER_BYTES, Header
 
 ENOUGH = 1000  # entries, to learn from
+CLEARLY = 1.2
 EXCHANGES = ("auto", "gather", "owner", "dense")
 
 
@@ -42,10 +43,14 @@ class Habits:
         self.spread = 1 + (sites - 1) / 3  # entries of the sums, over those of one site
         self._link_speed: float | None = None  # bytes per second
         self._coding: float | None = None  # seconds that the tight code took
-        self._moved: dict[str, float] = {}  # bytes of a round, by code
+        self._tight_bytes = 0.0  # that a round sends in the tight code
 
     def codec(self) -> Codec:
-        """The code for this round."""
+        """The code for this round: with "auto" the one that is predicted to take less time.
+
+        Coding and sending overlap, so a round takes the longer of the two. The fast code takes hardly any
+        time, but the link for longer; and since others use the link too, it must be clearly the quicker.
+        """
         if self.wire != "auto":
             return SPARSE[self.wire]
         if not kernels.packs_fast():
@@ -54,10 +59,9 @@ class Habits:
             return TIGHT  # the first round: find out
         if self._link_speed is None:
             return FAST  # the link never kept the tight code waiting
-        moved = self._moved.get(TIGHT.name) or self._moved[FAST.name] * self._ratio()
-        tight = max(moved / self._link_speed, self._coding)
-        fast = (self._moved.get(FAST.name) or moved / self._ratio()) / self._link_speed
-        return TIGHT if tight <= fast else FAST
+        tight = max(self._tight_bytes / self._link_speed, self._coding)
+        fast = self._tight_bytes / self._ratio() / self._link_speed
+        return TIGHT if tight <= CLEARLY * fast else FAST
 
     def announced(self, codec: Codec, entries: int, numel: int) -> tuple[int, int]:
         """The bytes to expect of this site's payload, and of the sums."""
@@ -72,15 +76,16 @@ class Habits:
             contributions: all sites' entries, or their sums alone.
             moved: the bytes that this site sent.
         """
-        self._moved[codec.name] = moved
+        framing = work.framing
+        if framing.coded_entries >= ENOUGH:
+            self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries
         if codec is TIGHT:
             self._coding = work.coding_seconds
+        self._tight_bytes = moved if codec is TIGHT else moved * self._ratio()
         if work.link_speed:
             self._link_speed = work.link_speed
-        if work.framing.coded_entries >= ENOUGH:
-            self.entry_bytes[codec.name] = work.framing.coded_bytes / work.framing.coded_entries
         if own.values.numel() >= ENOUGH:
-            part = slice(0, min(FRAME, work.framing.known.anchor.numel()))
+            part = slice(0, min(FRAME, framing.known.anchor.numel()))
             of_part = [c.cut(part) for c in contributions]
             sums = of_part[0] if len(of_part) == 1 else kernels.add_up(of_part, part.stop)
             one = own.cut(part).values.numel()
