@@ -93,7 +93,7 @@ def apply(
 ) -> float:
     """Steps 5 to 8, in place: the residual, the mean, the outer step, the weights.
 
-    e = 0 where sent, s elsewhere
+    e = s − v where v was sent, s elsewhere
     g = ((0 + c_0) + c_1 + …) / R           contributions in site order
     m = μ·m + g
     θ = θ − α·(g + μ·m)                     Nesterov; θ − α·m plain; θ − α·g for μ = 0
@@ -109,7 +109,8 @@ def apply(
             if own.starts is None:
                 kept.zero_()
             else:
-                kept[_within(own, at)[0]] = 0.0
+                where, what = _within(own, at)
+                kept[where] -= what
             residual[at] = kept
             squares += float(kept.double().square_().sum())
 
