@@ -76,6 +76,8 @@ class RunConfig:
     nesterov: bool = True
     gate: str = "bf16"
     gate_gain: float = 1.0
+    gate_margin: float = 0.0  # of a BF16 ulp
+    value_steps: int | None = None  # to a BF16 ulp; None: exact values
     ranks_per_site: int = 1
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -159,6 +161,8 @@ def check(config: RunConfig) -> None:
             nesterov=config.nesterov,
             gate=config.gate,
             gate_gain=config.gate_gain,
+            gate_margin=config.gate_margin,
+            value_steps=config.value_steps,
         )
     except ValueError as error:
         raise ExperimentError(str(error)) from error

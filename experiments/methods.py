@@ -111,5 +111,5 @@ def build(method: Method, model: nn.Module, config: RunConfig) -> Trainee:
     }
     if method.name == "diloco":
         return Trainee(module, loco.DiLoCo(inner, **outer), wait)
-    gate = {"gate": config.gate, "gate_gain": config.gate_gain}
+    gate = {name: getattr(config, name) for name in ("gate", "gate_gain", "gate_margin", "value_steps")}
     return Trainee(module, loco.PulseLoCo(inner, **outer, **gate), wait)
