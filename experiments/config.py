@@ -77,6 +77,8 @@ class RunConfig:
     nesterov: bool = True
     gate: str = "bf16"
     gate_gain: float = 1.0
+    gate_margin: float = 0.0  # of a BF16 ulp
+    value_steps: int | None = None  # to a BF16 ulp; None: exact values
     wire: str = "tight"  # PULSELoCo's code: trainers on one machine stand for sites behind slow links
     exchange: str = "auto"
     ranks_per_site: int = 1
@@ -162,6 +164,8 @@ def check(config: RunConfig) -> None:
             nesterov=config.nesterov,
             gate=config.gate,
             gate_gain=config.gate_gain,
+            gate_margin=config.gate_margin,
+            value_steps=config.value_steps,
         )
         Wire.of_entries(config.wire, config.exchange)
     except ValueError as error:

@@ -111,6 +111,6 @@ def build(method: Method, model: nn.Module, config: RunConfig) -> Trainee:
     }
     if method.name == "diloco":
         return Trainee(module, loco.DiLoCo(inner, **outer), wait)
-    gate = {"gate": config.gate, "gate_gain": config.gate_gain}
-    gate |= {"wire": config.wire, "exchange": config.exchange}
+    own = ("gate", "gate_gain", "gate_margin", "value_steps", "wire", "exchange")
+    gate = {name: getattr(config, name) for name in own}
     return Trainee(module, loco.PulseLoCo(inner, **outer, **gate), wait)

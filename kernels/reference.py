@@ -51,12 +51,42 @@ def visible(anchor: Tensor, update: Tensor, gate: Gate) -> Tensor:
     return cast(anchor, gate.dtype).float() != cast(moved, gate.dtype).float()
 
 
+def ulp(anchor: Tensor) -> Tensor:
+    """The BF16 ulp of θ, 2^(E − 127 − 7) for a biased exponent E, which is 1 for zeros and denormals."""
+    exponent = (anchor.view(torch.int32) & 0x7F800000).clamp_(min=0x00800000)
+    return exponent.view(torch.float32) * 2.0**-7
+
+
+def in_steps(anchor: Tensor, update: Tensor, value_steps: int) -> Tensor:
+    """The multiple of ulp(θ) / V nearest to s, of two equally near the even one. -> [n] float32
+
+    Where that is 2^128, which FP32 does not hold, it is the multiple before. What is not finite stays.
+    """
+    exact, step = update.double(), ulp(anchor).double() / value_steps
+    largest = 2.0**128 - step
+    nearest = ((exact / step).round() * step).clamp(-largest, largest)
+    # From 2^23 steps on FP32 has nothing but their multiples.
+    return torch.where(exact.abs() < step * 2.0**23, nearest.float(), update)
+
+
+def to_send(anchor: Tensor, update: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    """Step 5: which entries, and what to send of them. -> [n] bool, [n] float32"""
+    sent, values = visible(anchor, update, gate), update
+    if gate.margin:
+        sent &= update.abs() > gate.margin * ulp(anchor)
+    if gate.value_steps is not None:
+        values = in_steps(anchor, update, gate.value_steps)
+        sent &= values != 0
+    return sent, values
+
+
 def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None) -> Encoded:
     """Steps 2 to 5 without writing: the entries to send, the digest of θ, the first bad position.
 
         Δ = float(cast(θ)) − float(w)
         s = Δ + e
-        send (i, s_i) for the visible i; without a gate send every s_i
+        send (i, v_i) for the visible i with |s_i| > f·ulp(θ_i) and v_i ≠ 0;
+            v = s, or rounded to a multiple of ulp(θ) / V; without a gate send every s_i
 
     Nothing is changed, so a round whose exchange fails can be repeated; `apply` writes the residual.
     """
@@ -72,9 +102,10 @@ def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, g
         if gate is None:
             values.append(update)
             continue
-        sent = visible(anchor[at], update, gate).nonzero().view(-1)
-        indices.append(sent + at.start)
-        values.append(update[sent])
+        sent, rounded = to_send(anchor[at], update, gate)
+        where = sent.nonzero().view(-1)
+        indices.append(where + at.start)
+        values.append(rounded[where])
     entries = Entries.whole(_join(values, torch.float32, anchor.device))
     if gate is not None:
         where = _join(indices, torch.int64, anchor.device)
@@ -93,7 +124,7 @@ def apply(
 ) -> float:
     """Steps 5 to 8, in place: the residual, the mean, the outer step, the weights.
 
-    e = 0 where sent, s elsewhere
+    e = s − v where v was sent, s elsewhere
     g = ((0 + c_0) + c_1 + …) / R           contributions in site order
     m = μ·m + g
     θ = θ − α·(g + μ·m)                     Nesterov; θ − α·m plain; θ − α·g for μ = 0
@@ -109,7 +140,8 @@ def apply(
             if own.starts is None:
                 kept.zero_()
             else:
-                kept[_within(own, at)[0]] = 0.0
+                where, what = _within(own, at)
+                kept[where] -= what
             residual[at] = kept
             squares += float(kept.double().square_().sum())
 

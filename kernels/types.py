@@ -85,11 +85,16 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Send an entry when its update, times `gain`, would change the cast of its weight to `dtype`."""
+    """Send an entry when its update, times `gain`, would change the cast of its weight to `dtype`.
+
+    Two economies, off by default, in units of ulp(θ), the weight's BF16 ulp: not what is no larger than
+    `margin` of it; and of what is sent only the multiple of ulp(θ) / `value_steps` nearest to it.
+    """
 
     dtype: torch.dtype = torch.bfloat16
     gain: float = 1.0  # γ
-    margin: float = 0.0  # send only where |s| is more than this many BF16 ulps of θ
+    margin: float = 0.0  # f
+    value_steps: int | None = None  # V, a power of two from 2 to 256; None: exact values
 
 
 class Known(NamedTuple):

@@ -190,11 +190,17 @@ class PulseLoCo(LowCommunicationOptimizer):
 
         Δ = float(cast(θ)) − float(w)            what the inner steps did
         s = Δ + e                                plus what was withheld before
-        send s_i where bf16(θ_i) ≠ bf16(θ_i − γ·s_i); e_i = 0 there, s_i elsewhere
-        g = (Σ sent s, in site order) / R
+        send v_i = s_i where bf16(θ_i) ≠ bf16(θ_i − γ·s_i)
+        e_i = s_i − v_i there (0, since v is exact), s_i elsewhere
+        g = (Σ sent v, in site order) / R
         m = μ·m + g
         θ = θ − α·(g + μ·m)                      Nesterov; plain: θ − α·m
         w = cast(θ)
+
+    Two economies send less, and keep in e what they do not send. Both count in ulp(θ), the BF16 ulp of θ:
+
+        send only where also |s_i| > f·ulp(θ_i)
+        v_i = the multiple of ulp(θ_i) / V nearest to s_i, ties to the even one; where it is 0, send nothing
 
     Args:
         inner: the optimizer to wrap, built on the model's parameters. θ starts as site 0's weights.
@@ -206,6 +212,9 @@ class PulseLoCo(LowCommunicationOptimizer):
         gate: the format whose changes are sent: "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2" (which saturate); or
             "open" to send every entry (DiLoCo's bits through PULSELoCo's wire).
         gate_gain: γ; above 1 sends earlier, and more.
+        gate_margin: f, a fraction of the BF16 ulp; 0 sends all that is visible.
+        value_steps: V, steps in which values are sent, to the BF16 ulp: a power of two from 2 to 256; None
+            sends them exactly.
         offload: keep θ, e and m, 12 bytes per parameter, in pinned host memory instead of the GPU's. The
             host's cores then do the round's work, and its memory and gloo the exchange.
 
@@ -226,6 +235,8 @@ class PulseLoCo(LowCommunicationOptimizer):
         topology: Topology | None = None,
         gate: str = "bf16",
         gate_gain: float = 1.0,
+        gate_margin: float = 0.0,
+        value_steps: int | None = None,
         wire: str = "auto",
         exchange: str = "auto",
         offload: bool = False,
@@ -238,6 +249,8 @@ class PulseLoCo(LowCommunicationOptimizer):
             nesterov=nesterov,
             gate=gate,
             gate_gain=gate_gain,
+            gate_margin=gate_margin,
+            value_steps=value_steps,
         )
         super().__init__(inner, settings, topology, Wire.of_entries(wire, exchange), offload)
 
@@ -287,5 +300,7 @@ class DiLoCo(LowCommunicationOptimizer):
             nesterov=nesterov,
             gate="open",
             gate_gain=1.0,
+            gate_margin=0.0,
+            value_steps=None,
         )
         super().__init__(inner, settings, topology, Wire.of_all(wire), offload)

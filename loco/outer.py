@@ -69,7 +69,14 @@ class OuterLoop:
         self._torn = False
 
         seen = GATES[settings.gate]
-        self._gate = None if seen is None else Gate(dtype=seen, gain=settings.gate_gain)
+        self._gate = None
+        if seen is not None:
+            self._gate = Gate(
+                dtype=seen,
+                gain=settings.gate_gain,
+                margin=settings.gate_margin,
+                value_steps=settings.value_steps,
+            )
         self._step = OuterStep(
             num_sites=topology.num_sites,
             lr=settings.outer_lr,

@@ -13,6 +13,7 @@ GATES = {
     "fp8_e5m2": torch.float8_e5m2,
     "open": None,
 }
+VALUE_STEPS = (None, *(2**k for k in range(1, 9)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Settings:
     nesterov: bool
     gate: str  # one of GATES
     gate_gain: float  # γ
+    gate_margin: float  # f
+    value_steps: int | None  # V
 
     def __post_init__(self) -> None:
         if not 1 <= self.sync_every < float("inf") or self.sync_every != int(self.sync_every):
@@ -41,6 +44,18 @@ class Settings:
             raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
         if self.gate not in GATES:
             raise ValueError(f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
+        if self.gate_margin != 0 and not 2.0**-126 <= _in_fp32(self.gate_margin) < float("inf"):
+            raise ValueError(f"gate_margin must be 0, or > 0 and finite in FP32, got {self.gate_margin}")
+        if self.value_steps not in VALUE_STEPS:
+            raise ValueError(
+                f"value_steps must be None or a power of two from 2 to 256, got {self.value_steps!r}"
+            )
+        for name, off in (("gate_margin", 0), ("value_steps", None)):
+            if GATES[self.gate] is None and getattr(self, name) != off:
+                raise ValueError(
+                    f'gate="open" sends every entry exactly, so {name} must be {off}, got '
+                    f'{getattr(self, name)}: leave it out, or choose another gate, such as "bf16"'
+                )
         # 8 and 8.0, or a number of numpy's, are one setting: plain types, so that they compare as one.
         for name, kind in (
             ("sync_every", int),
@@ -48,8 +63,11 @@ class Settings:
             ("outer_momentum", float),
             ("nesterov", bool),
             ("gate_gain", float),
+            ("gate_margin", float),
         ):
             object.__setattr__(self, name, kind(getattr(self, name)))
+        if self.value_steps is not None:
+            object.__setattr__(self, "value_steps", int(self.value_steps))
 
 
 def _in_fp32(value: float) -> float:

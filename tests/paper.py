@@ -36,6 +36,19 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return to_format(x, "bf16")
 
 
+def bf16_ulp(theta: np.ndarray) -> np.ndarray:
+    """How far apart the BF16 numbers from |θ| on are, in float64."""
+    _, exponent = np.frexp(theta.astype(np.float64))
+    return np.exp2(np.where(theta == 0, -126, np.maximum(exponent - 1, -126)) - 7.0)
+
+
+def in_steps(s: np.ndarray, theta: np.ndarray, value_steps: int) -> np.ndarray:
+    """s to the nearest multiple of ulp(θ) / V that FP32 holds, ties to even."""
+    step = bf16_ulp(theta) / value_steps
+    last = 2.0**128 - step  # FP32 ends at 2^128; if its numbers are farther apart there, nothing is rounded
+    return np.clip(np.rint(s.astype(np.float64) / step) * step, -last, last).astype(F32)
+
+
 @dataclass
 class Paper:
     """All sites of a run. `bf16[i]` says that parameter element i is stored in BF16."""
@@ -48,6 +61,8 @@ class Paper:
     nesterov: bool
     gain: float = 1.0
     gate: str = "bf16"
+    margin: float = 0.0
+    value_steps: int | None = None
     dense: bool = False
     momentum: np.ndarray = field(init=False)
     residuals: list[np.ndarray] = field(init=False)
@@ -70,8 +85,14 @@ class Paper:
                 send = np.ones(theta.shape, dtype=bool)
             else:
                 send = to_format(theta, self.gate) != to_format(theta - F32(self.gain) * s, self.gate)
-            self.residuals[site] = np.where(send, F32(0), s)
-            total = np.where(send, total + s, total)
+            v = s
+            if self.margin:
+                send &= np.abs(s) > F32(self.margin) * bf16_ulp(theta).astype(F32)
+            if self.value_steps:
+                v = in_steps(s, theta, self.value_steps)
+                send &= v != 0
+            self.residuals[site] = np.where(send, s - v, s)
+            total = np.where(send, total + v, total)
             sent.append(int(send.sum()))
         g = total / F32(self.sites)
         lr, mu = F32(self.lr), F32(self.mu)

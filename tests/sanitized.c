@@ -7,7 +7,7 @@
 #include <string.h>
 
 int64_t loco_encode(int64_t, const float *, const float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
-                    int, float, int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *);
+                    int, float, float, int, int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *);
 double loco_apply(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
                   int64_t, const void *, float, float, float, int, int);
 void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int);
@@ -38,7 +38,7 @@ static void note(const void *data, size_t bytes) {
     result = result * 31 + loco_digest(data, (int64_t)bytes, 1);
 }
 
-static void round_of(int64_t n, int gate, int gathers, int has_residual, int mu, int wild, int threads) {
+static void round_of(int64_t n, int gate, int thrifty, int gathers, int has_residual, int mu, int wild, int threads) {
     /* Three pieces of different dtypes, at addresses that are only as aligned as they must be. */
     int64_t ends[3] = {n / 3, n / 3 + n / 2, n}, start[4] = {0}, address[3], count = 0;
     int32_t dtype[3];
@@ -65,8 +65,9 @@ static void round_of(int64_t n, int gate, int gathers, int has_residual, int mu,
         residual[i] = number(1e-4f, wild);
         momentum[i] = number(1e-4f, wild);
     }
-    int64_t k = loco_encode(n, anchor, has_residual ? residual : NULL, count, address, start, dtype, gate, 1.0f, threads,
-                            starts, offsets, values, &digest, &first_bad);
+    int64_t k = loco_encode(n, anchor, has_residual ? residual : NULL, count, address, start, dtype, gate, 1.0f,
+                            thrifty ? 0.25f : 0.0f, thrifty ? 16 : 0, threads, starts, offsets, values, &digest,
+                            &first_bad);
     if (k < 0 || k > n) abort();
     note(&digest, 8);
     note(&first_bad, 8);
@@ -95,7 +96,9 @@ int main(void) {
     for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
         for (int gate = 0; gate < 5; gate++)
             for (int threads = 1; threads <= 4; threads += 3)
-                for (int wild = 0; wild < 2; wild++) round_of(sizes[s], gate, 1 + gate % 3, gate != 0, gate % 3, wild, threads);
+                for (int wild = 0; wild < 2; wild++)
+                    for (int thrifty = 0; thrifty < (gate ? 2 : 1); thrifty++)
+                        round_of(sizes[s], gate, thrifty, 1 + gate % 3, gate != 0, gate % 3, wild, threads);
     for (int64_t bytes = 0; bytes < 40; bytes++) {
         char *data = malloc((size_t)bytes + 1);  /* and an odd address */
         memset(data, 7, (size_t)bytes + 1);

@@ -24,6 +24,8 @@ def disagree(rank: int) -> list[tuple[str, str]]:
         lambda: build(outer_momentum=0.0 if odd else 0.9),
         lambda: build(nesterov=not odd),
         lambda: build(gate_gain=7.0 if odd else 1.0),
+        lambda: build(gate_margin=0.25 if odd else 0.0),
+        lambda: build(value_steps=16 if odd else None),
         lambda: build(exchange="gather" if odd else "auto"),
         lambda: build(kind=loco.DiLoCo if odd else loco.PulseLoCo, gate=None if odd else "open"),
         lambda: build(numel=1004 if odd else 1003),
@@ -43,6 +45,8 @@ def test_sites_that_were_built_differently_all_learn_what_differs() -> None:
         "the sites differ in outer_momentum: site 0 has 0.9, site 1 has 0.0",
         "the sites differ in nesterov: site 0 has True, site 1 has False",
         "the sites differ in gate_gain: site 0 has 1.0, site 1 has 7.0",
+        "the sites differ in gate_margin: site 0 has 0.0, site 1 has 0.25",
+        "the sites differ in value_steps: site 0 has None, site 1 has 16",
         "the sites differ in exchange: site 0 has auto, site 1 has gather",
         "the sites differ in kind: site 0 has PulseLoCo, site 1 has DiLoCo",
         "the sites differ in parameters (number 3): site 0 has ['group0.param3', [990], 'torch.float32'], "
@@ -53,14 +57,14 @@ def test_sites_that_were_built_differently_all_learn_what_differs() -> None:
     ]
     broken = "group0.param0 is torch.float64; loco synchronises float32, bfloat16 and float16"
     for rank, errors in enumerate(run_ranks(3, disagree)):
-        assert [text for _, text in errors[:10]] == expected
-        assert {kind for kind, _ in errors[:10]} == {"AgreementError"}
+        assert [text for _, text in errors[:12]] == expected
+        assert {kind for kind, _ in errors[:12]} == {"AgreementError"}
         if rank == 1:
-            assert errors[10] == ("ValueError", f"parameter {broken}")
+            assert errors[12] == ("ValueError", f"parameter {broken}")
         else:
             said = f"site 1 could not be built: ValueError: parameter {broken}"
-            assert errors[10] == ("AgreementError", said)
-        assert errors[11] == ("", "nothing was raised")  # 8.0 is 8
+            assert errors[12] == ("AgreementError", said)
+        assert errors[13] == ("", "nothing was raised")  # 8.0 is 8
 
 
 def first_anchor(rank: int) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def every_way(rank: int, numel: int, frame: int, options: dict[str, Any]) -> lis
         (4, 5003, 512, {"outer_momentum": 0.0, "outer_lr": 1.0}),
         (3, 5003, 1024, {"gate_gain": 3.5}),
         (3, 1003, 1 << 21, {"gate": "fp8_e4m3"}),
+        (3, 5003, 1 << 21, {"value_steps": 8, "gate_margin": 0.5}),
         (2, 20, 1 << 21, {}),  # a slice without elements
     ],
 )

@@ -52,6 +52,8 @@ def test_every_file_in_configs_loads_by_its_short_name(kind: type[RunConfig], fi
         (["lr=0"], "lr must be > 0, got 0.0"),
         (["port=99999"], "port must be between 1 and 65535, got 99999"),
         (["outer_momentum=1.5"], "outer_momentum must be in [0, 1), got 1.5"),
+        (["value_steps=12"], "value_steps must be None or a power of two from 2 to 256, got 12"),
+        (["gate_margin=-1"], "gate_margin must be 0, or > 0 and finite in FP32, got -1.0"),
         (["model.heads=3"], "model.dim must be a multiple of model.heads, got 128 and 3"),
     ],
 )

@@ -3,6 +3,7 @@
 Only of a NaN that arithmetic makes the bits are not compared.
 """
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -244,6 +245,32 @@ def test_the_casts_of_all_ties(home: Any, gate: Gate, monkeypatch: pytest.Monkey
     check_encode(home, anchor, [other], torch.zeros_like(anchor), gate)
 
 
+ECONOMIES = [(0.25, None), (1e-6, None), (1e38, None), (0.0, 2), (0.0, 256), (1.5, 16)]
+
+
+@pytest.mark.parametrize(("margin", "value_steps"), ECONOMIES)
+def test_the_economies_on_all_ties(
+    home: Any, margin: float, value_steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """θ is a fifth of all BF16 numbers and ties; s is anything at all, or some halves of a step, or f·ulp(θ),
+    or next to one of these."""
+    use_tiles_of(1 << 16, monkeypatch)
+    gate = Gate(gain=2.0**30, margin=margin, value_steps=value_steps)
+    anchor = ties()[::5].clone()
+    n = anchor.numel()
+    rng = np.random.default_rng(0)
+    unit = reference.ulp(anchor)
+    per_ulp = 2 * (value_steps or 1)
+    count = torch.from_numpy(rng.integers(-2 * per_ulp, 2 * per_ulp, n).astype(np.float32))
+    nudge = torch.from_numpy(rng.integers(-1, 2, n).astype(np.int32))
+    sent = 0
+    for s in (anchor[torch.from_numpy(rng.permutation(n))], count * (unit / per_ulp), unit * margin):
+        update = (s.view(torch.int32) + nudge).view(FP32)
+        # w = θ, so that s is the residual.
+        sent += check_encode(home, anchor, [anchor.clone()], update, gate).entries.values.numel()
+    assert sent > n // 4 or margin == 1e38
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_weights_of_all_ties(home: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cast of each tie, and the difference from weights of any value, overflow to infinity included."""
@@ -318,6 +345,10 @@ def test_any_round(home: Any, data: st.DataObject) -> None:
     ends = sorted(data.draw(st.lists(st.integers(0, n), max_size=5), label="borders"))
     sizes = np.diff([0, *ends, n]).tolist()
     gate = data.draw(st.sampled_from(GATES), label="gate")
+    if gate is not None:
+        margin = data.draw(st.sampled_from([0.0, 0.01, 0.3]), label="margin")
+        value_steps = data.draw(st.sampled_from([None, 2, 16, 256]), label="value_steps")
+        gate = dataclasses.replace(gate, margin=margin, value_steps=value_steps)
     anchor, weights, residual = state(n, seed)
     pieces = cut(weights, sizes, dtypes, pad=data.draw(st.integers(0, 3), label="pad"))
     own = check_encode(home, anchor, pieces, residual, gate).entries

@@ -25,6 +25,22 @@ pytestmark = pytest.mark.usefixtures("single_site")
         ({"nesterov": "no"}, "nesterov must be True or False, got 'no'"),
         ({"gate": "fp4"}, "gate must be one of bf16, fp16, fp8_e4m3, fp8_e5m2, open, got 'fp4'"),
         ({"gate_gain": 0.0}, "gate_gain must be > 0 and finite in FP32, got 0.0"),
+        ({"gate_margin": -0.5}, "gate_margin must be 0, or > 0 and finite in FP32, got -0.5"),
+        ({"gate_margin": 1e-60}, "gate_margin must be 0, or > 0 and finite in FP32, got 1e-60"),
+        ({"gate_margin": float("inf")}, "gate_margin must be 0, or > 0 and finite in FP32, got inf"),
+        ({"gate_margin": float("nan")}, "gate_margin must be 0, or > 0 and finite in FP32, got nan"),
+        ({"value_steps": 1}, "value_steps must be None or a power of two from 2 to 256, got 1"),
+        ({"value_steps": 12}, "value_steps must be None or a power of two from 2 to 256, got 12"),
+        ({"value_steps": 512}, "value_steps must be None or a power of two from 2 to 256, got 512"),
+        ({"value_steps": "16"}, "value_steps must be None or a power of two from 2 to 256, got '16'"),
+        (
+            {"gate": "open", "gate_margin": 0.25},
+            'gate="open" sends every entry exactly, so gate_margin must be 0, got 0.25: leave it out',
+        ),
+        (
+            {"gate": "open", "value_steps": 16},
+            'gate="open" sends every entry exactly, so value_steps must be None, got 16: leave it out',
+        ),
     ],
 )
 def test_arguments_out_of_range_are_named(options: dict[str, Any], message: str) -> None:

@@ -25,6 +25,8 @@ class Case:
     nesterov: bool = True
     gate: str = "bf16"
     gate_gain: float = 1.0
+    gate_margin: float = 0.0
+    value_steps: int | None = None
     bf16: bool = False
 
 
@@ -40,7 +42,16 @@ CASES += [
     Case("PulseLoCo", gate="fp16"),
     Case("PulseLoCo", gate="fp8_e4m3", gate_gain=50.0),
     Case("PulseLoCo", gate="fp8_e5m2", gate_gain=50.0),
+    Case("PulseLoCo", gate_margin=0.25),
+    Case("PulseLoCo", value_steps=2),
+    Case("PulseLoCo", value_steps=256, bf16=True),
+    Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=16, bf16=True),
+    Case("PulseLoCo", gate="fp16", gate_margin=0.03, value_steps=64, outer_momentum=0.0),
+    Case("PulseLoCo", gate="fp8_e4m3", gate_gain=50.0, gate_margin=0.3, value_steps=4),
 ]
+
+
+DILOCO_TAKES = ("sync_every", "outer_lr", "outer_momentum", "nesterov")
 
 
 def run_library(
@@ -54,7 +65,7 @@ def run_library(
         options = asdict(case)
         kind, _ = options.pop("kind"), options.pop("bf16")
         if kind == "DiLoCo":
-            del options["gate"], options["gate_gain"]
+            options = {name: options[name] for name in DILOCO_TAKES}
         optimizer = getattr(loco, kind)(Scripted(params, SEED, rank), offload=offload, **options)
         history = []
         for step in range(ROUNDS * case.sync_every):
@@ -89,6 +100,8 @@ def run_paper(case: Case, sites: int) -> list[list[dict[str, Any]]]:
         nesterov=case.nesterov,
         gain=case.gate_gain,
         gate=case.gate,
+        margin=case.gate_margin,
+        value_steps=case.value_steps,
         dense=case.kind == "DiLoCo",
     )
     rounds = []

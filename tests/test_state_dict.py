@@ -36,6 +36,8 @@ def test_a_state_dict_is_plain_data_and_keeps_torchs_shape() -> None:
     [
         ({"sync_every": 3}, "sync_every = 2, this optimizer has 3"),
         ({"outer_lr": 0.5}, "outer_lr = 0.7, this optimizer has 0.5"),
+        ({"gate_margin": 0.25}, "gate_margin = 0.0, this optimizer has 0.25"),
+        ({"value_steps": 16}, "value_steps = None, this optimizer has 16"),
         ({"gate": "open"}, "gate = bf16, this optimizer has open"),
     ],
 )

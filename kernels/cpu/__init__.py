@@ -35,7 +35,7 @@ class Compiled:
         pieces = (c_int64, c_void_p, c_void_p, c_void_p)
         library.loco_encode.restype = c_int64
         library.loco_encode.argtypes = (
-            *(c_int64, c_void_p, c_void_p, *pieces, c_int, c_float, c_int),
+            *(c_int64, c_void_p, c_void_p, *pieces, c_int, c_float, c_float, c_int, c_int),
             *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
         )
         library.loco_apply.restype = c_double
@@ -73,9 +73,11 @@ class Compiled:
             offsets = reserve(n, torch.uint8)
         digest, first_nonfinite = c_uint64(), c_int64()
         pieces = _Pieces(weights, n)
+        seen = (0, 1.0, 0.0, 0)
+        if gate is not None:
+            seen = (_GATES[gate.dtype], gate.gain, gate.margin, gate.value_steps or 0)
         count = self._library.loco_encode(
-            *(n, _address(anchor), _address(residual), *pieces.arguments),
-            *((0, 1.0) if gate is None else (_GATES[gate.dtype], gate.gain)),
+            *(n, _address(anchor), _address(residual), *pieces.arguments, *seen),
             *(torch.get_num_threads(), _address(starts), _address(offsets), _address(values)),
             *(ctypes.addressof(digest), ctypes.addressof(first_nonfinite)),
         )
@@ -154,6 +156,7 @@ class Compiled:
         flat = anchor * (1 + (at * 0.11).cos() * 2.0**-8)
         residual = anchor * 2.0**-9
         gates = [Gate(dtype=dtype, gain=1.7) for dtype in _GATES]
+        gates.append(Gate(margin=0.3, value_steps=8))
         outer = OuterStep(num_sites=3, lr=0.7, momentum=0.9, nesterov=True)
         found: list[list[Tensor | int | None]] = []
         for home in (self, reference):
@@ -163,7 +166,7 @@ class Compiled:
             for gate in (None, *gates):
                 encoded = home.encode(theta, w, e, gate)
                 results += [*encoded.entries, encoded.digest, encoded.first_nonfinite]
-            own = home.encode(theta, w, e, gates[0]).entries
+            own = home.encode(theta, w, e, gates[-1]).entries
             home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer)
             found.append([*results, theta, m, e, *w])
         return all(_same(a, b) for a, b in zip(*found, strict=True))

@@ -19,10 +19,10 @@ typedef struct {
     int nesterov;
 } Apply;
 
-/* Step 5 of one block: 0 where sent. */
-static void clear_sent(float *s, const Entries *own, int64_t block, int n) {
+/* Step 5 of one block: what is sent does not stay. */
+static void take_sent(float *restrict s, const Entries *own, int64_t block, int n) {
     if (!own->starts) memset(s, 0, 4 * (size_t)n);
-    else for (int64_t k = own->starts[block]; k < own->starts[block + 1]; k++) s[own->offsets[k]] = 0.0f;
+    else for (int64_t k = own->starts[block]; k < own->starts[block + 1]; k++) s[own->offsets[k]] -= own->values[k];
 }
 
 /* Step 6 of one block and one site. Who did not send adds nothing, not even a zero. */
@@ -89,7 +89,7 @@ static void *apply_share(void *argument) {
         int n = (int)(last - first);
         if (c->residual) {
             update_block(s, c->anchor, c->residual, &c->pieces, &reading, first, last);
-            clear_sent(s, &c->own, b, n);
+            take_sent(s, &c->own, b, n);
             memcpy(c->residual + first, s, 4 * (size_t)n);
             share->squares += sum_of_squares(s, n);
         }

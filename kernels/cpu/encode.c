@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "economies.h"
 #include "flat.h"
 #include "usual_block.h"
 
@@ -13,7 +14,7 @@ typedef struct {
     const float *anchor, *residual;
     Pieces pieces;
     int gate;
-    float gain;
+    float gain, margin, fraction;  /* of 2^(E − 127), as economies.h takes them; 0: off */
     int64_t *starts;
     uint8_t *offsets;
     float *values;
@@ -62,8 +63,8 @@ static int first_bad(const float *s, int n) {
     return -1;
 }
 
-/* The entries of one block, packed into `values` and `offsets`. -> how many */
-static int encode_block(Share *share, int64_t first, int64_t *piece, float *values, uint8_t *offsets) {
+/* The visible entries of one block, packed into `values` and `offsets`. -> how many */
+static int visible_of_block(Share *share, int64_t first, int64_t *piece, float *values, uint8_t *offsets) {
     const Encode *c = share->call;
     int64_t last = smaller(first + BLOCK, c->n);
     int n = (int)(last - first), count = -1;
@@ -82,6 +83,14 @@ static int encode_block(Share *share, int64_t first, int64_t *piece, float *valu
     int bad = first_bad(s, n);
     if (bad >= 0 && share->bad < 0) share->bad = first + bad;
     return c->gate == OPEN ? 0 : pack(theta, s, n, c->gain, c->gate, values, offsets);
+}
+
+/* The entries of one block that are sent. -> how many */
+static int encode_block(Share *share, int64_t first, int64_t *piece, float *values, uint8_t *offsets) {
+    const Encode *c = share->call;
+    int count = visible_of_block(share, first, piece, values, offsets);
+    if (c->margin == 0.0f && c->fraction == 0.0f) return count;
+    return economise(c->anchor + first, c->margin, c->fraction, count, values, offsets);
 }
 
 /* ---- a thread ---- */
@@ -146,17 +155,20 @@ static void prefer_large_pages(void *memory, int64_t bytes) {
 }
 
 /* `values` and `offsets` have room for n entries, `starts` for one more than there are blocks. Without a gate only
- * `values` is written. -> how many entries there are, or −1 for want of memory */
+ * `values` is written. `value_steps`: into how many a BF16 ulp is cut, or 0 for exact values.
+ * -> how many entries there are, or −1 for want of memory */
 int64_t loco_encode(int64_t n, const float *anchor, const float *residual, int64_t pieces, const int64_t *address,
-                    const int64_t *start, const int32_t *dtype, int gate, float gain, int threads, int64_t *starts,
-                    uint8_t *offsets, float *values, uint64_t *digest, int64_t *first_nonfinite) {
+                    const int64_t *start, const int32_t *dtype, int gate, float gain, float margin, int value_steps,
+                    int threads, int64_t *starts, uint8_t *offsets, float *values, uint64_t *digest,
+                    int64_t *first_nonfinite) {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t moved_on = PTHREAD_COND_INITIALIZER;
     int64_t taken = 0, put_down = 0, entries = 0, blocks = blocks_of(n);
     /* Large enough that threads rarely wait for each other, small enough that all have work to the end. */
     int64_t chunk = smaller(blocks / (16 * (threads < 1 ? 1 : threads)), 1024);
-    Encode call = {n, anchor, residual, {pieces, address, start, dtype}, gate, gain, starts, offsets, values,
-                   chunk < 16 ? 16 : chunk, &lock, &moved_on, &taken, &put_down, &entries};
+    float fraction = value_steps ? 0x1p-7f / (float)value_steps : 0.0f;
+    Encode call = {n, anchor, residual, {pieces, address, start, dtype}, gate, gain, margin, fraction, starts, offsets,
+                   values, chunk < 16 ? 16 : chunk, &lock, &moved_on, &taken, &put_down, &entries};
     Share shares[MAX_THREADS];
     *digest = 0;
     *first_nonfinite = -1;

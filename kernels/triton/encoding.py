@@ -21,6 +21,7 @@ from .. import types
 from ..types import Encoded, Entries, Gate
 from . import tiles
 from .digesting import digest_terms, unsigned
+from .economies import beyond_margin, in_steps
 from .gates import NAMES, visible
 from .pieces import Pieces, table_of, update_of
 from .tiles import load
@@ -35,7 +36,7 @@ BLOCK = tl.constexpr(types.BLOCK)
 
 
 @triton.jit(
-    do_not_specialize=["gain", "numel", "first_tile", "begin", "stride"],
+    do_not_specialize=["gain", "margin", "fraction", "numel", "first_tile", "begin", "stride"],
     do_not_specialize_on_alignment=["table", "first_pieces", "counts", "digests", "bad"],
 )
 def encode_kernel(
@@ -49,6 +50,8 @@ def encode_kernel(
     digests,  # [tiles] int64, or None
     bad,  # [tiles] int64, or None: the first position in the tile whose s is not finite, or numel
     gain,
+    margin,  # of the BF16 ulp, or None
+    fraction,  # of 2^7 BF16 ulps: the step of values; or None
     numel,
     first_tile,
     begin,  # the tile with the first slot
@@ -90,6 +93,11 @@ def encode_kernel(
         tl.store(values + base + local, update, mask=there)
     else:
         sent = visible(theta, update, gain, GATE)
+        if margin is not None:
+            sent &= beyond_margin(theta, update, margin)
+        if fraction is not None:
+            update = in_steps(theta, update, fraction)
+            sent &= update != 0.0
         if not FULL:
             sent &= there
         within = tl.cumsum(sent.to(tl.int32), 1)
@@ -221,6 +229,7 @@ class _Pass(NamedTuple):
         findings: bool = False,
     ) -> None:
         """`encode_kernel` on the tiles begin … end, or on as many of them, each `stride` after the last."""
+        gate = self.gate or Gate()
         for first, count, full in tiles.runs(begin, end, self.numel):
             tiles.launch(
                 encode_kernel,
@@ -234,7 +243,9 @@ class _Pass(NamedTuple):
                 values,
                 self.digests if findings else None,
                 self.bad if findings else None,
-                self.gate.gain if self.gate else 1.0,
+                gate.gain,
+                gate.margin or None,
+                2.0**-7 / gate.value_steps if gate.value_steps else None,
                 self.numel,
                 first,
                 begin,

@@ -66,7 +66,7 @@ def apply_kernel(
     piece = tl.load(first_pieces + tile)
 
     total = tl.full(local.shape, 0.0, tl.float32)
-    own = tl.full((TILE // BLOCK, LANES), 0, tl.int32)  # a bit for each element that this site has sent
+    sent = tl.full(local.shape, 0.0, tl.float32)  # by this site
     row = 0
     while row < rows:
         payload = payloads + 4 * row
@@ -94,12 +94,13 @@ def apply_kernel(
                     known = k + lane < size[:, None]
                     offset = tl.load(offsets + (at + k + lane), mask=known, other=0).to(tl.int32)
                     before, bits = _groups(tl.where(known, offset, BLOCK), lane)
-                    own |= tl.where((use & OWN) != 0, bits, 0)
                     packed = (((at + k + before) << GROUP) + bits)[:, :, None]
                     bit = (packed >> inner) & 1
                     place = (packed >> GROUP) + tl.cumsum(bit, 2) - bit
+                    value = tl.load(values + place, mask=bit != 0, other=0.0)
                     # Where nothing is found this adds +0, which changes no sum that began with +0.
-                    total += tl.load(values + place, mask=(bit & use) != 0, other=0.0)
+                    total += tl.where((use & ADDED) != 0, value, 0.0)
+                    sent = tl.where((bit != 0) & ((use & OWN) != 0), value, sent)
                     k += LANES
         row += 1
 
@@ -107,8 +108,7 @@ def apply_kernel(
     if residual is not None:
         kept = load(residual + base + local, there)
         update = update_of(theta, kept, table, piece, base, stop, local, DTYPES, ALIGNED)
-        sent = (own[:, :, None] >> inner) & 1
-        kept = tl.where(sent != 0, 0.0, update)
+        kept = update - sent
         tl.store(residual + base + local, kept, mask=there)
         exact = kept.to(tl.float64)
         tl.store(squares + tile, tl.sum(exact * exact))

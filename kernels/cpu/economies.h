@@ -1,0 +1,59 @@
+/* The gate's economies, bit for bit as in ../reference.py: a margin, and values in steps.
+ *
+ * They concern only what is visible, a small part of all. So they are a second pass over a block's packed entries, and
+ * the pass that finds those need not know of them.
+ */
+
+#ifndef LOCO_ECONOMIES_H
+#define LOCO_ECONOMIES_H
+
+#include "flat.h"
+
+/* 2^(E − 127) for the biased exponent E of θ, which is 1 for zeros and denormals: 2^7 BF16 ulps. */
+static inline float power_of(float theta) {
+    uint32_t exponent = bits(theta) & 0x7F800000;
+    return from_bits(choose(exponent < 0x00800000, 0x00800000, exponent));
+}
+
+static inline float magnitude(float x) { return from_bits(bits(x) & 0x7FFFFFFF); }
+
+/* s as the nearest multiple of power · fraction, ties to the even one; not 2^128, but the multiple before it. */
+static inline float in_steps(float s, float power, float fraction) {
+    /* Where θ is large all is done 2^32 times smaller: 2^23 steps could be more than FP32 holds. */
+    int32_t large = power >= 2.0f;
+    float down = from_bits(choose(large, bits(0x1p-32f), bits(1.0f)));
+    float up = from_bits(choose(large, bits(0x1p32f), bits(1.0f)));
+    float size = magnitude(s) * down, step = power * down * fraction;
+    /* From 2^23 steps on FP32 numbers are a step or more apart: adding that many rounds to them. */
+    float many = step * 0x1p23f, nearest = (size + many) - many, largest = 0x1p96f - step;
+    nearest = from_bits(choose(nearest > largest, bits(largest), bits(nearest))) * up;
+    return from_bits(choose(size < many, bits(nearest), bits(magnitude(s))) | (bits(s) & 0x80000000));
+}
+
+/* Of a block's packed entries keeps those above `margin` ulps (0: all), in steps of `fraction` · 2^(E − 127) (0: as
+ * they are), if that leaves anything of them. -> how many */
+static inline int economise(const float *theta, float margin, float fraction, int count, float *values,
+                            uint8_t *offsets) {
+    float power[BLOCK];
+    uint32_t keep[BLOCK];
+    for (int k = 0; k < count; k++) {
+        power[k] = power_of(theta[offsets[k]]);
+        keep[k] = 1;
+    }
+    if (margin != 0.0f)
+        for (int k = 0; k < count; k++) keep[k] = magnitude(values[k]) > margin * (power[k] * 0x1p-7f);
+    if (fraction != 0.0f)
+        for (int k = 0; k < count; k++) {
+            values[k] = in_steps(values[k], power[k], fraction);
+            keep[k] &= values[k] != 0.0f;
+        }
+    int kept = 0;
+    for (int k = 0; k < count; k++) {
+        values[kept] = values[k];
+        offsets[kept] = offsets[k];
+        kept += (int)keep[k];
+    }
+    return kept;
+}
+
+#endif
