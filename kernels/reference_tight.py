@@ -186,7 +186,11 @@ def pack(entries: Entries, known: Known) -> Tensor:
         counts[level[i]][s[1]] += 1
     tables = [_shares(c) for c in counts]
 
-    out = [HEAD.pack(*frame[:7], 0, *frame[7:], 0), _bitmap([c > 0 for c in chances]), bytes(filter(None, chances))]
+    out = [
+        HEAD.pack(*frame[:7], 0, *frame[7:], 0),
+        _bitmap([c > 0 for c in chances]),
+        bytes(filter(None, chances)),
+    ]
     out.append(bytes(filter(None, sides)))
     for table in tables:
         out.append(_bitmap([s in table for s in range(SYMBOLS)]))
@@ -195,7 +199,13 @@ def pack(entries: Entries, known: Known) -> Tensor:
     for first in range(0, len(context), PART):
         a, b = np.searchsorted(where, (first, first + PART))
         states, words, plain = _encode_part(
-            context[first : first + PART], where[a:b] - first, symbols[a:b], level[first:], chances, sides, tables
+            context[first : first + PART],
+            where[a:b] - first,
+            symbols[a:b],
+            level[first:],
+            chances,
+            sides,
+            tables,
         )
         out.append(SIZES.pack(b - a, len(words), len(plain)))
         parts += [struct.pack("<4Q", *states), plain, struct.pack(f"<{len(words)}I", *words)]
@@ -254,7 +264,7 @@ def _code(yes: int, of: int) -> int:
 
 
 def _shares(counts: Counter[int]) -> dict[int, tuple[int, int]]:
-    """Shares of 4096 for the symbols that occur, none of them 0. -> {symbol: (where its share starts, share)}"""
+    """Shares of 4096 for the symbols that occur, none of them 0. -> {symbol: (where it starts, share)}"""
     total = counts.total()
     shares = {s: max(1, counts[s] * 4096 // total) for s in sorted(counts)}
     for _ in range(sum(shares.values()) - 4096):
@@ -345,9 +355,7 @@ def unpack(body: Tensor, count: int, known: Known) -> Entries:
             for block in range(first, min(first + PART, n), BLOCK):
                 stop = min(block + BLOCK, n)
                 active = [i for i in range(block, stop) if chances[context[i]]]
-                here = [
-                    i for turn, i in enumerate(active) if lanes.yes(turn % LANES, chances[context[i]])
-                ]
+                here = [i for turn, i in enumerate(active) if lanes.yes(turn % LANES, chances[context[i]])]
                 for turn, i in enumerate(here):
                     near = lanes.yes(turn % LANES, sides[context[i]])
                     symbol = lanes.symbol(turn % LANES, tables[level[i]])
@@ -384,11 +392,18 @@ def _value(i: int, near: bool, symbol: int, bits: "_Bits", seen: Views, frame: F
 
 
 def _read_head(reader: "_Reader", known: Known) -> Frame:
-    *start, zero, e0, d0, m0, last = HEAD.unpack(reader.take(HEAD.size))
-    frame = Frame(*start, e0, d0, m0)
+    fields = HEAD.unpack(reader.take(HEAD.size))
+    frame = Frame._make(fields[:7] + fields[8:11])
     if (frame.mantissa, frame.emin) not in FORMATS.values():
         raise MalformedError(Wrong.HEAD_RANGE)
-    if frame.levels > 3 or frame.pulls > 3 or frame.shift > 31 or frame.least > 2**31 or zero or last:
+    if (
+        frame.levels > 3
+        or frame.pulls > 3
+        or frame.shift > 31
+        or frame.least > 2**31
+        or fields[7]
+        or fields[11]
+    ):
         raise MalformedError(Wrong.HEAD_RANGE)
     if frame.pulls and known.momentum is None:
         raise MalformedError(Wrong.NO_MOMENTUM)
