@@ -396,14 +396,8 @@ def _read_head(reader: "_Reader", known: Known) -> Frame:
     frame = Frame._make(fields[:7] + fields[8:11])
     if (frame.mantissa, frame.emin) not in FORMATS.values():
         raise MalformedError(Wrong.HEAD_RANGE)
-    if (
-        frame.levels > 3
-        or frame.pulls > 3
-        or frame.shift > 31
-        or frame.least > 2**31
-        or fields[7]
-        or fields[11]
-    ):
+    too_large = frame.levels > 3 or frame.pulls > 3 or frame.shift > 31 or frame.least > 2**31
+    if too_large or fields[7] or fields[11]:  # these two are zero
         raise MalformedError(Wrong.HEAD_RANGE)
     if frame.pulls and known.momentum is None:
         raise MalformedError(Wrong.NO_MOMENTUM)
