@@ -166,12 +166,19 @@ def packs_fast() -> bool:
 
 
 def pack(entries: Entries, known: Known) -> Tensor | None:
-    """Entries in host memory as a frame of the tight code, or None where plain bytes are smaller."""
+    """Entries in host memory as a frame of the tight code.
+
+    None: a part of them is so unlike the others that its code would be larger than plain bytes.
+    """
     return (_compiled() or reference_tight).pack(entries, known)
 
 
 def unpack(body: Tensor, count: int, known: Known) -> Entries:
-    """The entries of such a frame.
+    """The `count` entries of such a frame, which may be any bytes at all.
+
+    However hostile they are, this takes 5 bytes for each entry asked for (at most as many as there are
+    elements; a page of them is not taken before an entry is read into it), 8 bytes for each block of 256
+    elements, 20 bytes for each part of 2^18, and 64 KiB for tables.
 
     Raises:
         MalformedError: these are not the bytes of a frame.

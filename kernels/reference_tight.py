@@ -324,7 +324,7 @@ def _yes_or_no(yes: bool, chance: int) -> tuple[int, int, int]:
 
 
 def unpack(body: Tensor, count: int, known: Known) -> Entries:
-    """The `count` entries of a frame.
+    """The `count` entries of a frame; what `kernels.unpack` promises of memory only the C home keeps.
 
     Raises:
         MalformedError: these are not the bytes of a frame.
@@ -387,7 +387,8 @@ def _value(i: int, near: bool, symbol: int, bits: "_Bits", seen: Views, frame: F
     m = (least + x if symbol < BUCKETS else least - x - 1) << frame.shift
     if not 0 <= m < 1 << 52:
         raise MalformedError(Wrong.BAD_VALUE)
-    size = np.float32(np.ldexp(float(m), int(seen.exponent[i]) - 151))
+    with np.errstate(over="ignore"):  # an infinity is refused with all others
+        size = np.float32(np.ldexp(float(m), int(seen.exponent[i]) - 151))
     return -size if near == bool(seen.negative[i]) else size
 
 

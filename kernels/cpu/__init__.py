@@ -147,7 +147,7 @@ class Compiled:
         return starts if fine else reference_entries.check_blocks(counts, offsets, values, numel)
 
     def pack(self, entries: Entries, known: Known) -> Tensor | None:
-        """A frame of the tight code, or None where that would be larger than plain bytes."""
+        """A frame of the tight code, or None where a part of it would be larger than plain bytes."""
         assert entries.starts is not None
         n, count = known.anchor.numel(), int(entries.starts[-1] - entries.starts[0])
         if not count:
