@@ -40,7 +40,7 @@ SIZES = struct.Struct("<III")  # of a part: entries, words, bytes of plain bits
 
 
 class Wrong(StrEnum):
-    """What can be wrong with a frame, in the order of cpu/tight.c's numbers."""
+    """What can be wrong with a frame, in the order of cpu/unpack.c's numbers."""
 
     SHORT = "it ends too early"
     HEAD_RANGE = "a number of its head is out of range"
