@@ -1,4 +1,4 @@
-"""The specification of what an exchange does with entries: adding up several sites', and checking a peer's."""
+"""The specification of what an exchange does with entries: adding up sites', and checking a peer's."""
 
 from collections.abc import Sequence
 
@@ -40,6 +40,8 @@ def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) ->
     """
     counts, count = counts.long(), values.numel()
     blocks = counts.numel()
+    if offsets.numel() != count:
+        raise MalformedError(f"{offsets.numel()} positions for {count} values")
     if blocks and not 0 <= int(counts.min()) <= int(counts.max()) <= BLOCK:
         raise MalformedError(f"a block of {BLOCK} elements with more entries than that")
     starts = torch.zeros(blocks + 1, dtype=torch.int64, device=counts.device)

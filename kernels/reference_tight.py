@@ -40,7 +40,7 @@ SIZES = struct.Struct("<III")  # of a part: entries, words, bytes of plain bits
 
 
 class Wrong(StrEnum):
-    """What can be wrong with a frame, in the order of cpu/tight.c's numbers."""
+    """What can be wrong with a frame, in the order of cpu/unpack.c's numbers."""
 
     SHORT = "it ends too early"
     HEAD_RANGE = "a number of its head is out of range"
@@ -264,7 +264,7 @@ def _code(yes: int, of: int) -> int:
 
 
 def _shares(counts: Counter[int]) -> dict[int, tuple[int, int]]:
-    """Shares of 4096 for the symbols that occur, none of them 0. -> {symbol: (where its share starts, share)}"""
+    """Shares of 4096 for the symbols that occur, none of them 0. -> {symbol: (where it starts, share)}"""
     total = counts.total()
     shares = {s: max(1, counts[s] * 4096 // total) for s in sorted(counts)}
     for _ in range(sum(shares.values()) - 4096):
@@ -324,7 +324,7 @@ def _yes_or_no(yes: bool, chance: int) -> tuple[int, int, int]:
 
 
 def unpack(body: Tensor, count: int, known: Known) -> Entries:
-    """The `count` entries of a frame.
+    """The `count` entries of a frame; what `kernels.unpack` promises of memory only the C home keeps.
 
     Raises:
         MalformedError: these are not the bytes of a frame.
@@ -387,16 +387,18 @@ def _value(i: int, near: bool, symbol: int, bits: "_Bits", seen: Views, frame: F
     m = (least + x if symbol < BUCKETS else least - x - 1) << frame.shift
     if not 0 <= m < 1 << 52:
         raise MalformedError(Wrong.BAD_VALUE)
-    size = np.float32(np.ldexp(float(m), int(seen.exponent[i]) - 151))
+    with np.errstate(over="ignore"):  # an infinity is refused with all others
+        size = np.float32(np.ldexp(float(m), int(seen.exponent[i]) - 151))
     return -size if near == bool(seen.negative[i]) else size
 
 
 def _read_head(reader: "_Reader", known: Known) -> Frame:
-    *start, zero, e0, d0, m0, last = HEAD.unpack(reader.take(HEAD.size))
-    frame = Frame(*start, e0, d0, m0)
+    fields = HEAD.unpack(reader.take(HEAD.size))
+    frame = Frame._make(fields[:7] + fields[8:11])
     if (frame.mantissa, frame.emin) not in FORMATS.values():
         raise MalformedError(Wrong.HEAD_RANGE)
-    if frame.levels > 3 or frame.pulls > 3 or frame.shift > 31 or frame.least > 2**31 or zero or last:
+    too_large = frame.levels > 3 or frame.pulls > 3 or frame.shift > 31 or frame.least > 2**31
+    if too_large or fields[7] or fields[11]:  # these two are zero
         raise MalformedError(Wrong.HEAD_RANGE)
     if frame.pulls and known.momentum is None:
         raise MalformedError(Wrong.NO_MOMENTUM)

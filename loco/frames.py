@@ -8,7 +8,7 @@ from torch import Tensor
 from loco import kernels
 from loco.kernels import BLOCK, Entries, Known
 
-from .codec import CODECS, DENSE, FAST, SPARSE, Codec
+from .codec import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec
 from .errors import WireError
 from .transport import Transport
 from .wire import HEADER_BYTES, Header, Kind, Status
@@ -60,7 +60,9 @@ class Framing:
         """A frame of the entries of the elements `at`."""
         known, codec = self.known.part(at), self.codec
         body = codec.encode(entries, known)
-        if body is None:
+        # A few entries are not worth the tight code's tables.
+        most = FAST.most_bytes(entries.values.numel(), at.stop - at.start)
+        if codec is TIGHT and (body is None or body.numel() > most):
             codec = FAST
             body = codec.encode(entries, known)
             assert body is not None

@@ -12,6 +12,13 @@ double loco_apply(int64_t, float *, float *, float *, int64_t, const int64_t *, 
                   int64_t, const void *, float, float, float, int, int);
 void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int);
 uint64_t loco_digest(const char *, int64_t, int);
+int64_t loco_count_union(int64_t, int64_t, const void *, int, int64_t *);
+void loco_add_up(int64_t, int64_t, const void *, int, int64_t *, uint8_t *, float *);
+int loco_check_blocks(int64_t, const char *, int, int64_t, const uint8_t *, const char *, int64_t, int, int64_t *);
+int64_t loco_pack_room(int64_t, int64_t);
+int64_t loco_pack(int64_t, const float *, const float *, const int64_t *, const uint8_t *, const float *, int, int, uint32_t,
+                  uint32_t, int, uint8_t *);
+int loco_unpack(const uint8_t *, int64_t, int64_t, int64_t, const float *, const float *, int, int64_t *, uint8_t *, float *);
 
 static uint64_t seed = 1, result;
 
@@ -36,6 +43,53 @@ static void make_nans_equal(float *x, int64_t n) {
 
 static void note(const void *data, size_t bytes) {
     result = result * 31 + loco_digest(data, (int64_t)bytes, 1);
+}
+
+/* What an exchange does with the k entries of a round: packs and unpacks them, adds them up, checks them. */
+static void exchange_of(int64_t n, int64_t k, int gate, const float *anchor, const float *momentum, const int64_t *starts,
+                        const uint8_t *offsets, const float *values, int gathers, int wild, int threads) {
+    static const int formats[5][2] = {{0, 0}, {7, -126}, {10, -14}, {3, -6}, {2, -14}};
+    int64_t blocks = (n + 255) / 256, *found = malloc(8 * (size_t)(blocks + 1));
+    uint8_t *where = malloc((size_t)k);
+    float *what = malloc(4 * (size_t)k);
+    if (k) {
+        uint8_t *room = malloc((size_t)loco_pack_room(n, k));
+        int64_t size = loco_pack(n, anchor, momentum, starts, offsets, values, formats[gate][0], formats[gate][1], 256,
+                                 (uint32_t)gathers << 14, threads, room);
+        if (size <= 0) abort();
+        uint8_t *frame = malloc((size_t)size);
+        memcpy(frame, room, (size_t)size);
+        free(room);
+        if (!wild) note(frame, (size_t)size);
+        int wrong = loco_unpack(frame, size, k, n, anchor, momentum, threads, found, where, what);
+        if (wrong && !wild) abort();
+        if (!wrong && (memcmp(found, starts, 8 * (size_t)(blocks + 1)) || memcmp(where, offsets, (size_t)k) ||
+                       memcmp(what, values, 4 * (size_t)k)))
+            abort();
+        free(frame);
+    }
+    int16_t *counts = malloc(2 * (size_t)blocks);
+    for (int64_t b = 0; b < blocks; b++) counts[b] = (int16_t)(starts[b + 1] - starts[b]);
+    int fine = loco_check_blocks(blocks, (const char *)counts, 1, k, offsets, (const char *)values, n, threads, found);
+    if ((!fine && !wild) || (fine && memcmp(found, starts, 8 * (size_t)(blocks + 1)))) abort();
+    free(counts), free(where), free(what);
+
+    const void *entries[3][3];
+    for (int r = 0; r < gathers; r++) entries[r][0] = starts, entries[r][1] = offsets, entries[r][2] = values;
+    int64_t union_of = loco_count_union(n, gathers, entries, threads, found);
+    if (union_of != k) abort();
+    where = malloc((size_t)union_of), what = malloc(4 * (size_t)union_of);
+    loco_add_up(n, gathers, entries, threads, found, where, what);
+    make_nans_equal(what, union_of);
+    note(what, 4 * (size_t)union_of), note(where, (size_t)union_of), note(found, 8 * (size_t)(blocks + 1));
+    free(where), free(what), free(found);
+
+    for (int r = 0; r < gathers; r++) entries[r][0] = entries[r][1] = NULL, entries[r][2] = anchor;
+    what = malloc(4 * (size_t)n);
+    loco_add_up(n, gathers, entries, threads, NULL, NULL, what);
+    make_nans_equal(what, n);
+    note(what, 4 * (size_t)n);
+    free(what);
 }
 
 static void round_of(int64_t n, int gate, int thrifty, int gathers, int has_residual, int mu, int wild, int threads) {
@@ -76,7 +130,10 @@ static void round_of(int64_t n, int gate, int thrifty, int gathers, int has_resi
     make_nans_equal(copy, k);
     note(copy, 4 * (size_t)k);
     free(copy);
-    if (gate) note(starts, 8 * (size_t)(blocks + 1)), note(offsets, (size_t)k);
+    if (gate) {
+        note(starts, 8 * (size_t)(blocks + 1)), note(offsets, (size_t)k);
+        exchange_of(n, k, gate, anchor, mu ? momentum : NULL, starts, offsets, values, gathers, wild, threads);
+    }
     int64_t own[3] = {gate ? (int64_t)(intptr_t)starts : 0, gate ? (int64_t)(intptr_t)offsets : 0, (int64_t)(intptr_t)values};
     int64_t *entries = malloc(24 * (size_t)(gathers + 1));
     for (int r = 0; r <= gathers; r++) memcpy(entries + 3 * r, own, 24);
@@ -99,6 +156,7 @@ int main(void) {
                 for (int wild = 0; wild < 2; wild++)
                     for (int thrifty = 0; thrifty < (gate ? 2 : 1); thrifty++)
                         round_of(sizes[s], gate, thrifty, 1 + gate % 3, gate != 0, gate % 3, wild, threads);
+    for (int threads = 1; threads <= 4; threads += 3) round_of((1 << 18) + 1003, 1, 0, 2, 1, 2, 0, threads);  /* two parts */
     for (int64_t bytes = 0; bytes < 40; bytes++) {
         char *data = malloc((size_t)bytes + 1);  /* and an odd address */
         memset(data, 7, (size_t)bytes + 1);

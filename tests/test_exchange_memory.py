@@ -1,4 +1,4 @@
-"""An exchange holds what has arrived, since nothing is applied before all have confirmed it, and little else."""
+"""An exchange holds what has arrived, since nothing is applied before all confirmed it, and little else."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from sites import run_ranks
 import loco
 from experiments.bench.measuring import peak_bytes
 
-NUMEL = 1 << 24
+NUMEL = 1 << 25
 
 
 def peak_of_a_round(rank: int, options: dict[str, Any]) -> tuple[float, float]:

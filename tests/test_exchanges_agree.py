@@ -1,4 +1,4 @@
-"""How entries travel changes no bit of a round: neither the exchange nor the code nor the number of frames."""
+"""How entries travel changes no bit of a round: neither exchange nor code nor the number of frames."""
 
 from typing import Any
 

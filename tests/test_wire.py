@@ -236,17 +236,23 @@ def test_rounding_codecs_round_to_what_they_say() -> None:
     assert not by_name["int8"].decode(zeros, 1003, known).values.any()
 
 
-def test_the_tight_code_gives_way_where_it_finds_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loco.kernels.pack", lambda *_: None)
-    sent = sparse([5, 6], [1.0, 2.0], 100)
+def test_the_tight_code_gives_way_where_it_is_larger_or_finds_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = sparse([5, 6], [1.0, 2.0], 100)  # whose tables would be longer than they are
     header, body = send(sent, 100, TIGHT)
     assert header.codec == FAST.id
     assert torch.equal(receive(header, body, 100, TIGHT).values, sent.values)
+    many = sparse(list(range(100)), 100 * [2.0**-12], 100)
+    assert send(many, 100, TIGHT).header.codec == TIGHT.id
+    monkeypatch.setattr("loco.kernels.pack", lambda *_: None)
+    assert send(many, 100, TIGHT).header.codec == FAST.id
 
 
 @pytest.mark.parametrize("codec", [FAST, TIGHT])
 def test_every_flipped_bit_of_a_frame_is_noticed(codec: Codec) -> None:
-    header, body = send(sparse([5, 6, 99], [1.0, -2.0, 3.0], 100), 100, codec)
+    header, body = send(sparse(list(range(100)), 50 * [2.0**-12, -(2.0**-12)], 100), 100, codec)
+    assert header.codec == codec.id
     frame = header.pack() + body.numpy().tobytes()
     for bit in range(8 * len(frame)):
         damaged = bytearray(frame)

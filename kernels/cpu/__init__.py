@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import reference, reference_tight
+from .. import reference, reference_entries, reference_tight
 from ..reserve import reserve
 from ..types import BLOCK, Encoded, Entries, Gate, Known, MalformedError, OuterStep
 from .build import BUILDS, BuildError, builds_for_this_cpu, load
@@ -47,6 +47,14 @@ class Compiled:
         library.loco_write_weights.argtypes = (c_int64, c_void_p, *pieces, c_int)
         library.loco_digest.restype = c_uint64
         library.loco_digest.argtypes = (c_void_p, c_int64, c_int)
+        library.loco_count_union.restype = c_int64
+        library.loco_count_union.argtypes = (c_int64, c_int64, c_void_p, c_int, c_void_p)
+        library.loco_add_up.restype = None
+        library.loco_add_up.argtypes = (c_int64, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_void_p)
+        library.loco_check_blocks.restype = c_int
+        library.loco_check_blocks.argtypes = (
+            *(c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64, c_int, c_void_p),
+        )
         library.loco_pack_room.restype = c_int64
         library.loco_pack_room.argtypes = (c_int64, c_int64)
         library.loco_pack.restype = c_int64
@@ -97,8 +105,7 @@ class Compiled:
         outer: OuterStep,
     ) -> float:
         n, pieces = anchor.numel(), _Pieces(weights, anchor.numel())
-        addresses = [[_address(t) or 0 for t in entries] for entries in (own, *contributions)]
-        entries = np.array(addresses, dtype=np.int64)
+        entries = _addresses([own, *contributions])
         squares = self._library.loco_apply(
             *(n, _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
             *(len(contributions), entries.ctypes.data, outer.num_sites, outer.lr, outer.momentum),
@@ -115,8 +122,34 @@ class Compiled:
         size = data.numel() * data.element_size()
         return self._library.loco_digest(_address(data), size, torch.get_num_threads())
 
+    def add_up(self, contributions: Sequence[Entries], numel: int) -> Entries:
+        some, threads = _addresses(contributions), torch.get_num_threads()
+        counted = (numel, len(contributions), some.ctypes.data, threads)
+        starts = offsets = None
+        count = numel
+        if contributions[0].starts is not None:
+            assert all(entries.starts is not None for entries in contributions)
+            starts = torch.empty(-(-numel // BLOCK) + 1, dtype=torch.int64, device="cpu")
+            count = self._library.loco_count_union(*counted, _address(starts))
+            offsets = torch.empty(count, dtype=torch.uint8, device="cpu")
+        values = torch.empty(count, dtype=torch.float32, device="cpu")
+        self._library.loco_add_up(*counted, _address(starts), _address(offsets), _address(values))
+        return Entries(starts, offsets, values)
+
+    def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
+        starts = torch.empty(counts.numel() + 1, dtype=torch.int64, device="cpu")
+        known_types = counts.dtype in (torch.uint8, torch.int16), offsets.dtype == torch.uint8
+        if not all(known_types) or values.dtype != torch.float32 or offsets.numel() != values.numel():
+            return reference_entries.check_blocks(counts, offsets, values, numel)
+        fine = self._library.loco_check_blocks(
+            *(counts.numel(), _address(counts), counts.dtype == torch.int16, values.numel()),
+            *(_address(offsets), _address(values), numel, torch.get_num_threads(), _address(starts)),
+        )
+        # Of what is wrong the reference knows the words.
+        return starts if fine else reference_entries.check_blocks(counts, offsets, values, numel)
+
     def pack(self, entries: Entries, known: Known) -> Tensor | None:
-        """A frame of the tight code, or None where that would be larger than plain bytes."""
+        """A frame of the tight code, or None where a part of it would be larger than plain bytes."""
         assert entries.starts is not None
         n, count = known.anchor.numel(), int(entries.starts[-1] - entries.starts[0])
         if not count:
@@ -168,6 +201,10 @@ class Compiled:
                 results += [*encoded.entries, encoded.digest, encoded.first_nonfinite]
             own = home.encode(theta, w, e, gates[-1]).entries
             home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer)
+            entries = reference_entries if home is reference else self
+            results += entries.add_up([own, own], at.numel())
+            tight, known = (reference_tight if home is reference else self), Known(anchor, residual, gates[0])
+            results += [tight.pack(own, known)]
             found.append([*results, theta, m, e, *w])
         return all(_same(a, b) for a, b in zip(*found, strict=True))
 
@@ -196,6 +233,11 @@ class _Pieces:
             np.array([_DTYPES[w.dtype] for w in weights], dtype=np.int32),
         )
         self.arguments = (len(weights), *(column.ctypes.data for column in self._columns))
+
+
+def _addresses(entries: Sequence[Entries]) -> np.ndarray:
+    """Of each one's starts, offsets and values."""
+    return np.array([[_address(t) or 0 for t in some] for some in entries], dtype=np.int64)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -3,12 +3,6 @@
 #include "flat.h"
 
 typedef struct {
-    const int64_t *starts;  /* NULL: all elements */
-    const uint8_t *offsets;
-    const float *values;
-} Entries;
-
-typedef struct {
     int64_t n;
     float *anchor, *momentum, *residual;
     Pieces pieces;
@@ -101,8 +95,6 @@ static void *apply_share(void *argument) {
     }
     return NULL;
 }
-
-_Static_assert(sizeof(Entries) == 24, "the caller passes addresses of 8 bytes");
 
 /* `entries`: this site's own, then each contribution. -> the sum of the new residual's squares
  * Nothing here can fail: the other sites already count on this round. */

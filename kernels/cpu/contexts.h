@@ -1,4 +1,4 @@
-/* What sender and receiver of a frame both see of a weight: as in ../reference_tight.py. */
+/* What sender and receiver of a frame both see of a weight, and the coder: as in ../reference_tight.py. */
 
 #ifndef LOCO_CONTEXTS_H
 #define LOCO_CONTEXTS_H
@@ -69,9 +69,10 @@ static inline int level_of(int context, const Frame *f) { return context >> f->p
 
 /* What the gate lets pass towards one border, in 2^shift half ulps. */
 static inline int64_t least_sent(View v, int near, const Frame *f) {
-    int64_t away = 2 * (int64_t)(near ? v.distance : v.step - v.distance);
-    int64_t least = (int64_t)((uint64_t)away * f->reach >> 8);
-    if (least < (int64_t)f->least) least = f->least;
+    /* To the far border: step − t. Which one it is nobody can foretell, so there is no branch on it. */
+    int32_t far = near - 1, away = (v.distance ^ far) - far + (far & v.step);
+    int64_t least = (int64_t)((uint64_t)away * f->reach >> 7);
+    least = least > (int64_t)f->least ? least : (int64_t)f->least;
     return (least + ((int64_t)1 << f->shift) - 1) >> f->shift;
 }
 
@@ -116,14 +117,37 @@ static inline uint32_t probability(int code) {
 enum { LANES = 4 };
 #define LOW ((uint64_t)1 << 31)
 
+/* A share of a power of two, 2^16 at most, and what makes a multiplication of the division by it. */
+typedef struct {
+    uint64_t reciprocal;  /* ⌈2^(63 + shift) / share⌉ */
+    uint32_t share, shift;
+} Divisor;
+
+static inline Divisor divisor(uint32_t share) {
+    uint64_t all = (uint64_t)1 << 63;
+    uint32_t shift = 0;
+    while ((uint32_t)1 << shift < share) shift++;
+    return (Divisor){(all / share << shift) + ((all % share << shift) + share - 1) / share, share, shift};
+}
+
+/* x / share of an x below 2^63, exactly: what the reciprocal is too large by is less than share ≤ 2^shift, so x times
+ * that stays below 2^(63 + shift). */
+static inline uint64_t divided(uint64_t x, const Divisor *by) {
+#if defined(__SIZEOF_INT128__)
+    return (uint64_t)((unsigned __int128)(2 * x) * by->reciprocal >> 64) >> by->shift;
+#else
+    return x / by->share;
+#endif
+}
+
 /* Puts one symbol in front of those that a state already holds. */
-static inline void put(uint64_t *state, uint32_t **words, uint32_t start, uint32_t share, int scale) {
+static inline void put(uint64_t *state, uint32_t **words, uint32_t start, const Divisor *share, int scale) {
     uint64_t x = *state;
-    if (x >= (uint64_t)share << (63 - scale)) {
+    if (x >= (uint64_t)share->share << (63 - scale)) {
         *--*words = (uint32_t)x;
         x >>= 32;
     }
-    *state = ((x / share) << scale) + x % share + start;
+    *state = x + divided(x, share) * (((uint32_t)1 << scale) - share->share) + start;
 }
 
 #endif

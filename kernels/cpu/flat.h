@@ -14,6 +14,16 @@ enum { BLOCK = 256, MAX_THREADS = 256 };  /* BLOCK: as in ../types.py */
 static inline int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* ---- entries: as in ../types.py ---- */
+
+typedef struct {
+    const int64_t *starts;  /* NULL: all elements */
+    const uint8_t *offsets;
+    const float *values;
+} Entries;
+
+_Static_assert(sizeof(Entries) == 24, "the caller passes addresses of 8 bytes");
+
 /* ---- pieces: 1-D parts of the parameters, which one after the other make up the flat vector ---- */
 
 typedef struct {

@@ -1,0 +1,166 @@
+"""Adding up several sites' entries and checking a peer's: in C as the reference does it, error for error."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from homes import builds, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from loco import kernels
+from loco.kernels import Entries, MalformedError, cpu, reference_entries
+
+SIZES = [0, 1, 63, 255, 256, 257, 1003, 64 * 256 + 5, 70_001]
+KINDS = ["random", "zeros", "no entries", "all", "one block"]
+
+homes = pytest.mark.parametrize("home", builds())
+
+
+@pytest.fixture(autouse=True)
+def threads_again() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def some(n: int, kind: str, seed: int) -> Entries:
+    rng = np.random.default_rng(seed)
+    chance = {"random": 0.1, "zeros": 0.3, "no entries": 0.0, "all": 1.0, "one block": 0.0}[kind]
+    present = rng.random(n) < chance
+    if kind == "one block":
+        present[n // 2 // 256 * 256 :][:256] = True
+    where = torch.from_numpy(np.flatnonzero(present))
+    values = rng.standard_normal(len(where)).astype(np.float32)
+    if kind == "zeros":  # of both signs, and pairs that cancel
+        values = np.sign(values) * (rng.random(len(where)) < 0.5).astype(np.float32)
+    return Entries.at(where, torch.from_numpy(values), n)
+
+
+@homes
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("n", SIZES)
+def test_a_sum_has_the_references_bits(home: cpu.Compiled, n: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    for sites in (1, 2, 5):
+        for first in range(len(KINDS)):
+            given = [some(n, KINDS[(first + i) % len(KINDS)], i) for i in range(sites)]
+            same_bits(home.add_up(given, n), reference_entries.add_up(given, n))
+            whole = [Entries.whole(torch.randn(n) * (torch.rand(n) > 0.5)) for _ in range(sites)]
+            same_bits(home.add_up(whole, n), reference_entries.add_up(whole, n))
+
+
+@homes
+def test_a_sum_of_minus_zeros_is_plus_zero(home: cpu.Compiled) -> None:
+    minus = torch.full((300,), -0.0)
+    for one in (Entries.whole(minus), Entries.at(torch.arange(300), minus, 300)):
+        assert not home.add_up([one, one], 300).values.signbit().any()
+
+
+@homes
+def test_parts_of_larger_vectors_add_up_too(home: cpu.Compiled) -> None:
+    """Their `starts` begin anywhere, each site's somewhere else."""
+    n, at = 20_000, slice(10 * 256, 50 * 256)
+    given = [some(n, kind, i).part(at) for i, kind in enumerate(("random", "zeros", "random"))]
+    assert len({int(e.starts[0]) for e in given if e.starts is not None}) == 3
+    got = home.add_up(given, at.stop - at.start)
+    same_bits(got, reference_entries.add_up(given, at.stop - at.start))
+    for site in given:
+        assert set(site.indices().tolist()) <= set(got.indices().tolist())
+
+
+def test_tensors_in_host_memory_go_to_the_compiled_home() -> None:
+    if not kernels.packs_fast():
+        pytest.skip("no C compiler")
+    assert isinstance(kernels._entries_home(torch.zeros(1)), cpu.Compiled)
+    assert kernels._entries_home(torch.zeros(1, device="meta")) is reference_entries
+
+
+def outcome(check: Callable[..., Tensor], *arguments: Any) -> list[int] | str:
+    try:
+        return check(*arguments).tolist()
+    except MalformedError as error:
+        return str(error)
+
+
+def counts_of(entries: Entries, dtype: torch.dtype = torch.int16) -> Tensor:
+    assert entries.starts is not None
+    return entries.starts.diff().to(dtype)
+
+
+@homes
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("n", SIZES)
+def test_what_an_encoder_wrote_is_found_whole(home: cpu.Compiled, n: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    for kind in KINDS:
+        entries = some(n, kind, 0)
+        assert entries.offsets is not None
+        for dtype in (torch.int16, torch.uint8):
+            if dtype == torch.int16 or n < 256 or kind not in ("all", "one block"):
+                starts = home.check_blocks(counts_of(entries, dtype), entries.offsets, entries.values, n)
+                same_bits([starts], [entries.starts])
+
+
+@homes
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_wrong_is_said_in_the_references_words(home: cpu.Compiled, threads: int) -> None:
+    torch.set_num_threads(threads)
+    n = 200 * 256 + 7
+    entries = some(n, "random", 0)
+    assert entries.offsets is not None
+    k, offsets, values = entries.values.numel(), entries.offsets, entries.values
+    last = int(counts_of(entries).nonzero()[-1])
+
+    def damaged(x: Tensor, at: int, value: float) -> Tensor:
+        x = x.clone()
+        x[at] = value
+        return x
+
+    counts = counts_of(entries)
+    moved = damaged(damaged(counts, 70, int(counts[70]) - 1), 150, int(counts[150]) + 1)
+    first_of_70 = int(counts[:70].sum())
+    cases = {
+        "a block of 256 elements with more entries": (damaged(counts, 3, 257), offsets, values),
+        "with more entries than that": (damaged(counts, 199, -1), offsets, values),
+        f"{k + 1} positions where": (damaged(counts, 9, int(counts[9]) + 1), offsets, values),
+        f"{k - 1} positions for {k} values": (counts, offsets[1:], values),
+        "not in order": (moved, offsets, values),
+        "of a block are not in order": (
+            counts,
+            damaged(offsets, first_of_70 + 1, int(offsets[first_of_70])),
+            values,
+        ),
+        f"outside a vector of {n} elements": (
+            torch.cat([counts[:last], torch.zeros(200 - last, dtype=torch.int16), counts[last:][:1]]),
+            damaged(offsets, k - 1, 255),
+            values,
+        ),
+        "is infinite": (counts, offsets, damaged(values, k - 1, float("inf"))),
+        "or NaN": (counts, offsets, damaged(values, 5, float("nan"))),
+    }
+    for words, case in cases.items():
+        got = outcome(home.check_blocks, *case, n)
+        assert got == outcome(reference_entries.check_blocks, *case, n)
+        assert words in got
+
+
+@homes
+@given(st.data())
+def test_any_counts_and_offsets_have_one_outcome(home: cpu.Compiled, data: st.DataObject) -> None:
+    """Of few different bytes, so that some are entries."""
+    n = data.draw(st.integers(0, 1100))
+    blocks = -(-n // 256)
+    dtype = data.draw(st.sampled_from([torch.uint8, torch.int16]))
+    numbers = st.sampled_from([0, 0, 1, 2, 3, 255] + ([256, 300, -1, -32768] if dtype == torch.int16 else []))
+    counts = data.draw(st.lists(numbers, min_size=blocks, max_size=blocks))
+    k = data.draw(st.sampled_from([max(0, min(sum(counts), 2000)), 0, 3]))
+    step = data.draw(st.integers(0, 3))
+    offsets = [(i * step + j) % 256 for i, j in enumerate(data.draw(st.lists(st.integers(0, 2), max_size=8)))]
+    offsets = torch.tensor((offsets + [i * step % 256 for i in range(2000)])[:k], dtype=torch.uint8)
+    values = torch.zeros(k)
+    case = (torch.tensor(counts, dtype=dtype), offsets, values, n)
+    assert outcome(home.check_blocks, *case) == outcome(reference_entries.check_blocks, *case)
