@@ -63,9 +63,8 @@ class Framing:
         # A few entries are not worth the tight code's tables.
         most = FAST.most_bytes(entries.values.numel(), at.stop - at.start)
         if codec is TIGHT and (body is None or body.numel() > most):
-            codec = FAST
-            body = codec.encode(entries, known)
-            assert body is not None
+            codec, body = FAST, FAST.encode(entries, known)
+        assert body is not None
         header = Header(
             kind=kind,
             codec=codec.id,
