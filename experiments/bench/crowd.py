@@ -1,9 +1,8 @@
 """Many sites in one process, for counting: what each would send, and how many elements all of them together.
 
-Once the sites are in their steady state, any number of them can be asked what they would send given the same θ.
-That is what a prediction for hundreds of sites needs: elements near a border are sent by nearly all, and others by
-none, so that sites are far from independent of each other. They are, given how far θ is from its border and where
-the outer momentum pulls: `by_class` is the share of sites that send, in each class of such elements.
+A prediction for hundreds of sites can't take elements for independent: those near a border are sent by nearly
+all sites, and others by none. Given how far θ is from its border, and whether the outer momentum pulls there,
+sites do send independently of each other. `by_class` is the share that does, in each class of such elements.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Classes:
 
 
 def by_class(crowd: Crowd) -> Classes:
-    """Classes of equally many elements by distance from the border, and in each by the pull of m towards it."""
+    """Classes of equally many elements by distance from the border, and then by the pull of m towards it."""
     bits = crowd.anchor.view(torch.int32).to(torch.int64)
     past = 2**15 - (bits & 0xFFFF)  # FP32 ulps to the border of BF16 rounding, away from zero if positive
     ulp = 2.0 ** ((bits >> 23 & 255) - 150)

@@ -4,13 +4,14 @@
     python -m experiments.bench link --quick
     python -m experiments.bench link --numel 4000000 --sites 2 4 8 --rates 100 1000 0 --rounds 5
 
-All methods repeat one and the same round, from the steady state of PULSELoCo's rounds on noise-like Adam steps. A round
-lasts from when the first site begins it to when the last one has ended it; its exchange from when the last site
-is ready to when the last has everything. Rates are Mbit/s in each direction; 0: whatever the bridge carries.
+All methods repeat one and the same round, from the steady state of PULSELoCo on noise-like Adam steps. A
+round lasts from when the first site begins it to when the last one has ended it; its exchange from when the
+last site is ready to when the last has everything. Rates are Mbit/s in each direction; 0: whatever the bridge
+carries.
 
-The sites share this machine's cores, and so code more slowly than sites that have their own; the seconds of coding
-are kept beside, and experiments/bench/projection.py corrects for them. DDP's rows are by arithmetic (source: model).
-Needs root, for the namespaces. Where they are not allowed all rows are by arithmetic.
+The sites share this machine's cores, and so code more slowly than sites that have their own; the seconds of
+coding are kept beside, and projection.py corrects for them. DDP's rows are by arithmetic (source: model).
+Needs root, for the namespaces; where they are not allowed all rows are by arithmetic.
 
 Rows go to experiments/results/bench/link.csv, with a plot beside it.
 """
@@ -29,9 +30,9 @@ from typing import Any
 import torch
 
 from experiments.bench.measuring import append, quantiles
+from experiments.bench.model import ddp, modelled
 from experiments.bench.namespaces import MBIT, why_not
-from experiments.bench.noise import SYNC_EVERY, WARM_UP
-from experiments.bench.simulator import Setting, ring_bytes, ring_seconds
+from experiments.bench.noise import WARM_UP
 from experiments.bench.sites import Sites
 from experiments.bench.trainer import METHODS, Trainer
 from experiments.progress import Progress
@@ -39,7 +40,6 @@ from experiments.progress import Progress
 RESULTS = Path("experiments/results/bench")
 NUMEL, QUICK = 4_000_000, 500_000
 BASELINE = "DiLoCo float32"
-DDP = f"DDP, {SYNC_EVERY} steps"
 _UNMEASURED = 2  # rounds of each cell: connections open up, and "auto" learns
 _FRAMING = 66  # bytes: Ethernet, IPv4 and TCP with timestamps
 
@@ -72,8 +72,6 @@ def main(arguments: list[str]) -> None:
         if reason is None:
             rows = measure(sites, numel, rates, options.methods, rounds)
         else:
-            from experiments.bench.projection import modelled
-
             rows = modelled(sites, numel, rates, options.methods, options.out)
         for cell in rows:
             show(cell)
@@ -118,7 +116,7 @@ def measure(
                     if number >= _UNMEASURED:
                         seen.append(ranks)
                     progress.advance(f"{method}, {_rate_name(rate)}")
-                place = {"sites": sites, "numel": numel, "rate_mbit": rate and rate / MBIT or 0}
+                place = {"sites": sites, "numel": numel, "rate_mbit": (rate or 0) / MBIT}
                 link = {"latency": latency, "speed": speed}
                 found[rate].append(place | {"method": method} | _row(seen) | link)
     for rate, rows in found.items():
@@ -126,7 +124,7 @@ def measure(
 
 
 def _row(seen: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Rounds of a cell, by site -> one row: medians over rounds of means over sites (of times, as said above)."""
+    """Rounds of a cell, by site -> one row: medians over rounds, of means over sites where these differ."""
     whole, exchange = [], []
     for ranks in seen:
         ready = [r["start"] + r["report"].seconds["encode"] for r in ranks]
@@ -163,15 +161,6 @@ def _row(seen: list[list[dict[str, Any]]]) -> dict[str, Any]:
         "unexplained": (sent - _FRAMING * packets) / reported - 1,
         "cores": len(os.sched_getaffinity(0)),
     }
-
-
-def ddp(sites: int, numel: int, rate: float | None, like: dict[str, Any]) -> dict[str, Any]:
-    """A ring all-reduce of FP32 gradients in each of H steps, at the speed that the links had."""
-    at = Setting(sites=sites, numel=numel, rate=rate or like["speed"], latency=like["latency"] / sites)
-    seconds = ring_seconds(at, steps=SYNC_EVERY)
-    row = dict.fromkeys(like, "") | {"method": DDP, "source": "model", "exchange": "ring", "wire": "float32"}
-    row |= {name: like[name] for name in ("sites", "numel", "rate_mbit", "dense_bytes", "latency", "speed")}
-    return row | {"p50": seconds, "exchange_s": seconds, "sent_bytes": ring_bytes(at, steps=SYNC_EVERY)}
 
 
 HEADINGS = (

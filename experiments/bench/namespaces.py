@@ -4,15 +4,14 @@ links as slow as one likes.
     site 0's namespace        the hub's namespace        site 1's namespace
       eth0 ───────────────────── site0  bridge  site1 ───────────────────── eth0
 
-Egress is shaped at `eth0`, ingress where the hub hands packets to the site. The namespaces have no names: each
-lives as long as the process inside it, and these end with the process that made them, however that one ends.
-So nothing can be left behind, and two networks can't collide.
+Egress is shaped at `eth0`, ingress where the hub hands packets to the site. The namespaces have no names:
+each lives as long as the process inside it, and these end with the process that made them, however that one
+ends. So nothing can be left behind, and two networks can't collide.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import signal
 import subprocess
@@ -124,8 +123,7 @@ class Network:
         port = f"site{len(self._sites)}"
         _inside(
             self._hub.pid,
-            f"ip link add {port} type veth peer name eth0 netns {pid}"
-            f" && ip link set {port} master bridge up",
+            f"ip link add {port} type veth peer name eth0 netns {pid} && ip link set {port} master bridge up",
         )
         self._sites.append(pid)
         _inside(
@@ -149,8 +147,9 @@ class Network:
 
 
 def burst(rate: float) -> int:
-    """Bytes that may leave at once after a pause: a millisecond's, and no less than a few packets."""
-    return max(round(rate / 1000), 16_384)
+    """Bytes that may leave at once after a pause: two milliseconds' worth. With much less a link loses what
+    it may send while a busy machine is late to wake it."""
+    return max(round(rate / 500), 16_384)
 
 
 def _inside(pid: int, commands: str) -> None:
@@ -160,12 +159,3 @@ def _inside(pid: int, commands: str) -> None:
     )
     if done.returncode:
         raise OSError(f"{commands!r} failed: {done.stderr.strip() or done.returncode}")
-
-
-def alive(pid: int) -> bool:
-    """Whether a process exists, be it one that nobody has waited for."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -1,7 +1,7 @@
 """Sites that train on noise: how dense and how large payloads are when nothing is learned.
 
-Weights are drawn from N(0, 0.02) and start as BF16 values, as published weights are; each site takes H steps of
-torch's Adam on random gradients of its own between rounds.
+Weights are drawn from N(0, 0.02) and start as BF16 values, as published weights are; each site takes H steps
+of torch's Adam on random gradients of its own between rounds.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ for one site's entries and for the sums of all, which are denser.
 from __future__ import annotations
 
 import csv
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 
 from experiments.bench.crowd import Crowd, by_class
-from experiments.bench.measuring import seconds
 from experiments.bench.simulator import Code, Work
 from experiments.progress import Progress
 from loco import kernels
@@ -28,14 +28,13 @@ from loco.kernels import Entries, OuterStep
 
 SITES = (2, 4, 8, 16)
 MANY = (2, 4, 8, 16, 32, 64, 128, 256)
-_CPU = torch.device("cpu")
 
 
 def measure(numel: int, *, repeats: int = 5) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """-> a row for each code and number of sites; a row for each number of sites with its densities"""
     threads = torch.get_num_threads()
     coding, densities = [], []
-    model = None
+    model, same = None, dict[int, float]()
     with Progress("payloads", total=len(SITES)) as progress:
         for sites in reversed(SITES):  # the most first: the model of the densities is made of them
             torch.set_num_threads(threads)
@@ -112,7 +111,13 @@ def _apply(crowd: Crowd, contributions: list[Entries], repeats: int) -> float:
 
 
 def _median(call: Any, repeats: int) -> float:
-    return median(seconds(call, _CPU, repeats))
+    """Of the core's own seconds, which others on the machine don't lengthen; after one call to warm up."""
+    taken = []
+    for _ in range(repeats + 1):
+        start = time.thread_time()
+        call()
+        taken.append(time.thread_time() - start)
+    return median(taken[1:])
 
 
 def load(table: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""How long a round's exchange takes, by arithmetic: from the bytes and the coding speed of each code, tick by tick.
+"""How long a round's exchange takes, by arithmetic: from the bytes and the speed of each code, by ticks.
 
-A tick posts messages, codes what comes next, and waits for both, so it costs the larger of its transfer and its
-coding; links carry both directions at once. The ticks are those of loco/gather.py and loco/owner.py. What it
-leaves out: other traffic, lost packets, sites that are late, and the distance between sites but for `latency`.
+A tick posts messages, codes what comes next, and waits for both, so it costs the larger of its transfer and
+its coding; links carry both directions at once. The ticks are those of loco/gather.py and loco/owner.py. What
+it leaves out: other traffic, lost packets, sites that are late, and distance but for `latency`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,6 @@ class Code:
         return float(numel * density * each)
 
 
-# Their sizes need no measuring.
-WHOLE = Code(sizes={1.0: 4.0})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """Where a round takes place.
@@ -64,6 +60,7 @@ class Setting:
         latency: seconds for a small message to all peers and theirs back.
         cores: that code for a site; below 1 when sites share one.
         density: of one site's entries, and `union` of all sites' together.
+        frame: elements in a frame.
     """
 
     sites: int
@@ -73,6 +70,7 @@ class Setting:
     cores: float = 1.0
     density: float = 1.0
     union: float = 1.0
+    frame: int = FRAME
 
     def transfer(self, moved: float) -> float:
         return moved / (self.rate * GOODPUT) + self.latency
@@ -81,7 +79,7 @@ class Setting:
 def gather_seconds(code: Code, at: Setting) -> float:
     """Every site's entries to all: frame t travels while t + 1 is coded and t − 1 read."""
     peers = at.sites - 1
-    count = _frames(at.numel)
+    count = _frames(at.numel, at)
     numel = at.numel / count
     body = code.body(numel, at.density)
     seal = code.seal.of(numel, at.density) / at.cores
@@ -99,9 +97,9 @@ def gather_seconds(code: Code, at: Setting) -> float:
 
 
 def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
-    """Each site sums a slice and sends the sums: three ticks after a frame's header comes that of its sums."""
+    """Each site sums a slice and sends the sums, whose headers come three ticks after the entries'."""
     peers, behind = at.sites - 1, 3
-    count = _frames(at.numel / at.sites)
+    count = _frames(at.numel / at.sites, at)
     numel = at.numel / at.sites / count
     entries, sums = code.body(numel, at.density), code.body(numel, at.union)
 
@@ -134,13 +132,13 @@ def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
 
 def gather_bytes(code: Code, at: Setting) -> float:
     """What a site sends, packet headers not included."""
-    return (at.sites - 1) * (code.body(at.numel, at.density) + HEADER_BYTES * (_frames(at.numel) + 3))
+    return (at.sites - 1) * (code.body(at.numel, at.density) + HEADER_BYTES * (_frames(at.numel, at) + 3))
 
 
 def owner_bytes(code: Code, at: Setting) -> float:
     part = at.numel / at.sites
     bodies = code.body(part, at.density) + code.body(part, at.union)
-    return (at.sites - 1) * (bodies + HEADER_BYTES * (2 * _frames(part) + 3))
+    return (at.sites - 1) * (bodies + HEADER_BYTES * (2 * _frames(part, at) + 3))
 
 
 def ring_bytes(at: Setting, *, steps: int = 1) -> float:
@@ -157,8 +155,8 @@ def _announcement_and_votes(at: Setting) -> float:
     return 3 * at.transfer((at.sites - 1) * HEADER_BYTES)
 
 
-def _frames(numel: float) -> int:
-    return max(-int(-numel // FRAME), 1)
+def _frames(numel: float, at: Setting) -> int:
+    return max(-int(-numel // at.frame), 1)
 
 
 def _steadily(ticks: Callable[[int], float], count: int) -> float:

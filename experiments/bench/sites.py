@@ -22,7 +22,7 @@ from experiments.bench.namespaces import Network, die_with_parent, leave_network
 
 # Forked from a server that has torch loaded, a site starts in a tenth of a second.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "loco"])
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "loco"]
 
 
 class Sites:
@@ -42,6 +42,7 @@ class Sites:
         self._ends: list[Connection] = []
 
     def __enter__(self) -> Sites:
+        _context.set_forkserver_preload(_PRELOAD)
         self._folder = tempfile.TemporaryDirectory()
         self.network.__enter__()
         try:
@@ -49,7 +50,9 @@ class Sites:
             for site in range(self.count):
                 ours, theirs = _context.Pipe()
                 process = _context.Process(
-                    target=_live, args=(site, self.count, meeting, theirs, self._actor, self._args), daemon=True
+                    target=_live,
+                    args=(site, self.count, meeting, theirs, self._actor, self._args),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()

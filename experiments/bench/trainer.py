@@ -1,5 +1,5 @@
-"""One site of the link benchmark: it trains on noise, remembers a moment just before a round, and repeats the round
-with any method, from the same state."""
+"""One site of the link benchmark: it trains on noise, remembers a moment just before a round, and repeats the
+round with any method, from the same state."""
 
 from __future__ import annotations
 
