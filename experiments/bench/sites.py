@@ -10,6 +10,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +44,7 @@ class Sites:
         self._ends: list[Connection] = []
 
     def __enter__(self) -> Sites:
-        _context.set_forkserver_preload(_PRELOAD)
+        _start_server()
         self._folder = tempfile.TemporaryDirectory()
         self.network.__enter__()
         try:
@@ -119,10 +121,21 @@ class Sites:
         return [answers[site] for site in range(self.count)]
 
 
+def _start_server() -> None:
+    """Ctrl-C reaches every process of a terminal: keep it from the server, and so from the sites, which would
+    report it one by one."""
+    _context.set_forkserver_preload(_PRELOAD)
+    resource_tracker.ensure_running()  # which would let it through again, if the server had to start it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _live(
     site: int, count: int, meeting: str, end: Connection, actor: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started the sites; it ends them
     die_with_parent()
     # A core is shared by several sites as it is: one thread each.
     torch.set_num_threads(1)
@@ -138,10 +151,11 @@ def _live(
         while True:
             method, arguments = pickle.loads(end.recv_bytes())
             _answer(end, getattr(me, method)(*arguments))
-    except EOFError:
-        os._exit(0)
+    except (EOFError, ConnectionError):
+        os._exit(0)  # who started it has gone
     except BaseException:
-        end.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        with suppress(OSError):
+            end.send_bytes(pickle.dumps((False, traceback.format_exc())))
         time.sleep(3600)  # its links would break, and the others' errors hide this one
 
 
