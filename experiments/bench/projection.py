@@ -80,14 +80,15 @@ def main(arguments: list[str]) -> None:
 def show_check(rows: list[dict[str, Any]]) -> None:
     print(
         f"{'sites':>5} {'Mbit/s':>7}  {'method':<24} {'measured':>10} {'predicted':>10} "
-        f"{'time':>6} {'bytes':>6}"
+        f"{'ratio':>6} {'bytes':>6}"
     )
     for row in rows:
-        off = "  off" if abs(row["time_ratio"] - 1) > OFF or abs(row["bytes_ratio"] - 1) > OFF else ""
+        off = "  off" if any(abs(row[f"{what}_ratio"] - 1) > OFF for what in ("time", "bytes")) else ""
+        by = " by the cores" if row["floor_s"] > row["simulated_s"] else ""
         print(
             f"{row['sites']:>5.0f} {row['rate_mbit'] or 'none':>7}  {row['method']:<24} "
             f"{row['measured_s'] * 1e3:>7.0f} ms {row['predicted_s'] * 1e3:>7.0f} ms "
-            f"{row['time_ratio']:>6.2f} {row['bytes_ratio']:>6.2f}{off}"
+            f"{row['time_ratio']:>6.2f} {row['bytes_ratio']:>6.2f}{off}{by}"
         )
     for what in ("time", "bytes"):
         ratios = [row[f"{what}_ratio"] for row in rows]
