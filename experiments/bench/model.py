@@ -134,7 +134,9 @@ def check(model: Model, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             union=min(noise["union"] / noise["density"] * row["density"], 1.0),
         )
         simulated = model.seconds(row["exchange"], row["wire"], at)
-        outside = row["encode_s"] + row["apply_s"]
+        # A site that shares a core gets a part of each second: what it got when it coded.
+        part = min(row["coding_cpu_s"] / row["coding_s"], 1.0)
+        outside = (row["encode_s"] + row["apply_s"]) * part
         floor = max(row["cpu_s"] - outside, 0.0) * sites / min(row["cores"], sites)
         predicted = max(simulated, floor)
         sent = model.bytes(row["exchange"], row["wire"], at)
@@ -176,7 +178,7 @@ def modelled(
                 continue
             seconds, sent = model.seconds(exchange, code, at), model.bytes(exchange, code, at)
             rows.append(
-                dict.fromkeys(_COLUMNS, "")
+                dict.fromkeys(COLUMNS, "")
                 | {
                     "sites": sites,
                     "numel": numel,
@@ -192,7 +194,7 @@ def modelled(
 
 
 # The columns of link.csv, whatever the source.
-_COLUMNS = (
+COLUMNS = (
     *("sites", "numel", "rate_mbit", "method", "source", "exchange", "wire", "rounds", "p20", "p50", "p80"),
     *("exchange_s", "encode_s", "apply_s", "coding_s", "coding_cpu_s", "waited_s", "cpu_s", "density"),
     *("sent_bytes", "received_bytes", "dense_bytes", "interface_bytes", "interface_packets", "unexplained"),

@@ -135,8 +135,8 @@ def show_projection(rows: list[dict[str, Any]]) -> None:
     shown = [row for row in rows if row["numel"] == 7e9 and row["sites"] in (16, 256)]
     columns = list(dict.fromkeys((row["sites"], row["rate_mbit"]) for row in shown))
     columns.sort()
-    print(f"{'':<24}" + "".join(f"{f'{sites}, {mbit / 1000:g}G':>18}" for sites, mbit in columns))
+    print(f"{'':<24}" + "".join(f"{f'{sites}, {mbit / 1000:g}G':>22}" for sites, mbit in columns))
     for method in dict.fromkeys(row["method"] for row in shown):
         of = {(row["sites"], row["rate_mbit"]): row for row in shown if row["method"] == method}
         cells = [f"{of[c]['seconds']:,.1f} ({of[c]['nearby_s']:,.1f})" for c in columns]
-        print(f"{method:<24}" + "".join(f"{cell:>18}" for cell in cells))
+        print(f"{method:<24}" + "".join(f"{cell:>22}" for cell in cells))
