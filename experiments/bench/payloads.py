@@ -1,0 +1,165 @@
+"""What one core takes to code a payload, and how large it is: measured alone, on the noise of `crowd`.
+
+    seal    entries to a frame's body, and its checksum
+    open    the checksum, and entries again
+    add     all sites' entries to their sums
+
+for one site's entries and for the sums of all, which are denser.
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.bench.crowd import Crowd, by_class
+from experiments.bench.simulator import Code, Work
+from experiments.progress import Progress
+from loco import kernels
+from loco.codec import DENSE, SPARSE
+from loco.kernels import Entries, OuterStep
+
+SITES = (2, 4, 8, 16)
+MANY = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def measure(numel: int, *, repeats: int = 5) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """-> a row for each code and number of sites; a row for each number of sites with its densities"""
+    threads = torch.get_num_threads()
+    coding, densities = [], []
+    model, same = None, dict[int, float]()
+    with Progress("payloads", total=len(SITES)) as progress:
+        for sites in reversed(SITES):  # the most first: the model of the densities is made of them
+            torch.set_num_threads(threads)
+            crowd = Crowd(sites, numel // 2 if sites > 8 else numel)
+            torch.set_num_threads(1)
+            model = model or by_class(crowd)
+            coding += _coding(crowd, repeats)
+            densities.append(
+                {"sites": sites, "density": crowd.senders().sum().item() / sites / crowd.numel}
+                | {"union": crowd.sums().values.numel() / crowd.numel, "same_anchor": ""}
+                | {"by_class": model.union(sites), "independent": 1 - (1 - model.density()) ** sites}
+            )
+            if sites == SITES[-1]:
+                same = {few: crowd.sums(few).values.numel() / crowd.numel for few in SITES}
+            progress.advance(f"{sites} sites")
+    torch.set_num_threads(threads)
+    assert model is not None
+    for row in densities:
+        row["same_anchor"] = same[row["sites"]]
+    densities += [
+        {"sites": sites, "density": model.density(), "union": "", "same_anchor": ""}
+        | {"by_class": model.union(sites), "independent": 1 - (1 - model.density()) ** sites}
+        for sites in MANY
+        if sites not in SITES
+    ]
+    return coding, sorted(densities, key=lambda row: row["sites"])
+
+
+def _coding(crowd: Crowd, repeats: int) -> Iterator[dict[str, Any]]:
+    own, sums, numel = crowd.entries[0], crowd.sums(), crowd.numel
+    whole = Entries.whole(torch.zeros(numel).index_put_((own.indices(),), own.values) + 1e-9)
+    common = {
+        "sites": len(crowd.entries),
+        "numel": numel,
+        "all_entries": sum(e.values.numel() for e in crowd.entries),
+        "add": _median(lambda: kernels.add_up(crowd.entries, numel), repeats),
+        "add_whole": _median(lambda: kernels.add_up([whole] * len(crowd.entries), numel), repeats),
+        "apply": _apply(crowd, crowd.entries, repeats),
+        "apply_sums": _apply(crowd, [sums], repeats),
+    }
+    forms = [(codec, of, e) for codec in SPARSE.values() for of, e in (("one site", own), ("sums", sums))]
+    forms += [(codec, "all", whole) for codec in DENSE.values()]
+    for codec, of, entries in forms:
+        body = codec.encode(entries, crowd.known)
+        assert body is not None
+        count = entries.values.numel()
+
+        def seal(codec: Any = codec, entries: Entries = entries) -> None:
+            kernels.digest(codec.encode(entries, crowd.known))
+
+        def read(codec: Any = codec, body: torch.Tensor = body, count: int = count) -> None:
+            kernels.digest(body)
+            codec.decode(body, count, crowd.known)
+
+        yield common | {
+            "code": codec.name,
+            "of": of,
+            "entries": count,
+            "bytes": body.numel(),
+            "seal": _median(seal, repeats),
+            "open": _median(read, repeats),
+        }
+
+
+def _apply(crowd: Crowd, contributions: list[Entries], repeats: int) -> float:
+    state = [crowd.anchor.clone(), crowd.momentum.clone(), crowd.anchor.clone(), crowd.momentum.clone()]
+    outer = OuterStep(num_sites=len(crowd.entries), lr=0.7, momentum=0.9, nesterov=True)
+    anchor, momentum, weight, residual = state
+
+    def apply() -> None:
+        kernels.apply(anchor, momentum, [weight], residual, crowd.entries[0], contributions, outer)
+
+    return _median(apply, repeats)
+
+
+def _median(call: Any, repeats: int) -> float:
+    """Of the core's own seconds, which others on the machine don't lengthen; after one call to warm up."""
+    taken = []
+    for _ in range(repeats + 1):
+        start = time.thread_time()
+        call()
+        taken.append(time.thread_time() - start)
+    return median(taken[1:])
+
+
+def load(table: Path) -> list[dict[str, Any]]:
+    """The rows of one measurement, the latest; numbers as numbers."""
+    with table.open(newline="") as file:
+        rows = [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    return [row for row in rows if row["run"] == rows[-1]["run"]]
+
+
+def _number(value: str) -> Any:
+    try:
+        return float(value) if value else None
+    except ValueError:
+        return value
+
+
+def codes(rows: list[dict[str, Any]]) -> tuple[dict[str, Code], dict[str, Work]]:
+    """-> the codes, and what adding up takes, of sparse and of whole vectors"""
+    found = {}
+    for name in dict.fromkeys(row["code"] for row in rows):
+        mine = [row for row in rows if row["code"] == name]
+        sizes = {row["entries"] / row["numel"]: row["bytes"] / row["entries"] for row in mine}
+        found[name] = Code(
+            sizes=sizes,
+            seal=_fit([(r["numel"], r["entries"], r["seal"]) for r in mine]),
+            open=_fit([(r["numel"], r["entries"], r["open"]) for r in mine]),
+            rounds=name in ("bfloat16", "int8"),
+        )
+    adding = {
+        "sparse": _fit([(r["numel"], r["all_entries"], r["add"]) for r in rows]),
+        "whole": Work(entry=fmean(r["add_whole"] / r["numel"] / r["sites"] for r in rows)),
+    }
+    return found, adding
+
+
+def _fit(points: list[tuple[float, float, float]]) -> Work:
+    """numel, entries, seconds -> the least squares of relative errors, neither term below zero."""
+    numel, entries, taken = np.array(points).T
+    both = np.stack([numel / taken, entries / taken], 1)
+    (parameter, entry), *_ = np.linalg.lstsq(both, np.ones(len(points)), rcond=None)
+    if np.ptp(entries / numel) < 1e-6 or parameter < 0:
+        return Work(entry=float(np.mean(taken / entries)))
+    if entry < 0:
+        return Work(parameter=float(np.mean(taken / numel)))
+    return Work(float(parameter), float(entry))

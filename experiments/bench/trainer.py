@@ -1,0 +1,134 @@
+"""One site of the link benchmark: it trains on noise, remembers a moment just before a round, and repeats the
+round with any method, from the same state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import loco
+import loco.exchange
+from experiments.bench.namespaces import counters
+from experiments.bench.noise import Noise
+from loco.transfer import Transfer
+
+_SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
+
+METHODS: dict[str, tuple[Any, dict[str, str]]] = {
+    "DiLoCo float32": (loco.DiLoCo, {"wire": "float32"}),
+    "DiLoCo bfloat16": (loco.DiLoCo, {"wire": "bfloat16"}),
+    "DiLoCo int8": (loco.DiLoCo, {"wire": "int8"}),
+    "PULSELoCo gather fast": (loco.PulseLoCo, {"exchange": "gather", "wire": "fast"}),
+    "PULSELoCo gather tight": (loco.PulseLoCo, {"exchange": "gather", "wire": "tight"}),
+    "PULSELoCo owner fast": (loco.PulseLoCo, {"exchange": "owner", "wire": "fast"}),
+    "PULSELoCo owner tight": (loco.PulseLoCo, {"exchange": "owner", "wire": "tight"}),
+    "PULSELoCo auto": (loco.PulseLoCo, {}),
+}
+
+
+class WatchedTransfer(Transfer):
+    """What reports leave out: the core's seconds for coding, and the seconds without anything to code."""
+
+    last: WatchedTransfer | None = None
+    coding_cpu = 0.0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        WatchedTransfer.last = self
+
+    def attempt(self, do: Callable[[], Any]) -> Any:
+        start = time.thread_time()
+        try:
+            return super().attempt(do)
+        finally:
+            self.coding_cpu += time.thread_time() - start
+
+
+class Trainer:
+    """
+    Args:
+        site: its number.
+        numel: parameters.
+    """
+
+    def __init__(self, site: int, numel: int) -> None:
+        # The exchange makes its transfers itself: put the one that is watched in their place.
+        loco.exchange.__dict__["Transfer"] = WatchedTransfer
+        self._noise = Noise(numel, site)
+        self._weight = self._noise.parameter.detach()
+        self._topology = loco.Topology()
+        self._optimizer = loco.PulseLoCo(self._noise.inner, topology=self._topology)
+        self._saved: dict[str, Tensor] = {}
+
+    def warm_up(self) -> float:
+        """H inner steps and a round. -> its density"""
+        self._noise.train()
+        return self._optimizer.sync().density
+
+    def remember(self) -> None:
+        """H inner steps more, and the moment before the round."""
+        self._noise.train()
+        self._saved = {name: tensor.clone() for name, tensor in self._state().items()}
+
+    def choose(self, method: str) -> None:
+        kind, options = METHODS[method]
+        self._optimizer = kind(self._noise.inner, topology=self._topology, **options)
+
+    def latency(self) -> float:
+        """Seconds for a small message to all and theirs back."""
+        across = self._optimizer._outer._across
+        taken = []
+        for _ in range(21):
+            start = time.perf_counter()
+            across.swap_records(bytes(64), phase="latency")
+            taken.append(time.perf_counter() - start)
+        return median(taken)
+
+    def speed(self, size: int) -> float:
+        """Bytes per second from this site, when all send so many to each at once."""
+        across = self._optimizer._outer._across
+        mine = torch.zeros(size, dtype=torch.uint8)
+        theirs = {peer: torch.empty_like(mine) for peer in across.peers}
+        dist.barrier()
+        start = time.perf_counter()
+        across.swap(dict.fromkeys(across.peers, mine), theirs, phase="speed")
+        return size * len(theirs) / (time.perf_counter() - start)
+
+    def round(self) -> dict[str, Any]:
+        """The remembered round, once more, and what it took."""
+        for name, tensor in self._state().items():
+            tensor.copy_(self._saved[name])
+        dist.barrier()
+        time.sleep(_SETTLE)
+        before, cpu = counters(), time.process_time()
+        start = time.perf_counter()  # of one clock on all sites
+        report = self._optimizer.sync()
+        end = time.perf_counter()
+        cpu = time.process_time() - cpu
+        time.sleep(_SETTLE)
+        interface = counters() - before
+        watched = WatchedTransfer.last
+        assert watched is not None
+        return {
+            "start": start,
+            "end": end,
+            "report": report,
+            "interface": asdict(interface),
+            "coding_cpu": watched.coding_cpu,
+            "coding": watched.coding_seconds,
+            "waited": watched.waited_seconds,
+            "cpu": cpu,
+        }
+
+    def _state(self) -> dict[str, Tensor]:
+        """By reference. DiLoCo has no residual."""
+        state = self._optimizer.state_dict()["loco"]
+        names = ("anchor", "momentum", "residual")
+        return {"weight": self._weight} | {n: state[n] for n in names if state[n] is not None}

@@ -1,0 +1,83 @@
+"""The bytes a report counts are those that the site's network interface counted.
+
+An interface counts whole packets: 14 bytes of Ethernet, 20 of IPv4, and 32 of TCP with its timestamps around
+each piece of what was sent, and as much for each bare acknowledgement. That is known from the packets it
+counted, and taken off. What is left may exceed the report by 2%: gloo's own words, what TCP repeated,
+neighbour discovery.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import loco
+from experiments.bench.namespaces import Counters, counters, why_not
+from experiments.bench.sites import Sites
+from loco import SyncReport
+
+SITES, NUMEL, ROUNDS = 3, 3_000_000, 3
+HEADERS = 14 + 20 + 32
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
+
+
+class Site:
+    def __init__(self, site: int) -> None:
+        start = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)) * 0.02
+        self.parameter = torch.nn.Parameter(start)
+        self.generator = torch.Generator().manual_seed(1 + site)
+
+    def rounds(self, kind: str, options: dict[str, Any]) -> tuple[list[SyncReport], Counters]:
+        optimizer = getattr(loco, kind)(torch.optim.SGD([self.parameter], lr=2e-5), **options)
+        reports = []
+        dist.barrier()
+        before = counters()
+        for _ in range(ROUNDS):
+            self.parameter.grad = torch.randn(NUMEL, generator=self.generator)
+            optimizer.inner.step()
+            reports.append(optimizer.sync())
+        dist.barrier()  # all have what was sent to them
+        return reports, counters() - before
+
+
+@pytest.fixture(scope="module")
+def sites() -> Iterator[Sites]:
+    with Sites(SITES, Site) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("PulseLoCo", {"exchange": "gather", "wire": "tight"}),
+        ("PulseLoCo", {"exchange": "owner", "wire": "tight"}),
+        ("PulseLoCo", {"exchange": "gather", "wire": "fast"}),
+        ("PulseLoCo", {"exchange": "owner", "wire": "fast"}),
+        ("DiLoCo", {"wire": "float32"}),
+        ("DiLoCo", {"wire": "int8"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
+)
+def test_reported_bytes_are_what_the_interface_counted(
+    sites: Sites, kind: str, options: dict[str, Any]
+) -> None:
+    found = sites.call("rounds", kind, options)
+    for reports, interface in found:
+        for report in reports:
+            assert report.wire == options["wire"]
+            assert report.sent_bytes > 1_000_000  # or 2% would mean little
+        for reported, counted, packets in (
+            (sum(r.sent_bytes for r in reports), interface.sent_bytes, interface.sent_packets),
+            (sum(r.received_bytes for r in reports), interface.received_bytes, interface.received_packets),
+        ):
+            carried = counted - HEADERS * packets
+            assert -0.001 * reported <= carried - reported <= 0.02 * reported
+
+
+def test_all_that_was_sent_was_received(sites: Sites) -> None:
+    found = sites.call("rounds", "PulseLoCo", {"exchange": "owner", "wire": "tight"})
+    reports = [report for of_site, _ in found for report in of_site]
+    assert sum(r.sent_bytes for r in reports) == sum(r.received_bytes for r in reports)
