@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 -m experiments.record      the same, launched by torchrun
 
 Trains as experiments.train does, up to the round that would follow the last step, and records θ and m before
-it and every site's entries: all of it in runs/recorded/, and an excerpt (the same share of every parameter) in
-experiments/results/recorded/. Any key of the configuration can follow as key=value.
+it and every site's entries: all of it in runs/recorded/, and an excerpt (the same share of every parameter)
+in experiments/results/recorded/. Any key of the configuration can follow as key=value.
 """
 
 from __future__ import annotations

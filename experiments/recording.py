@@ -1,4 +1,4 @@
-"""What all sites hold and send in one round, kept in a file: θ and m before the round, every site's entries."""
+"""What all sites hold and send in one round, in a file: θ and m before the round, every site's entries."""
 
 from __future__ import annotations
 

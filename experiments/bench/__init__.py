@@ -2,4 +2,5 @@
 
 python -m experiments.bench                  all of it
 python -m experiments.bench kernels          a round's own work, beside the memory's speed
+python -m experiments.bench wire             bytes of an entry beside their floor, and the codes' speed
 """

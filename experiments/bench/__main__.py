@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
-from collections.abc import Callable
 
-from experiments.bench import kernels
-
-PARTS: dict[str, Callable[[list[str]], None]] = {"kernels": kernels.main}
+PARTS = ("kernels", "wire")
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
-        for part in PARTS.values():
-            part(arguments)
+        for part in PARTS:
+            _run(part, arguments)
     elif arguments[0] in PARTS:
-        PARTS[arguments[0]](arguments[1:])
+        _run(arguments[0], arguments[1:])
     else:
         print(f"there is no benchmark {arguments[0]!r}; there is: {', '.join(PARTS)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _run(part: str, arguments: list[str]) -> None:
+    # Only what is asked for is imported: a part may need what another can do without.
+    importlib.import_module(f"experiments.bench.{part}").main(arguments)
 
 
 if __name__ == "__main__":
