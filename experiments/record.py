@@ -11,6 +11,7 @@ in experiments/results/recorded/. Any key of the configuration can follow as key
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def train(model: nn.Module, optimizer: loco.PulseLoCo, corpus: Corpus, config: R
 def record(optimizer: loco.PulseLoCo, config: RecordConfig) -> Recording:
     """Every rank calls this together; rank 0 gets all sites' entries."""
     outer = optimizer._outer
+    assert outer._gate is not None
     with outer.layout.pieces(outer.start, outer.stop) as weights:
         mine = kernels.encode(outer.anchor, weights, outer.residual, outer._gate).entries.to("cpu")
     sites: list[Entries | None] = [None] * dist.get_world_size()
@@ -83,8 +85,7 @@ def record(optimizer: loco.PulseLoCo, config: RecordConfig) -> Recording:
         "outer_momentum": config.outer_momentum,
         "sync_every": config.sync_every,
         "seed": config.seed,
-        "gate": config.gate,
-        "gate_gain": config.gate_gain,
+        "gate": dataclasses.asdict(outer._gate) | {"dtype": str(outer._gate.dtype).removeprefix("torch.")},
     }
     momentum = None if outer.momentum is None else outer.momentum.cpu()
     return Recording(about, outer.anchor.cpu(), momentum, [site for site in sites if site is not None])

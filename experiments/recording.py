@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from loco.kernels import BLOCK, Entries, Gate, Known
-from loco.settings import GATES
 
 
 class Recording(NamedTuple):
@@ -23,8 +22,13 @@ class Recording(NamedTuple):
 
     @property
     def known(self) -> Known:
-        gate = Gate(dtype=GATES[self.about["gate"]] or torch.bfloat16, gain=self.about["gate_gain"])
-        return Known(self.anchor, self.momentum, gate)
+        return Known(self.anchor, self.momentum, Gate(**self.about["gate"] | {"dtype": self._dtype}))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.about["gate"]["dtype"])
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     def excerpt(self, runs: Sequence[slice]) -> Recording:
         """The elements of some runs, one after the other, as if they were all there is."""

@@ -17,7 +17,7 @@ from loco.codec import FAST, TIGHT
 from loco.kernels import Entries, Gate, Known, OuterStep, reference_tight
 
 EXCERPTS = sorted((Path(__file__).parents[1] / "experiments/results/recorded").glob("*.npz"))
-ABOUT = {"sites": 2, "gate": "bf16", "gate_gain": 1.0}
+ABOUT = {"sites": 2, "gate": {"dtype": "float16", "gain": 2.0}}
 
 
 def some_entries(numel: int, density: float, seed: int = 0) -> Entries:
@@ -40,6 +40,7 @@ def test_a_recording_comes_back_from_its_file(tmp_path: Path, momentum: bool) ->
     assert got.about == ABOUT
     assert torch.equal(got.anchor, sent.anchor)
     assert (got.momentum is None) != momentum
+    assert got.known.gate == Gate(dtype=torch.float16, gain=2.0)
     assert all(same(a, b) for a, b in zip(got.sites, sites, strict=True))
 
 
