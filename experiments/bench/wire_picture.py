@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ def _draw_codes(ax: Axes, rows: list[Row]) -> None:
         _line(ax, noise, "entries", by, label=label, color=colour, linestyle=style, linewidth=1.2)
     for by, marker in (("fast", "^"), ("tight", "o")):
         _line(ax, noise, "entries", by, label=by, color=_COLOURS[by], marker=marker)
+    styles = cycle(({"color": "#56B4E9", "marker": "v"}, {"color": "#009E73", "marker": "D"}))
     for economy in sorted({row["data"] for row in rows if row["data"].startswith("noise, ")}):
         label = "tight, values in " + economy.removeprefix("noise, ")
-        _line(
-            ax, [row for row in rows if row["data"] == economy], "entries", "tight", label=label, marker="v"
-        )
+        points = [row for row in rows if row["data"] == economy]
+        _line(ax, points, "entries", "tight", label=label, **next(styles))
     _density(ax)
     low = min(float(row["bytes_per_entry"]) for row in rows if row["by"] == "tight" and row["bytes"])
     ticks = [tick for tick in (0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 8, 12) if tick > 0.7 * low]
@@ -59,7 +60,7 @@ def _draw_codes(ax: Axes, rows: list[Row]) -> None:
     ax.yaxis.set_major_locator(FixedLocator(ticks))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    ax.set_ylim(ticks[0], 34)
+    ax.set_ylim(ticks[0], ticks[0] * (13 / ticks[0]) ** 1.7)  # above 12 there is room for the legend
     ax.set_title("bytes of an entry, on noise")
     ax.legend(fontsize=9, ncols=1, loc="upper right", handlelength=1.8, borderaxespad=0)
 
