@@ -100,6 +100,14 @@ class CompareConfig(RunConfig):
     plain_averaging: bool = True  # run diloco and pulseloco with outer_lr 1, outer_momentum 0 too
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig(RunConfig):
+    nproc: int | None = 4
+    steps: int = 160  # the round after the last of them is recorded
+    excerpt: int = 131072  # elements of it that are kept with the code
+    excerpts: str = "experiments/results/recorded"  # the folder for that
+
+
 C = TypeVar("C", bound=RunConfig)
 
 
@@ -137,6 +145,13 @@ def check(config: RunConfig) -> None:
         _require(getattr(config, name) >= 1, f"{name} must be at least 1, got {getattr(config, name)}")
     for name in ("lr", "clip", "timeout_s"):
         _require(getattr(config, name) > 0, f"{name} must be > 0, got {getattr(config, name)}")
+    if isinstance(config, RecordConfig):
+        _require(config.excerpt >= 1, f"excerpt must be at least 1, got {config.excerpt}")
+        _require(
+            config.ranks_per_site == 1,
+            f"only sites of one rank can be recorded, got ranks_per_site={config.ranks_per_site}",
+        )
+        _require(config.gate != "open", "an open gate sends everything: there are no entries to record")
     if config.nproc is not None:
         _require(config.nproc >= 1, f"nproc must be at least 1, got {config.nproc}")
     if config.port is not None:
@@ -150,7 +165,7 @@ def check(config: RunConfig) -> None:
         config.device in ("auto", "cpu", "cuda"),
         f"device must be auto, cpu or cuda, got '{config.device}'",
     )
-    methods = (config.method,) if isinstance(config, TrainConfig) else ()
+    methods = (config.method,) if isinstance(config, TrainConfig) else ("pulseloco",)
     methods = config.methods if isinstance(config, CompareConfig) else methods
     _require(len(methods) > 0, "methods must name at least one method")
     for method in methods:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
-from importlib import import_module
 
-PARTS = ("kernels", "link", "projection")  # the later ones read what the earlier ones have written
+PARTS = ("kernels", "wire", "link", "projection")  # the later ones read what the earlier ones have written
 
 
 def main(arguments: list[str]) -> int:
@@ -22,7 +22,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(part: str, arguments: list[str]) -> None:
-    import_module(f"experiments.bench.{part}").main(arguments)
+    # Only what is asked for is imported: a part may need what another can do without.
+    importlib.import_module(f"experiments.bench.{part}").main(arguments)
 
 
 if __name__ == "__main__":

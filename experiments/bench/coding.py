@@ -1,0 +1,52 @@
+"""Entries to bodies of frames and back, frame by frame, as an exchange does it between its messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loco.codec import FAST, Codec
+from loco.frames import frames_of, span
+from loco.kernels import Entries, Known
+
+
+class Body(NamedTuple):
+    codec: Codec  # that was used: entries that are not for the one asked for go by another
+    raw: Tensor
+    entries: int
+
+
+def spans(numel: int) -> list[slice]:
+    """The elements of every frame."""
+    return [span(slice(0, numel), number) for number in range(frames_of(numel))]
+
+
+def encode(codec: Codec, known: Known, entries: Entries) -> Iterator[Body]:
+    for at in spans(known.anchor.numel()):
+        part, some = known.part(at), entries.cut(at)
+        raw = codec.encode(some, part)
+        used = codec
+        if raw is None:
+            used, raw = FAST, FAST.encode(some, part)
+        yield Body(used, raw, some.values.numel())
+
+
+def decode(bodies: Sequence[Body], known: Known) -> Iterator[Entries]:
+    for at, body in zip(spans(known.anchor.numel()), bodies, strict=True):
+        yield body.codec.decode(body.raw, body.entries, known.part(at))
+
+
+def checked(codec: Codec, known: Known, entries: Entries) -> list[Body]:
+    """The bodies, which have come back as the same entries; or the end."""
+    bodies = list(encode(codec, known, entries))
+    back = Entries.join(list(decode(bodies, known)))
+    for sent, got in zip(entries, back, strict=True):
+        assert sent is not None
+        assert got is not None
+        if sent.shape != got.shape or not torch.equal(sent.view(torch.uint8), got.view(torch.uint8)):
+            sys.exit(f"what the {codec.name} code brings back is not what was sent: nothing was measured")
+    return bodies
