@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.bench.noise import SYNC_EVERY, WARM_UP, Noise, weights
+from experiments.bench.noisy_site import SYNC_EVERY, WARM_UP, NoisySite, weights
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, OuterStep
 
@@ -26,7 +26,7 @@ class Crowd:
     def __init__(self, sites: int, numel: int, *, rounds: int = WARM_UP) -> None:
         self.numel = numel
         self.anchor, self.momentum = weights(numel), torch.zeros(numel)
-        self._sites = [(Noise(numel, site), torch.zeros(numel)) for site in range(sites)]
+        self._sites = [(NoisySite(numel, site), torch.zeros(numel)) for site in range(sites)]
         for _ in range(rounds):
             self._round()
         self.known = Known(self.anchor, self.momentum, Gate())

@@ -32,7 +32,7 @@ import torch
 from experiments.bench.measuring import append, quantiles
 from experiments.bench.model import ddp, modelled
 from experiments.bench.namespaces import MBIT, why_not
-from experiments.bench.noise import WARM_UP
+from experiments.bench.noisy_site import WARM_UP
 from experiments.bench.sites import Sites
 from experiments.bench.trainer import METHODS, Trainer
 from experiments.progress import Progress

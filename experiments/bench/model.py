@@ -13,7 +13,7 @@ import torch
 
 from experiments.bench.measuring import append
 from experiments.bench.namespaces import MBIT
-from experiments.bench.noise import SYNC_EVERY
+from experiments.bench.noisy_site import SYNC_EVERY
 from experiments.bench.payloads import codes, load, measure
 from experiments.bench.simulator import (
     GOODPUT,

@@ -25,7 +25,7 @@ import torch
 from experiments.bench.measuring import append
 from experiments.bench.model import DDP, METHODS, NUMEL, Model, check
 from experiments.bench.namespaces import MBIT
-from experiments.bench.noise import SYNC_EVERY
+from experiments.bench.noisy_site import SYNC_EVERY
 from experiments.bench.payloads import MANY, load
 from experiments.bench.simulator import ring_bytes, ring_seconds
 from loco.frames import FRAME

@@ -16,7 +16,7 @@ from torch import Tensor
 import loco
 import loco.exchange
 from experiments.bench.namespaces import counters
-from experiments.bench.noise import Noise
+from experiments.bench.noisy_site import NoisySite
 from loco.transfer import Transfer
 
 _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
@@ -61,7 +61,7 @@ class Trainer:
     def __init__(self, site: int, numel: int) -> None:
         # The exchange makes its transfers itself: put the one that is watched in their place.
         loco.exchange.__dict__["Transfer"] = WatchedTransfer
-        self._noise = Noise(numel, site)
+        self._noise = NoisySite(numel, site)
         self._weight = self._noise.parameter.detach()
         self._topology = loco.Topology()
         self._optimizer = loco.PulseLoCo(self._noise.inner, topology=self._topology)

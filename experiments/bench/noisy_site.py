@@ -20,7 +20,7 @@ def weights(numel: int) -> Tensor:
     return torch.randn(numel, generator=generator).mul_(SIGMA).bfloat16().float()
 
 
-class Noise:
+class NoisySite:
     """One site's parameter, its Adam, and the gradients that it draws.
 
     Args:
