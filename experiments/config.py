@@ -79,7 +79,7 @@ class RunConfig:
     gate_gain: float = 1.0
     gate_margin: float = 0.0  # of a BF16 ulp
     value_steps: int | None = None  # to a BF16 ulp; None: exact values
-    wire: str = "tight"  # PULSELoCo's code: trainers on one machine stand for sites behind slow links
+    wire: str | None = None  # PULSELoCo's; None: tight, as trainers here stand for far sites
     exchange: str = "auto"
     ranks_per_site: int = 1
 
@@ -182,7 +182,7 @@ def check(config: RunConfig) -> None:
             gate_margin=config.gate_margin,
             value_steps=config.value_steps,
         )
-        Wire.of_entries(config.wire, config.exchange)
+        Wire.of_entries(wire_of(config), config.exchange, gate=config.gate)
     except ValueError as error:
         raise ExperimentError(str(error)) from error
     if set(methods) <= {"ddp"}:
@@ -197,6 +197,11 @@ def check(config: RunConfig) -> None:
             f"{name} must be a multiple of sync_every ({every}), so that the evaluated weights are "
             f"those of a finished round: got {value}, use {choices}",
         )
+
+
+def wire_of(config: RunConfig) -> str:
+    every_element = config.gate == "open" or config.exchange == "dense"
+    return config.wire or ("auto" if every_element else "tight")
 
 
 def check_world(config: RunConfig, world: int, *, launch_line: str) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
-from experiments.config import RunConfig
+from experiments.config import RunConfig, wire_of
 from experiments.errors import ExperimentError
 
 
@@ -111,6 +111,7 @@ def build(method: Method, model: nn.Module, config: RunConfig) -> Trainee:
     }
     if method.name == "diloco":
         return Trainee(module, loco.DiLoCo(inner, **outer), wait)
-    own = ("gate", "gate_gain", "gate_margin", "value_steps", "wire", "exchange")
-    gate = {name: getattr(config, name) for name in own}
+    own = ("gate", "gate_gain", "gate_margin", "value_steps", "exchange")
+    gate: dict[str, Any] = {name: getattr(config, name) for name in own}
+    gate["wire"] = wire_of(config)
     return Trainee(module, loco.PulseLoCo(inner, **outer, **gate), wait)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from loco import kernels
-from loco.kernels import Entries
+from loco.kernels import BLOCK, Entries
 
 from .codec import FAST, SPARSE, TIGHT, Codec
-from .frames import FRAME, frames_of
+from .frames import Frames
 from .transfer import Transfer
 from .wire import HEADER_BYTES, Header
 
@@ -20,7 +20,7 @@ def predicted_bytes(headers: Sequence[Header]) -> dict[str, float]:
     sites, numel = len(headers), headers[0].numel
     payload = sum(header.body_bytes for header in headers) / sites
     sums = headers[0].checksum
-    frames, of_slice = frames_of(numel), frames_of(-(-numel // sites))
+    frames, of_slice = Frames.of(numel).count, Frames.of(-(-numel // sites)).count
     peers = sites - 1
     return {
         "gather": peers * (payload + frames * HEADER_BYTES),
@@ -43,6 +43,7 @@ class Habits:
         self.spread = 1 + (sites - 1) / 3  # entries of the sums, over those of one site
         self._link_speed: float | None = None  # bytes per second
         self._coding: float | None = None  # seconds that the tight code took
+        self._since_tight = 0  # rounds
         self._tight_bytes = 0.0  # that a round sends in the tight code
 
     def codec(self) -> Codec:
@@ -55,8 +56,8 @@ class Habits:
             return SPARSE[self.wire]
         if not kernels.packs_fast():
             return FAST
-        if self._coding is None:
-            return TIGHT  # the first round: find out
+        if self._coding is None or self._since_tight >= 64:
+            return TIGHT  # find out, and now and then whether it still takes as long
         if self._link_speed is None:
             return FAST  # the link never kept the tight code waiting
         tight = max(self._tight_bytes / self._link_speed, self._coding)
@@ -77,19 +78,30 @@ class Habits:
             moved: the bytes that this site sent.
         """
         framing = work.framing
+        self._link_speed = work.link_speed or self._link_speed
+        if codec.name not in SPARSE:
+            return
         if framing.coded_entries >= ENOUGH:
             self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries
         if codec is TIGHT:
-            self._coding = work.coding_seconds
+            self._coding, self._since_tight = work.coding_seconds, 0
+        self._since_tight += 1
         self._tight_bytes = moved if codec is TIGHT else moved * self._ratio()
-        if work.link_speed:
-            self._link_speed = work.link_speed
-        if own.values.numel() >= ENOUGH:
-            part = slice(0, min(FRAME, framing.known.anchor.numel()))
-            of_part = [c.cut(part) for c in contributions]
-            sums = of_part[0] if len(of_part) == 1 else kernels.add_up(of_part, part.stop)
-            one = own.cut(part).values.numel()
-            self.spread = sums.values.numel() / one if one else self.spread
+        entries, sums = own.values.numel(), contributions[0].values.numel()
+        if len(contributions) > 1:
+            entries, sums = _sampled(own, contributions, framing.known.anchor.numel())
+        if entries >= ENOUGH:
+            self.spread = sums / entries
 
     def _ratio(self) -> float:
         return self.entry_bytes[TIGHT.name] / self.entry_bytes[FAST.name]
+
+
+def _sampled(own: Entries, contributions: list[Entries], numel: int) -> tuple[int, int]:
+    """The entries of one site, and of all together, in some stretches of the vector."""
+    length, entries, sums = 1 << 14, 0, 0
+    for first in range(0, numel, max(length, numel // (64 * BLOCK) * BLOCK)):
+        at = slice(first, min(first + length, numel))
+        entries += own.cut(at).values.numel()
+        sums += kernels.add_up([c.cut(at) for c in contributions], at.stop - at.start).values.numel()
+    return entries, sums

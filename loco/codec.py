@@ -96,7 +96,9 @@ class Tight:
 
     def encode(self, entries: Entries, known: Known) -> Tensor | None:
         body = kernels.pack(entries.to("cpu"), known.to("cpu"))
-        return None if body is None else body.to(entries.values.device)
+        if body is None or body.numel() > self.most_bytes(entries.values.numel(), known.anchor.numel()):
+            return None  # so few entries that they are not worth the tables, or so odd that there was no room
+        return body.to(entries.values.device)
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         try:
@@ -105,7 +107,7 @@ class Tight:
             raise WireError(str(error)) from error
 
     def most_bytes(self, count: int, numel: int) -> int:
-        return 8 * count + numel // 4 + (1 << 20) if count else 0
+        return FAST.most_bytes(count, numel)
 
 
 class Bfloat16:

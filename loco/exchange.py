@@ -29,10 +29,16 @@ class Wire:
     exchange: str
 
     @staticmethod
-    def of_entries(codec: str, exchange: str) -> "Wire":
+    def of_entries(codec: str, exchange: str, *, gate: str) -> "Wire":
         """What PULSELoCo can be told."""
         _one_of("wire", codec, ("auto", *SPARSE))
         _one_of("exchange", exchange, EXCHANGES)
+        why = "exchange='dense'" if exchange == "dense" else "gate='open'" if gate == "open" else ""
+        if why and (codec != "auto" or exchange not in ("auto", "dense")):
+            raise ValueError(
+                f"{why} sends every element as FP32: leave wire at 'auto' (got {codec!r}) and exchange at "
+                f"'auto' or 'dense' (got {exchange!r})"
+            )
         return Wire(codec=codec, exchange=exchange)
 
     @staticmethod
@@ -54,7 +60,6 @@ class Outcome:
     exchange: str
     codec: str
     payload_bytes: int  # of this site's coded entries
-    sums: int | None  # entries of the sums, where this rank knows
 
 
 class Exchange:
@@ -112,7 +117,7 @@ class Exchange:
             except Exception as error:
                 problem = Problem(Status.FAILED, seen=error)
         headers, unread = self._announce(mine)
-        self._vote(problem or unread or _replica_problem(headers), round, 1)
+        self._vote(problem or unread or _replica_problem(headers) or _missing(headers), round, 1)
         assert encoded is not None
 
         own = encoded.entries
@@ -123,10 +128,11 @@ class Exchange:
         work = Transfer(self.across, framing)
         before = self.across.sent_bytes
         contributions = (gather if name == "gather" else owner_reduce)(work, own, numel)
-        self._vote(work.problem, round, 2)
-        self._learn(name, codec, work, own, contributions, self.across.sent_bytes - before)
-        sums = None if name == "gather" else contributions[0].values.numel()
-        return Outcome(contributions, name, codec.name, framing.coded_bytes, sums)
+        moved = self.across.sent_bytes - before
+        # What can fail must have been done before all sites count on this round.
+        work.attempt(lambda: self.habits.learn(codec, work, contributions, own, moved))
+        self._vote(work.verdict(), round, 2)
+        return Outcome(contributions, name, codec.name, framing.coded_bytes)
 
     def _announcement(self, encoded: Encoded, round: int, numel: int) -> tuple[Codec, Header]:
         """The code of this site's frames, and its announcement."""
@@ -157,13 +163,6 @@ class Exchange:
             return self.wire.exchange
         predicted = predicted_bytes(headers)
         return min(predicted, key=lambda name: predicted[name])
-
-    def _learn(
-        self, name: str, codec: Codec, work: Transfer, own: Entries, contributions: list[Entries], moved: int
-    ) -> None:
-        """What the next rounds' predictions rest on."""
-        if name != "dense":
-            self.habits.learn(codec, work, contributions, own, moved)
 
     def _announce(self, mine: Header) -> tuple[list[Header], Problem | None]:
         """All sites' headers; a site that has a problem announces nothing but its coming vote."""
@@ -204,7 +203,9 @@ class Exchange:
                 problem = Problem(Status.UNREADABLE, self.across.rank, seen)
                 vote = replace(vote, status=problem.status, subject=problem.subject)
             else:
-                vote = next((v for v in votes if v.status != Status.OK), vote)
+                bad = [v for v in votes if v.status != Status.OK]
+                # Who misses something from a site that fails knows less about it than that site.
+                vote = next((v for v in bad if v.status != Status.MISSING), next(iter(bad), vote))
         if vote.status == Status.OK:
             return
         if problem.seen is not None:  # what this rank saw itself says more than what travelled
@@ -245,6 +246,8 @@ class Exchange:
                 f"{where} failed, and its own error says why. No state has changed; once it is mended, "
                 f"all ranks can repeat the round"
             )
+        if vote.status == Status.MISSING:
+            return WireError(f"{where} did not receive all of site {vote.subject}, which gives no reason")
         return WireError(f"{where} could not read the message of site {vote.subject}")
 
 
@@ -265,6 +268,12 @@ def _check_announcement(header: Header, mine: Header, site: int) -> None:
         raise WireError(f"a vector of {header.numel} elements, not {mine.numel}")
     if header.entries > header.numel:
         raise WireError(f"{header.entries} entries of {header.numel} elements")
+
+
+def _missing(headers: list[Header]) -> Problem | None:
+    """A site that announces nothing votes against the round; if it does not, others do."""
+    silent = next((h.site for h in headers if h.kind == Kind.VOTE), None)
+    return None if silent is None else Problem(Status.MISSING, silent)
 
 
 def _replica_problem(headers: list[Header]) -> Problem | None:

@@ -1,5 +1,6 @@
 """Frames: the entries of runs of elements, each coded on its own, so that coding and sending overlap."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from .errors import WireError
 from .transport import Transport
 from .wire import HEADER_BYTES, Header, Kind, Status
 
-FRAME = 1 << 21  # elements: some 300 kB at a density of 6%
+LEAST, MOST = 1 << 19, 1 << 23  # elements: some 75 kB to 1.2 MB at a density of 6%
 
 
 class Frame(NamedTuple):
@@ -21,19 +22,29 @@ class Frame(NamedTuple):
     body: Tensor  # uint8, on the transport's device
 
 
-def frames_of(numel: int) -> int:
-    return -(-numel // FRAME)
+@dataclass(frozen=True)
+class Frames:
+    """How a run of `width` elements is cut: into some 32 frames, so that coding and sending overlap, and a
+    network's latency, which each of them may cost, is paid some 32 times whatever the size of the model."""
+
+    size: int  # elements
+    count: int
+
+    @staticmethod
+    def of(width: int) -> "Frames":
+        size = min(max(-(-width // (32 * LEAST)) * LEAST, LEAST), MOST)
+        return Frames(size, -(-width // size))
+
+    def span(self, of: slice, number: int) -> slice:
+        """The elements of one frame of a slice; none, if the slice ends before it."""
+        first = min(of.start + number * self.size, of.stop)
+        return slice(first, min(first + self.size, of.stop))
 
 
 def slices_of(numel: int, sites: int) -> list[slice]:
     """The elements that each site sums: whole blocks, equally many but for the last ones."""
     width = -(-numel // (BLOCK * sites)) * BLOCK
     return [slice(min(k * width, numel), min((k + 1) * width, numel)) for k in range(sites)]
-
-
-def span(of: slice, number: int) -> slice:
-    """The elements of one frame of a slice; none, if the slice ends before it."""
-    return slice(min(of.start + number * FRAME, of.stop), min(of.start + (number + 1) * FRAME, of.stop))
 
 
 class Framing:
@@ -53,18 +64,17 @@ class Framing:
         self.known = known
         self.round = round
         self.digest = digest
+        self._in_host_memory: dict[tuple[int, int], Known] = {}
         self.coded_entries = 0  # of this site's, in frames
         self.coded_bytes = 0  # which took so many, headers included
 
     def seal(self, entries: Entries, at: slice, number: int, kind: Kind) -> Frame:
         """A frame of the entries of the elements `at`."""
-        known, codec = self.known.part(at), self.codec
+        codec = self.codec
+        known = self._known(at, codec)
         body = codec.encode(entries, known)
-        # A few entries are not worth the tight code's tables.
-        most = FAST.most_bytes(entries.values.numel(), at.stop - at.start)
-        if codec is TIGHT and (body is None or body.numel() > most):
+        if body is None:
             codec, body = FAST, FAST.encode(entries, known)
-        assert body is not None
         header = Header(
             kind=kind,
             codec=codec.id,
@@ -77,7 +87,7 @@ class Framing:
             digest=self.digest,
             checksum=kernels.digest(body),
         )
-        if kind == Kind.ENTRIES:
+        if kind != Kind.SUMS:
             self.coded_entries += header.entries
             self.coded_bytes += HEADER_BYTES + body.numel()
         return Frame(header, body.to(self.across.device))
@@ -127,11 +137,11 @@ class Framing:
         """
         if header.status == Status.FAILED:
             return None
-        known = self.known.part(at)
-        body = body.to(known.anchor.device)
+        body = body.to(self.known.anchor.device)
         if kernels.digest(body) != header.checksum:
             raise WireError("a body whose checksum does not match")
-        return CODECS[header.codec].decode(body, header.entries, known)
+        codec = CODECS[header.codec]
+        return codec.decode(body, header.entries, self._known(at, codec))
 
     def as_received(self, entries: Entries, at: slice) -> Entries:
         """This site's own entries as all others will read them."""
@@ -141,3 +151,16 @@ class Framing:
         body = self.codec.encode(entries, known)
         assert body is not None
         return self.codec.decode(body, known.anchor.numel(), known)
+
+    def _known(self, at: slice, codec: Codec) -> Known:
+        """What a codec is told of the elements `at`."""
+        part = self.known.part(at)
+        if codec is not TIGHT or part.anchor.device.type == "cpu":
+            return part
+        # Copied from a GPU once for all sites' frames of the same elements; few are worked on at a time.
+        kept, key = self._in_host_memory, (at.start, at.stop)
+        if key not in kept:
+            while len(kept) >= 4:
+                kept.pop(next(iter(kept)))
+            kept[key] = part.to("cpu")
+        return kept[key]

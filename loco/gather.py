@@ -4,7 +4,7 @@ from torch import Tensor
 
 from loco.kernels import Entries
 
-from .frames import Frame, frames_of, span
+from .frames import Frame, Frames
 from .stream import Stream
 from .transfer import Transfer
 from .wire import Header, Kind
@@ -17,14 +17,15 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     """
     if not numel or work.across.size == 1:
         return [own]
-    everything, count = slice(0, numel), frames_of(numel)
+    everything, frames = slice(0, numel), Frames.of(numel)
+    count = frames.count
     peers = work.across.peers
 
     def check(header: Header, site: int, number: int) -> None:
-        work.framing.check(header, site, span(everything, number), number, Kind.ENTRIES)
+        work.framing.check(header, site, frames.span(everything, number), number, Kind.ENTRIES)
 
     def seal(number: int) -> dict[int, Frame]:
-        at = span(everything, number)
+        at = frames.span(everything, number)
         frame = work.seal(lambda: own.cut(at), at, number, Kind.ENTRIES)
         return dict.fromkeys(peers, frame)
 
@@ -36,14 +37,14 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         posted = work.post([stream.messages(ready)] if tick < stream.ticks else [], "entries")
         ready = seal(tick + 1) if tick + 1 < count else {}
         for site, (header, body) in arrived.items():
-            entries = work.open(site, header, body, span(everything, tick - 2))
+            entries = work.open(site, header, body, frames.span(everything, tick - 2))
             if entries is not None:
                 found[site].append(entries)
         work.wait(posted)
         arrived = stream.arrived() if tick < stream.ticks else {}
 
-    own_site = work.across.rank
-    joined = work.attempt(
-        lambda: [own if site == own_site else Entries.join(found[site]) for site in range(work.across.size)]
-    )
-    return joined or []
+    def join() -> list[Entries]:
+        joined = {site: Entries.join(found.pop(site)) for site in peers} | {work.across.rank: own}
+        return [joined[site] for site in range(work.across.size)]
+
+    return work.attempt(join) or []

@@ -215,6 +215,10 @@ class PulseLoCo(LowCommunicationOptimizer):
         gate_margin: f, a fraction of the BF16 ulp; 0 sends all that is visible.
         value_steps: V, steps in which values are sent, to the BF16 ulp: a power of two from 2 to 256; None
             sends them exactly.
+        wire: how entries are coded, which changes no bit of a round: "tight" (about 2.3 bytes each, by the
+            host's cores), "fast" (5 bytes), or "auto": what is predicted to take less time.
+        exchange: "gather" (every site's entries to all), "owner" (each site sums a slice for all), "dense"
+            (the same with every element, as FP32), or "auto": what is predicted to send the fewest bytes.
         offload: keep θ, e and m, 12 bytes per parameter, in pinned host memory instead of the GPU's. The
             host's cores then do the round's work, and its memory and gloo the exchange.
 
@@ -252,7 +256,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             gate_margin=gate_margin,
             value_steps=value_steps,
         )
-        super().__init__(inner, settings, topology, Wire.of_entries(wire, exchange), offload)
+        super().__init__(inner, settings, topology, Wire.of_entries(wire, exchange, gate=gate), offload)
 
 
 class DiLoCo(LowCommunicationOptimizer):
@@ -274,6 +278,8 @@ class DiLoCo(LowCommunicationOptimizer):
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
         topology: which ranks form a site; by default each rank of the default group is one.
+        wire: "float32"; or "bfloat16" or "int8" (with a scale for every 256), which round what is sent and
+            the sums.
         offload: keep θ and m in host memory, as `PulseLoCo`.
 
     Raises:

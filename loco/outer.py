@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+import traceback
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -248,9 +249,11 @@ class OuterLoop:
             yield
         except Refused as refusal:  # by all ranks, at the same message
             raise refusal.error from None
-        except BaseException:
+        except BaseException as error:
             self._connected = False
             self.topology.disconnect(self._across, self._inside)
+            # gloo hangs up once nobody holds its messages, and the frames of this error's traceback do.
+            traceback.clear_frames(error.__traceback__)
             raise
 
     def _agree(self, inner: Optimizer, wire: Wire) -> Layout:

@@ -5,7 +5,8 @@ from torch import Tensor
 from loco import kernels
 from loco.kernels import Entries
 
-from .frames import Frame, frames_of, slices_of, span
+from .errors import NonFiniteError
+from .frames import Frame, Frames, slices_of
 from .stream import Stream
 from .transfer import Transfer
 from .wire import Header, Kind
@@ -22,26 +23,29 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     across, framing = work.across, work.framing
     slices = slices_of(numel, across.size)
     mine = slices[across.rank]
-    count = frames_of(slices[0].stop)
+    frames = Frames.of(slices[0].stop)
+    count = frames.count
 
     def check_entries(header: Header, site: int, number: int) -> None:
-        framing.check(header, site, span(mine, number), number, Kind.ENTRIES)
+        framing.check(header, site, frames.span(mine, number), number, Kind.SLICE)
 
     def check_sums(header: Header, site: int, number: int) -> None:
-        framing.check(header, site, span(slices[site], number), number, Kind.SUMS)
+        framing.check(header, site, frames.span(slices[site], number), number, Kind.SUMS)
 
     def seal(number: int) -> dict[int, Frame]:
-        spans = {peer: span(slices[peer], number) for peer in across.peers}
-        return {p: work.seal(lambda at=at: own.cut(at), at, number, Kind.ENTRIES) for p, at in spans.items()}
+        spans = {peer: frames.span(slices[peer], number) for peer in across.peers}
+        return {p: work.seal(lambda at=at: own.cut(at), at, number, Kind.SLICE) for p, at in spans.items()}
 
     def add_up(number: int, arrived: dict[int, tuple[Header, Tensor]]) -> dict[int, Frame]:
-        at = span(mine, number)
+        at = frames.span(mine, number)
         parts = {site: work.open(site, header, body, at) for site, (header, body) in arrived.items()}
 
         def total() -> Entries:
             parts[across.rank] = framing.as_received(own.cut(at), at)
-            in_order = [parts[site] for site in range(across.size)]
-            sums = kernels.add_up([part for part in in_order if part is not None], at.stop - at.start)
+            in_order = [part for _, part in sorted(parts.items()) if part is not None]
+            sums = kernels.add_up(in_order, at.stop - at.start)
+            if not bool(sums.values.isfinite().all()):
+                raise NonFiniteError(f"{work.phase('sums')}: the sites' updates add up to an infinite one")
             found[across.rank].append(framing.as_received(sums, at))
             return sums
 
@@ -66,7 +70,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         ready = seal(tick + 1) if tick + 1 < count else {}
         ready_sums = add_up(tick - 2, to_add) if 0 <= tick - 2 < count else {}
         for site, (header, body) in to_read.items():
-            part = work.open(site, header, body, span(slices[site], tick - behind - 2))
+            part = work.open(site, header, body, frames.span(slices[site], tick - behind - 2))
             if part is not None:
                 found[site].append(part)
         work.wait(posted)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from loco.kernels import Entries
 
-from .errors import TransportError, WireError
+from .errors import WireError
 from .frames import Frame, Framing
 from .problem import Problem, unreadable
 from .stream import Messages
@@ -29,23 +29,27 @@ class Transfer:
         self.across = across
         self.framing = framing
         self.problem: Problem | None = None
-        self.incomplete = False  # a peer could not send all; its vote will say why
+        self.missing: int | None = None  # a site that could not send all; its vote should say why
         self.coding_seconds = 0.0
-        self.link_speed = 0.0  # bytes per second: the most seen in a tick that this rank waited for
-        self.waited_seconds = 0.0
+        self.waited_seconds = 0.0  # for the link, with nothing else to do
+        self._elapsed = 0.0
+        self._moved = 0  # bytes
+
+    @property
+    def link_speed(self) -> float | None:
+        """Bytes per second, if this rank had to wait for the link: else nobody knows how quick it is."""
+        return self._moved / self._elapsed if self.waited_seconds > 0.1 * self._elapsed else None
 
     def phase(self, what: str) -> str:
         return f"round {self.framing.round}, {what}"
 
     def attempt(self, do: Callable[[], T]) -> T | None:
         """None if it failed, or something before it did."""
-        if self.problem is not None or self.incomplete:
+        if self.problem is not None or self.missing is not None:
             return None
         start = time.perf_counter()
         try:
             return do()
-        except TransportError:
-            raise
         except Exception as error:
             self.problem = Problem(Status.FAILED, seen=error)
             return None
@@ -63,7 +67,8 @@ class Transfer:
             except WireError as error:
                 self.problem = unreadable(site, error, self.framing.round)
                 return None
-            self.incomplete |= entries is None
+            if entries is None:
+                self.missing = site
             return entries
 
         return self.attempt(read)
@@ -76,7 +81,11 @@ class Transfer:
     def wait(self, posted: Posted) -> None:
         posted.wait()
         self.waited_seconds += posted.waited
-        # Of a tick that was over before this rank looked, nobody knows when it ended; small ones are latency.
-        moved = max(posted.sent, posted.received)
-        if posted.waited > 0.1 * posted.seconds and moved >= 1 << 16:
-            self.link_speed = max(self.link_speed, moved / posted.seconds)
+        self._elapsed += posted.seconds
+        self._moved += max(posted.sent, posted.received)
+
+    def verdict(self) -> Problem | None:
+        """What to vote."""
+        if self.problem is None and self.missing is not None:
+            return Problem(Status.MISSING, self.missing)
+        return self.problem

@@ -27,8 +27,9 @@ class Kind(IntEnum):
 
     ANNOUNCEMENT = 1
     VOTE = 2
-    ENTRIES = 3  # of one site
-    SUMS = 4  # over all sites
+    ENTRIES = 3  # of one site, to all
+    SLICE = 4  # of one site, to who sums them
+    SUMS = 5  # over all sites
 
 
 class Status(IntEnum):
@@ -40,6 +41,7 @@ class Status(IntEnum):
     UNREADABLE = 3  # subject: the site whose message could not be read
     SITE_DRIFT = 4  # subject: 0; the ranks of the reporting site hold different weights
     FAILED = 5  # subject: 0; the reporting rank's own error says what
+    MISSING = 6  # subject: the site that did not send all, if it gives no reason itself
 
 
 @dataclass(frozen=True, kw_only=True)

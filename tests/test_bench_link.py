@@ -27,7 +27,7 @@ from experiments.bench.simulator import (
     ring_seconds,
 )
 from experiments.bench.sites import Sites
-from loco.frames import FRAME
+from loco.frames import MOST
 
 FLOAT32 = Code(sizes={1.0: 4.0})
 needs_networks = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -44,16 +44,16 @@ def test_a_ring_sends_what_is_known() -> None:
 
 @pytest.mark.parametrize("sites", [2, 4, 16])
 def test_dense_diloco_takes_its_bytes_over_the_rate(sites: int) -> None:
-    at = Setting(sites=sites, numel=200 * sites * FRAME, rate=1000 * MBIT)
+    at = Setting(sites=sites, numel=50 * sites * MOST, rate=1000 * MBIT)
     assert owner_bytes(FLOAT32, at) == pytest.approx(ring_bytes(at), rel=1e-3)
-    # Of a slice's 200 frames the first few sums wait for their entries, with nothing else to send.
-    assert owner_seconds(FLOAT32, at) == pytest.approx(ring_bytes(at) / (125e6 * GOODPUT), rel=0.03)
+    # Of a slice's 50 frames the first few sums wait for their entries, with nothing else to send.
+    assert owner_seconds(FLOAT32, at) == pytest.approx(ring_bytes(at) / (125e6 * GOODPUT), rel=0.1)
 
 
 def test_a_pipeline_costs_the_slower_of_coding_and_sending() -> None:
     coding = Work(parameter=1e-9)
     code = Code(sizes={0.05: 2.0, 0.5: 2.0}, seal=coding, open=coding)
-    at = Setting(sites=4, numel=500 * FRAME, rate=100 * MBIT, density=0.1)
+    at = Setting(sites=4, numel=125 * MOST, rate=100 * MBIT, density=0.1)
     sending, alone = gather_bytes(code, at) / (at.rate * GOODPUT), 4 * at.numel * 1e-9
     assert gather_seconds(code, at) == pytest.approx(max(sending, alone), rel=0.01)
     fast_link = replace(at, rate=1e15)
@@ -64,7 +64,7 @@ def test_a_pipeline_costs_the_slower_of_coding_and_sending() -> None:
 
 def test_gathering_grows_with_the_sites_and_owner_reducing_does_not() -> None:
     code = Code(sizes={0.05: 2.0, 0.5: 2.0})
-    few, many = (Setting(sites=s, numel=64 * FRAME, rate=1e8, density=0.06, union=0.2) for s in (4, 64))
+    few, many = (Setting(sites=s, numel=64 * MOST, rate=1e8, density=0.06, union=0.2) for s in (4, 64))
     assert gather_seconds(code, many) / gather_seconds(code, few) == pytest.approx(63 / 3, rel=0.01)
     assert owner_bytes(code, many) / owner_bytes(code, few) == pytest.approx((63 / 64) / (3 / 4), rel=0.01)
 

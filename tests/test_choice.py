@@ -49,7 +49,7 @@ def test_gathering_grows_with_the_sites_and_owner_reducing_does_not() -> None:
     assert costs[64]["owner"] < 63 / 64 / (3 / 4) * 1.01 * costs[4]["owner"]
 
 
-def learn(habits: Habits, codec: Codec, *, coding: float, link: float, moved: int) -> None:
+def learn(habits: Habits, codec: Codec, *, coding: float, link: float | None, moved: int) -> None:
     framing = SimpleNamespace(
         coded_entries=100_000, coded_bytes=240_000 if codec is TIGHT else 510_000, known=None
     )
@@ -64,7 +64,7 @@ def test_a_slow_link_gets_the_tight_code_and_a_quick_one_the_fast() -> None:
     assert slow.codec() is TIGHT  # 0.8 s on the link; the fast code would take 1.7 s
 
     quick = Habits("auto", 4)
-    learn(quick, TIGHT, coding=0.5, link=0.0, moved=10_000_000)
+    learn(quick, TIGHT, coding=0.5, link=None, moved=10_000_000)
     assert quick.codec() is FAST  # the link never made it wait, so nobody knows how quick it is
     learn(quick, FAST, coding=0.01, link=1e9, moved=21_250_000)
     assert quick.codec() is FAST  # 0.02 s against 0.5 s of coding

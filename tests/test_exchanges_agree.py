@@ -21,7 +21,8 @@ def every_way(rank: int, numel: int, frame: int, options: dict[str, Any]) -> lis
     """-> the state and the report after each round, for each way"""
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("loco.frames.FRAME", frame)
+        patch.setattr("loco.frames.LEAST", frame)
+        patch.setattr("loco.frames.MOST", frame)
         for way in WAYS:
             inner = Scripted(parameters(5, numel), 5, rank)
             optimizer = loco.PulseLoCo(inner, sync_every=2, **options, **way)
@@ -97,6 +98,8 @@ def test_each_site_may_choose_its_code() -> None:
 def test_what_a_wire_cannot_do_is_refused(single_site: None) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"wire": "int8"}, "wire must be one of auto, fast, tight, got 'int8'"),
+        ({"exchange": "dense", "wire": "tight"}, "exchange='dense' sends every element as FP32"),
+        ({"gate": "open", "exchange": "owner"}, "gate='open' sends every element as FP32"),
         ({"exchange": "ring"}, "exchange must be one of auto, gather, owner, dense, got 'ring'"),
     ]
     for options, message in refused:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
 from sites import error_of, run_ranks
-from states import assert_same, small_model, snapshot, train
+from states import Snapshot, assert_same, small_model, snapshot, train
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
@@ -71,10 +71,10 @@ def damaged_frame(rank: int, kind: str, options: dict[str, Any], what: Kind) -> 
     ("kind", "options", "what"),
     [
         ("PulseLoCo", {"exchange": "gather"}, Kind.ENTRIES),
-        ("PulseLoCo", {"exchange": "owner", "wire": "tight"}, Kind.ENTRIES),
+        ("PulseLoCo", {"exchange": "owner", "wire": "tight"}, Kind.SLICE),
         ("PulseLoCo", {"exchange": "owner", "wire": "fast"}, Kind.SUMS),
         ("PulseLoCo", {"exchange": "dense"}, Kind.SUMS),
-        ("DiLoCo", {}, Kind.ENTRIES),
+        ("DiLoCo", {}, Kind.SLICE),
         ("DiLoCo", {}, Kind.SUMS),
     ],
 )
@@ -141,6 +141,7 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str, options: dict[str, 
             for where in ("loco.frames.Framing.seal", "loco.frames.Framing.open", "loco.kernels.Entries.join")
         ),
         ("PulseLoCo", "loco.kernels.add_up", {"exchange": "owner"}),
+        ("PulseLoCo", "loco.choice.Habits.learn", {}),
         ("DiLoCo", "loco.kernels.encode", {}),
         ("DiLoCo", "loco.frames.Framing.seal", {}),
         ("DiLoCo", "loco.frames.Framing.open", {}),
@@ -199,6 +200,100 @@ def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(changes: dict[
     assert "the message of site 1 can't be read: a " in results[0][0][1]
     assert results[1][0][0] == "TransportError"
     assert [rounds for _, rounds in results] == [1, 1]
+
+
+def silent_failure(rank: int, exchange: str) -> tuple[tuple[str, str], Snapshot, Snapshot, int]:
+    """Site 1 sends frames that say it could not make them, and votes for the round nevertheless."""
+    optimizer = loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), exchange=exchange)
+    optimizer.inner.step()
+    before = snapshot(optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Framing, "seal", lambda self, _, __, number, kind: self.failed(number, kind))
+        error = error_of(optimizer.sync)
+    return error, before, snapshot(optimizer), optimizer.sync().round
+
+
+@pytest.mark.parametrize("exchange", ["gather", "owner", "dense"])
+def test_what_did_not_come_is_missed_even_if_its_sender_votes_for_the_round(exchange: str) -> None:
+    for (kind, text), before, after, rounds in run_ranks(3, silent_failure, exchange):
+        assert kind == "WireError"
+        assert "did not receive all of site 1, which gives no reason" in text
+        assert_same(before, after)
+        assert rounds == 1
+
+
+def silent_announcement(rank: int) -> tuple[tuple[str, str], int]:
+    """Site 1 announces nothing, and votes for the round nevertheless."""
+    optimizer = build_scripted(rank)
+    announcement = Exchange._announcement
+
+    def hide(self: Exchange, *args: Any) -> Any:
+        codec, header = announcement(self, *args)
+        return codec, Header(kind=Kind.VOTE, site=header.site, round=header.round, digest=header.digest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Exchange, "_announcement", hide)
+        error = error_of(optimizer.sync)
+    return error, optimizer.sync().round
+
+
+def test_who_announces_nothing_has_no_part_in_a_round() -> None:
+    for (kind, text), rounds in run_ranks(3, silent_announcement):
+        assert kind == "WireError"
+        assert "did not receive all of site 1" in text
+        assert rounds == 1
+
+
+def other_exchange(rank: int) -> tuple[str, int]:
+    """Site 0 gathers where the others owner-reduce, with frames of one size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loco.frames.LEAST", 256)
+        patch.setattr("loco.frames.MOST", 256)
+        optimizer = loco.PulseLoCo(Scripted(parameters(3, 5003), 3, rank), exchange="owner")
+        with pytest.MonkeyPatch.context() as lie:
+            if rank == 0:
+                lie.setattr(Exchange, "_chosen", lambda *_: "gather")
+            kind, _ = error_of(optimizer.sync)
+        while optimizer.round == 0:
+            error_of(optimizer.sync)
+        return kind, optimizer.round
+
+
+def test_sites_that_choose_different_exchanges_find_out() -> None:
+    for kind, rounds in run_ranks(3, other_exchange):
+        assert kind in ("WireError", "TransportError")
+        assert rounds == 1
+
+
+def repeated_while_handling(rank: int) -> tuple[float, int]:
+    """A round is repeated while its error is still alive, and with it all that its traceback holds."""
+    optimizer = build_scripted(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            seal = Framing.seal
+
+            def forge(self: Framing, *args: Any) -> Frame:
+                header, body = seal(self, *args)
+                return Frame(replace(header, round=9), body)
+
+            patch.setattr(Framing, "seal", forge)
+        try:
+            optimizer.sync()
+        except loco.LocoError:
+            patch.undo()
+            start = time.monotonic()
+            optimizer.sync()
+            return time.monotonic() - start, optimizer.round
+    raise AssertionError("nothing was raised")
+
+
+def test_a_round_can_be_repeated_while_its_error_is_handled() -> None:
+    """The peers learn at once that a link is given up, long before a timeout of 300 s."""
+    for seconds, rounds in run_ranks(3, repeated_while_handling):
+        assert seconds < 60
+        assert rounds == 1
 
 
 def stray_vote(rank: int) -> tuple[tuple[str, str], int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loco.codec import FAST, Codec
-from loco.frames import frames_of, span
+from loco.frames import Frames
 from loco.kernels import Entries, Known
 
 
@@ -22,7 +22,8 @@ class Body(NamedTuple):
 
 def spans(numel: int) -> list[slice]:
     """The elements of every frame."""
-    return [span(slice(0, numel), number) for number in range(frames_of(numel))]
+    frames = Frames.of(numel)
+    return [frames.span(slice(0, numel), number) for number in range(frames.count)]
 
 
 def encode(codec: Codec, known: Known, entries: Entries) -> Iterator[Body]:

@@ -28,7 +28,6 @@ from experiments.bench.namespaces import MBIT
 from experiments.bench.noisy_site import SYNC_EVERY
 from experiments.bench.payloads import MANY, load
 from experiments.bench.simulator import ring_bytes, ring_seconds
-from loco.frames import FRAME
 
 RESULTS = Path("experiments/results/bench")
 OFF = 0.15  # a prediction that is off by more is named
@@ -48,7 +47,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cores", type=float, default=32, help="that code for each site; 32")
     parser.add_argument("--ranks", type=int, default=8, help="of a site, which share its link and cores; 8")
     parser.add_argument("--latency", type=float, default=0.03, help="seconds there and back; 0.03")
-    parser.add_argument("--frame", type=int, default=FRAME, help="elements in a frame; as the library has it")
     parser.add_argument("--quick", action="store_true", help="small payloads")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -64,7 +62,7 @@ def main(arguments: list[str]) -> None:
             show_check(rows)
     else:
         print("nothing to check against: there is no link.csv (python -m experiments.bench link)")
-    rows = list(project(model, options.cores, options.ranks, options.latency, options.frame))
+    rows = list(project(model, options.cores, options.ranks, options.latency))
     table = options.out / "projection.csv"
     append(table, rows, _CPU)
     show_projection(rows)
@@ -99,14 +97,12 @@ def show_check(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def project(model: Model, cores: float, ranks: int, latency: float, frame: int) -> Iterator[dict[str, Any]]:
+def project(model: Model, cores: float, ranks: int, latency: float) -> Iterator[dict[str, Any]]:
     """A site's ranks work side by side, each on its slice with its share of the link and of the cores."""
     for numel, mbit, sites in itertools.product(SIZES, RATES, (s for s in MANY if s >= 16)):
-        at = model.setting(
-            sites, numel / ranks, mbit * MBIT / ranks, cores=cores / ranks, latency=latency, frame=frame
-        )
+        at = model.setting(sites, numel / ranks, mbit * MBIT / ranks, cores=cores / ranks, latency=latency)
         place = {"sites": sites, "numel": int(numel), "rate_mbit": mbit, "cores": cores, "ranks": ranks}
-        place |= {"latency": latency, "frame": frame, "density": at.density, "union": at.union}
+        place |= {"latency": latency, "density": at.density, "union": at.union}
         # A ring's messages go one way, and wait for no answer.
         yield place | {
             "method": DDP,

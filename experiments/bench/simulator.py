@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from loco.frames import FRAME
+from loco.frames import Frames
 from loco.wire import HEADER_BYTES
 
 GOODPUT = 1448 / 1514  # of Ethernet frames of 1514 bytes: 14 + 20 + 32 are headers
@@ -60,7 +60,6 @@ class Setting:
         latency: seconds for a small message to all peers and theirs back.
         cores: that code for a site; below 1 when sites share one.
         density: of one site's entries, and `union` of all sites' together.
-        frame: elements in a frame.
     """
 
     sites: int
@@ -70,7 +69,6 @@ class Setting:
     cores: float = 1.0
     density: float = 1.0
     union: float = 1.0
-    frame: int = FRAME
 
     def transfer(self, moved: float) -> float:
         return moved / (self.rate * GOODPUT) + self.latency
@@ -79,7 +77,7 @@ class Setting:
 def gather_seconds(code: Code, at: Setting) -> float:
     """Every site's entries to all: frame t travels while t + 1 is coded and t − 1 read."""
     peers = at.sites - 1
-    count = _frames(at.numel, at)
+    count = _frames(at.numel)
     numel = at.numel / count
     body = code.body(numel, at.density)
     seal = code.seal.of(numel, at.density) / at.cores
@@ -99,7 +97,7 @@ def gather_seconds(code: Code, at: Setting) -> float:
 def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
     """Each site sums a slice and sends the sums, whose headers come three ticks after the entries'."""
     peers, behind = at.sites - 1, 3
-    count = _frames(at.numel / at.sites, at)
+    count = _frames(at.numel / at.sites)
     numel = at.numel / at.sites / count
     entries, sums = code.body(numel, at.density), code.body(numel, at.union)
 
@@ -132,13 +130,13 @@ def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
 
 def gather_bytes(code: Code, at: Setting) -> float:
     """What a site sends, packet headers not included."""
-    return (at.sites - 1) * (code.body(at.numel, at.density) + HEADER_BYTES * (_frames(at.numel, at) + 3))
+    return (at.sites - 1) * (code.body(at.numel, at.density) + HEADER_BYTES * (_frames(at.numel) + 3))
 
 
 def owner_bytes(code: Code, at: Setting) -> float:
     part = at.numel / at.sites
     bodies = code.body(part, at.density) + code.body(part, at.union)
-    return (at.sites - 1) * (bodies + HEADER_BYTES * (2 * _frames(part, at) + 3))
+    return (at.sites - 1) * (bodies + HEADER_BYTES * (2 * _frames(part) + 3))
 
 
 def ring_bytes(at: Setting, *, steps: int = 1) -> float:
@@ -155,8 +153,8 @@ def _announcement_and_votes(at: Setting) -> float:
     return 3 * at.transfer((at.sites - 1) * HEADER_BYTES)
 
 
-def _frames(numel: float, at: Setting) -> int:
-    return max(-int(-numel // at.frame), 1)
+def _frames(numel: float) -> int:
+    return Frames.of(max(round(numel), 1)).count
 
 
 def _steadily(ticks: Callable[[int], float], count: int) -> float:

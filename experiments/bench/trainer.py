@@ -21,7 +21,10 @@ from loco.transfer import Transfer
 
 _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
 
+RING = "torch all-reduce"  # gloo's ring of FP32, beside DiLoCo's own exchange: neither may be a weak baseline
+
 METHODS: dict[str, tuple[Any, dict[str, str]]] = {
+    RING: (None, {}),
     "DiLoCo float32": (loco.DiLoCo, {"wire": "float32"}),
     "DiLoCo bfloat16": (loco.DiLoCo, {"wire": "bfloat16"}),
     "DiLoCo int8": (loco.DiLoCo, {"wire": "int8"}),
@@ -66,6 +69,7 @@ class Trainer:
         self._topology = loco.Topology()
         self._optimizer = loco.PulseLoCo(self._noise.inner, topology=self._topology)
         self._saved: dict[str, Tensor] = {}
+        self._ring = False
 
     def warm_up(self) -> float:
         """H inner steps and a round. -> its density"""
@@ -79,7 +83,9 @@ class Trainer:
 
     def choose(self, method: str) -> None:
         kind, options = METHODS[method]
-        self._optimizer = kind(self._noise.inner, topology=self._topology, **options)
+        self._ring = kind is None
+        if kind is not None:
+            self._optimizer = kind(self._noise.inner, topology=self._topology, **options)
 
     def latency(self) -> float:
         """Seconds for a small message to all and theirs back."""
@@ -109,23 +115,46 @@ class Trainer:
         time.sleep(_SETTLE)
         before, cpu = counters(), time.process_time()
         start = time.perf_counter()  # of one clock on all sites
-        report = self._optimizer.sync()
+        report = self._all_reduce() if self._ring else self._optimizer.sync()
         end = time.perf_counter()
         cpu = time.process_time() - cpu
         time.sleep(_SETTLE)
         interface = counters() - before
-        watched = WatchedTransfer.last
-        assert watched is not None
+        watched = None if self._ring else WatchedTransfer.last
         return {
             "start": start,
             "end": end,
             "report": report,
             "interface": asdict(interface),
-            "coding_cpu": watched.coding_cpu,
-            "coding": watched.coding_seconds,
-            "waited": watched.waited_seconds,
+            "coding_cpu": watched.coding_cpu if watched else 0.0,
+            "coding": watched.coding_seconds if watched else 0.0,
+            "waited": watched.waited_seconds if watched else report.seconds["exchange"],
             "cpu": cpu,
         }
+
+    def _all_reduce(self) -> loco.SyncReport:
+        """What a ring takes for the same vector, without a round around it."""
+        numel, sites = self._weight.numel(), self._topology.num_sites
+        vector = torch.zeros(numel)
+        start = time.perf_counter()
+        dist.all_reduce(vector)
+        seconds = {"encode": 0.0, "exchange": time.perf_counter() - start, "apply": 0.0}
+        ring = 2 * (sites - 1) * 4 * numel // sites
+        return loco.SyncReport(
+            round=0,
+            numel=numel,
+            entries=numel,
+            density=1.0,
+            wire="float32",
+            exchange="ring",
+            payload_bytes=4 * numel,
+            sent_bytes=ring,
+            received_bytes=ring,
+            site_bytes=0,
+            dense_bytes=ring,
+            residual_norm=0.0,
+            seconds=seconds,
+        )
 
     def _state(self) -> dict[str, Tensor]:
         """By reference. DiLoCo has no residual."""
