@@ -1,24 +1,24 @@
 """The gather exchange: every site's entries to all sites."""
 
-from torch import Tensor
+from collections import deque
 
 from loco.kernels import Entries
 
 from .frames import Frame, Frames
-from .stream import Stream
+from .stream import AHEAD, Arrived, Stream
 from .transfer import Transfer
+from .transport import Posted
 from .wire import Header, Kind
 
 
 def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     """Sends R−1 payloads. -> the entries of each site, in site order
 
-    While frame t travels, frame t + 1 is coded and frame t − 1 read.
+    While frames travel, the next one is coded and the last ones are read.
     """
     if not numel or work.across.size == 1:
         return [own]
     everything, frames = slice(0, numel), Frames.of(numel)
-    count = frames.count
     peers = work.across.peers
 
     def check(header: Header, site: int, number: int) -> None:
@@ -29,19 +29,23 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         frame = work.seal(lambda: own.cut(at), at, number, Kind.ENTRIES)
         return dict.fromkeys(peers, frame)
 
-    stream = Stream(work.across, count, check, phase=work.phase("entries"))
+    stream = Stream(work.across, frames.count, check, phase=work.phase("entries"))
     found: dict[int, list[Entries]] = {site: [] for site in peers}
-    arrived: dict[int, tuple[Header, Tensor]] = {}
+    flying: deque[Posted] = deque()
+    arrived: Arrived = {}
     ready = seal(0)
-    for tick in range(stream.ticks + 1):
-        posted = work.post([stream.messages(ready)] if tick < stream.ticks else [], "entries")
-        ready = seal(tick + 1) if tick + 1 < count else {}
+    for tick in range(stream.ticks + AHEAD):
+        if tick < stream.ticks:
+            flying.append(work.post([stream.messages(ready)], "entries"))
+        ready = seal(tick + 1) if tick + 1 < frames.count else {}
         for site, (header, body) in arrived.items():
-            entries = work.open(site, header, body, frames.span(everything, tick - 2))
+            entries = work.open(site, header, body, frames.span(everything, header.subject))
             if entries is not None:
                 found[site].append(entries)
-        work.wait(posted)
-        arrived = stream.arrived() if tick < stream.ticks else {}
+        arrived = {}
+        if flying and tick >= AHEAD - 1:
+            work.wait(flying.popleft())
+            arrived = stream.arrived()
 
     def join() -> list[Entries]:
         joined = {site: Entries.join(found.pop(site)) for site in peers} | {work.across.rank: own}

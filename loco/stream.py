@@ -1,6 +1,7 @@
 """Frames on their way: sent and received in ticks, while this rank codes what comes next."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,13 +11,18 @@ from .frames import Frame
 from .transport import Transport
 from .wire import HEADER_BYTES, Header
 
+# Ticks that fly at once, so that neither a slow peer nor the network's latency leaves the link idle; and so
+# how many ticks a header is ahead of its body.
+AHEAD = 2
+
 Messages = list[tuple[int, Tensor]]
 Check = Callable[[Header, int, int], None]  # of a header, the site it came from and its frame's number
+Arrived = dict[int, tuple[Header, Tensor]]  # frames by peer
 
 
 class Stream:
-    """`frames` frames to and from every peer. Tick t carries the bodies of frames t − 1 and the headers of
-    frames t, so that both ends know the size of a body before it travels.
+    """`frames` frames to and from every peer. Tick t carries the headers of frames t and the bodies of frames
+    t − AHEAD, so that both ends know the size of a body before it travels. At most AHEAD ticks may fly.
 
     Args:
         across: the link to the peers.
@@ -28,53 +34,47 @@ class Stream:
     def __init__(self, across: Transport, frames: int, check: Check, *, phase: str) -> None:
         self.across = across
         self.frames = frames
-        self.ticks = frames + 1
+        self.ticks = frames + AHEAD
         self._check = check
         self._phase = phase
-        self._tick = 0
-        self._leaving: Mapping[int, Frame] = {}
-        self._expected: dict[int, Header] = {}
-        self._headers: dict[int, Tensor] = {}
-        self._bodies: dict[int, Tensor] = {}
-
-    @property
-    def peers(self) -> Collection[int]:
-        return self.across.peers
+        self._posted = 0  # ticks
+        self._leaving: dict[int, Mapping[int, Frame]] = {}  # by number: their headers have been sent
+        self._expected: dict[int, dict[int, Header]] = {}  # by number
+        self._flying: deque[tuple[int, Arrived, dict[int, Tensor]]] = deque()
 
     def messages(self, frames: Mapping[int, Frame]) -> tuple[Messages, Messages]:
-        """What to send in this tick, and where to receive. `frames`: the next one for each peer."""
-        device = self.across.device
-        outgoing = [(peer, frame.body) for peer, frame in self._leaving.items()]
+        """What to send in the next tick, and where to receive. `frames`: the next one for each peer."""
+        device, tick = self.across.device, self._posted
+        self._posted += 1
+        leaving = self._leaving.pop(tick - AHEAD, {})
+        self._leaving[tick] = frames
+        outgoing = [(peer, frame.body) for peer, frame in leaving.items()]
         outgoing += [(p, self.across.message(frame.header.pack())) for p, frame in frames.items()]
-        self._bodies = {
-            peer: torch.empty(header.body_bytes, dtype=torch.uint8, device=device)
-            for peer, header in self._expected.items()
-        }
-        self._headers = {}
-        if self._tick < self.frames:
-            self._headers = {
-                p: torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device) for p in self.peers
-            }
-        self._leaving = frames
-        return outgoing, [*self._bodies.items(), *self._headers.items()]
 
-    def arrived(self) -> dict[int, tuple[Header, Tensor]]:
-        """The frames that this tick completed, by peer.
+        bodies = {
+            peer: (header, torch.empty(header.body_bytes, dtype=torch.uint8, device=device))
+            for peer, header in self._expected.pop(tick - AHEAD, {}).items()
+        }
+        peers = self.across.peers if tick < self.frames else []
+        headers = {p: torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device) for p in peers}
+        self._flying.append((tick, bodies, headers))
+        return outgoing, [*((peer, body) for peer, (_, body) in bodies.items()), *headers.items()]
+
+    def arrived(self) -> Arrived:
+        """The frames that the first tick still flying brought, now that it has come.
 
         Raises:
             WireError: a peer announces a frame that can't be one. The link is of no use then: nobody knows
                 how many bytes come next.
         """
-        done = {peer: (self._expected[peer], body) for peer, body in self._bodies.items()}
-        self._expected = {}
-        for peer, raw in self._headers.items():
+        tick, bodies, headers = self._flying.popleft()
+        expected = self._expected.setdefault(tick, {})
+        for peer, raw in headers.items():
             try:
                 header = Header.unpack(raw.cpu().numpy().tobytes())
-                self._check(header, peer, self._tick)
+                self._check(header, peer, tick)
             except WireError as error:
-                raise WireError(
-                    f"{self._phase}: the message of site {peer} can't be read: {error}"
-                ) from error
-            self._expected[peer] = header
-        self._tick += 1
-        return done
+                said = f"{self._phase}: the message of site {peer} can't be read: {error}"
+                raise WireError(said) from error
+            expected[peer] = header
+        return bodies

@@ -32,6 +32,7 @@ class Transfer:
         self.missing: int | None = None  # a site that could not send all; its vote should say why
         self.coding_seconds = 0.0
         self.waited_seconds = 0.0  # for the link, with nothing else to do
+        self._began: float | None = None
         self._elapsed = 0.0
         self._moved = 0  # bytes
 
@@ -74,6 +75,7 @@ class Transfer:
         return self.attempt(read)
 
     def post(self, streams: Sequence[tuple[Messages, Messages]], what: str) -> Posted:
+        self._began = self._began or time.monotonic()
         outgoing = [message for sends, _ in streams for message in sends]
         incoming = [message for _, receives in streams for message in receives]
         return self.across.post(outgoing, incoming, phase=self.phase(what))
@@ -81,7 +83,7 @@ class Transfer:
     def wait(self, posted: Posted) -> None:
         posted.wait()
         self.waited_seconds += posted.waited
-        self._elapsed += posted.seconds
+        self._elapsed = time.monotonic() - (self._began or 0.0)
         self._moved += max(posted.sent, posted.received)
 
     def verdict(self) -> Problem | None:

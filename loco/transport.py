@@ -145,10 +145,8 @@ class Posted:
         self._works = works
         self._order = order
         self._phase = phase
-        self._began = time.monotonic()
         self.sent, self.received = sent, received  # bytes
-        self.seconds = 0.0  # from the beginning until all had arrived, as far as this rank saw
-        self.waited = 0.0  # of which it had nothing else to do
+        self.waited = 0.0  # seconds
 
     def wait(self) -> None:
         """
@@ -168,8 +166,7 @@ class Posted:
             silent = time.monotonic() >= deadline - 0.01
             what = f"no answer from {who} within {transport.timeout:g} s" if silent else f"lost {who}"
             raise TransportError(f"{self._phase}: {what} ({_first_line(error)})") from error
-        now = time.monotonic()
-        self.seconds, self.waited = now - self._began, now - start
+        self.waited = time.monotonic() - start
         transport.sent_bytes += self.sent
         transport.received_bytes += self.received
 

@@ -13,7 +13,7 @@ from experiments.noise import Noise, simulate
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, MalformedError, reference_tight
 
-SPECIFICATION = Path(__file__).parents[1] / "TIGHT.md"
+SPECIFICATION = Path(__file__).parents[1] / "README.md"
 PART = independent_decoder.PART
 
 
