@@ -14,7 +14,7 @@ from loco import kernels
 from loco.kernels import Entries, Gate, Known, MalformedError, reference_tight
 
 SPECIFICATION = Path(__file__).parents[1] / "README.md"
-PART = independent_decoder.PART
+PART = 1 << 18  # elements
 
 
 def as_floats(bits: Sequence[int]) -> Tensor:
@@ -170,7 +170,7 @@ def test_both_decoders_refuse_the_same_frames(name: str) -> None:
             found = read(body, count, known)
         except MalformedError:
             refused += 1
-            with pytest.raises(independent_decoder.RefusedError):
+            with pytest.raises(ValueError):
                 read_independently(body, count, known)
         else:
             assert read_independently(body, count, known) == found
