@@ -151,19 +151,19 @@ def clip(x: int, a: int, b: int) -> int:
 def see(head: Head, theta: int, m: int) -> Weight:
     """What both ends see of the weight with these FP32 bits; m is not looked at if pulls = 0."""
     field, fraction = theta >> 23 & 255, theta & 0x7FFFFF
-    E = max(field, 1)
+    exponent = max(field, 1)
     mant = fraction + ((1 << 23) if field else 0)
-    drop = min(23 - head.mantissa + max(head.emin + 127 - E, 0), 25)
+    drop = min(23 - head.mantissa + max(head.emin + 127 - exponent, 0), 25)
     past = (1 << drop - 1) - mant % (1 << drop)
     t = abs(past)
     negative = (past > 0) != bool(theta >> 31)
-    octave = E + t.bit_length() - 1  # E - 1 if t = 0
-    level = clip(E - head.e0, 0, 7) >> head.levels
+    octave = exponent + t.bit_length() - 1  # E - 1 if t = 0
+    level = clip(exponent - head.e0, 0, 7) >> head.levels
     context = level * 16 + clip(octave - head.d0, 0, 15)
     if head.pulls:
         size = clip((m >> 23 & 255) - head.m0, 0, 3) >> (3 - head.pulls)
         context = (context << head.pulls) + 2 * size + (bool(m >> 31) == negative)
-    return Weight(E, drop, t, negative, level, context)
+    return Weight(exponent, drop, t, negative, level, context)
 
 
 def read_value(head: Head, weight: Weight, nearest: bool, symbol: int, part: Part) -> int:
@@ -200,13 +200,13 @@ def read_block(
         yield i, read_value(head, weight, nearest, symbol, part)
 
 
-def decode(body: bytes, count: int, theta: list[int], momentum: list[int] | None) -> list[tuple[int, int]]:
-    """The (position, FP32 bits of the value) of all entries of a frame, in order; ValueError if malformed.
+def decode(body: bytes, k: int, theta: list[int], momentum: list[int] | None) -> list[tuple[int, int]]:
+    """The (position, FP32 bits of the value) of all k entries of a frame, in order; ValueError if malformed.
 
-    body is the frame's, of count elements; theta and momentum are the FP32 bits of these elements' θ and m.
+    theta and momentum are the FP32 bits of the θ and m of the frame's elements.
     """
-    ms = [0] * count if momentum is None else momentum
-    must(len(theta) == len(ms) == count, "theta and momentum must have count elements", (len(theta), len(ms)))
+    n, ms = len(theta), [0] * len(theta) if momentum is None else momentum
+    must((k == 0) == (not body), "an empty body and k = 0 must come together", (len(body), k))
     if not body:
         return []
     reader = Bytes(body)
@@ -215,12 +215,12 @@ def decode(body: bytes, count: int, theta: list[int], momentum: list[int] | None
     chances = dict(zip(used, map(probability, reader.take(len(used))), strict=True))
     sides = dict(zip(used, map(probability, reader.take(len(used))), strict=True))
     levels = [read_level(reader) for _ in range(8 >> head.levels)]
-    parts = [(first, *struct.unpack("<3I", reader.take(12))) for first in range(0, count, PART)]
-    must(any(entries for _, entries, _, _ in parts), "a frame with k = 0 must have an empty body", len(body))
+    parts = [(first, *struct.unpack("<3I", reader.take(12))) for first in range(0, n, PART)]
+    must(sum(entries for _, entries, _, _ in parts) == k, f"the parts must have {k} entries together", parts)
     found: list[tuple[int, int]] = []
     for first, entries, words, plain in parts:
         part, before = Part(reader, words, plain), len(found)
-        end = min(first + PART, count)
+        end = min(first + PART, n)
         for begin in range(first, end, BLOCK):
             block = [(i, see(head, theta[i], ms[i])) for i in range(begin, min(begin + BLOCK, end))]
             found += read_block(head, part, block, chances, sides, levels)

@@ -20,7 +20,6 @@ of the state and of what it returns. Rows go to runs/bench/kernels.csv, with a p
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import loco
-from experiments.bench.measuring import append, peak_bytes, quantiles, seconds
+from experiments.bench.measuring import append, close, peak_bytes, quantiles, seconds
 from loco import kernels
 from loco.codec import FAST
 from loco.kernels import Entries, Gate, Known, OuterStep, reference
@@ -72,14 +71,7 @@ def main(arguments: list[str]) -> None:
             for row in rows:
                 show(row)
             append(table, rows, device)
-    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
-    print(f"rows appended to {table}")
-    try:
-        from experiments.bench.picture import draw
-    except ImportError as error:
-        print(f"no plot: {error}")
-    else:
-        print(f"plot: {draw(table)}")
+    close(table, "picture")
 
 
 def show(row: dict[str, Any]) -> None:

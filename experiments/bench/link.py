@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from experiments.bench.measuring import append, quantiles
+from experiments.bench.measuring import append, close, quantiles
 from experiments.bench.model import ddp, modelled
 from experiments.bench.namespaces import MBIT, why_not
 from experiments.bench.noisy_site import WARM_UP
@@ -76,14 +76,7 @@ def main(arguments: list[str]) -> None:
         for cell in rows:
             show(cell)
             append(table, [{"run": run} | row for row in cell], torch.device("cpu"))
-    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
-    print(f"rows appended to {table}")
-    try:
-        from experiments.bench.link_picture import draw
-    except ImportError as error:
-        print(f"no plot: {error}")
-    else:
-        print(f"plot: {draw(table)}")
+    close(table, "link_picture")
 
 
 def measure(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import ctypes
 import gc
+import importlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,3 +82,15 @@ def append(path: Path, rows: Sequence[dict[str, Any]], device: torch.device) -> 
         if new:
             writer.writeheader()
         writer.writerows(where | row for row in rows)
+
+
+def close(table: Path, picture: str) -> None:
+    """Say where the rows of a benchmark are and who else was on the machine, and draw them."""
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
+    print(f"rows appended to {table}")
+    try:
+        draw = importlib.import_module(f"experiments.bench.{picture}").draw
+    except ImportError as error:
+        print(f"no plot: {error}")  # matplotlib is not needed to measure
+    else:
+        print(f"plot: {draw(table)}")

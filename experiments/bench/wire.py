@@ -26,7 +26,7 @@ import torch
 
 from experiments.bench import coding, plain_codes, wire_speed
 from experiments.bench.floors import Floor, floor
-from experiments.bench.measuring import append
+from experiments.bench.measuring import append, close
 from experiments.noise import Noise, simulate
 from experiments.recording import Recording
 from loco import kernels
@@ -81,13 +81,7 @@ def main(arguments: list[str]) -> None:
         for row in rows:
             show(row)
         append(table, rows, device)
-    print(f"rows appended to {table}")
-    try:
-        from experiments.bench.wire_picture import draw
-    except ImportError as error:
-        print(f"no plot: {error}")
-    else:
-        print(f"plot: {draw(table)}")
+    close(table, "wire_picture")
 
 
 def all_data(lrs: tuple[float, ...], numel: int, *, quick: bool) -> Iterator[Data]:
