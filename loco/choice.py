@@ -12,6 +12,7 @@ from .wire import HEADER_BYTES, Header
 
 ENOUGH = 1000  # entries, to learn from
 CLEARLY = 1.2
+AGAIN = 64  # rounds, after which a code is tried again
 EXCHANGES = ("auto", "gather", "owner", "dense")
 
 
@@ -41,60 +42,48 @@ class Habits:
         self.wire = wire
         self.entry_bytes = {FAST.name: 5.1, TIGHT.name: 2.4}
         self.spread = 1 + (sites - 1) / 3  # entries of the sums, over those of one site
-        self._link_speed: float | None = None  # bytes per second
-        self._coding: float | None = None  # seconds that the tight code took
-        self._since_tight = 0  # rounds
-        self._tight_bytes = 0.0  # that a round sends in the tight code
+        self._seconds: dict[str, float] = {}  # of an exchange for each of this site's entries, by code
+        self._since: dict[str, int] = {}  # rounds since a code was tried
 
     def codec(self) -> Codec:
-        """The code for this round: with "auto" the one that is predicted to take less time.
+        """The code for this round: with "auto" the one whose exchange took less time when it was last tried.
 
-        Coding and sending overlap, so a round takes the longer of the two. The fast code takes hardly any
-        time, but the link for longer; and since others use the link too, it must be clearly the quicker.
+        Coding and sending overlap, here and at the peers, and what a round takes only a round can tell. So
+        each code is tried, and now and then again. The fast one must be clearly quicker: it needs the link
+        for longer, which others use too.
         """
         if self.wire != "auto":
             return SPARSE[self.wire]
         if not kernels.packs_fast():
             return FAST
-        if self._coding is None or self._since_tight >= 64:
-            return TIGHT  # find out, and now and then whether it still takes as long
-        if self._link_speed is None:
-            return FAST  # the link never kept the tight code waiting
-        tight = max(self._tight_bytes / self._link_speed, self._coding)
-        fast = self._tight_bytes / self._ratio() / self._link_speed
-        return TIGHT if tight <= CLEARLY * fast else FAST
+        for codec in (TIGHT, FAST):
+            if self._since.get(codec.name, AGAIN) >= AGAIN:
+                return codec
+        quicker = CLEARLY * self._seconds[FAST.name] < self._seconds[TIGHT.name]
+        return FAST if quicker else TIGHT
 
     def announced(self, codec: Codec, entries: int, numel: int) -> tuple[int, int]:
         """The bytes to expect of this site's payload, and of the sums."""
         each = self.entry_bytes[codec.name]
         return round(entries * each), round(min(entries * self.spread, numel) * each)
 
-    def learn(
-        self, codec: Codec, work: Transfer, contributions: list[Entries], own: Entries, moved: int
-    ) -> None:
+    def learn(self, codec: Codec, work: Transfer, contributions: list[Entries], own: Entries) -> None:
         """
         Args:
             contributions: all sites' entries, or their sums alone.
-            moved: the bytes that this site sent.
         """
         framing = work.framing
-        self._link_speed = work.link_speed or self._link_speed
+        self._since = {name: rounds + 1 for name, rounds in self._since.items()} | {codec.name: 0}
         if codec.name not in SPARSE:
             return
+        self._seconds[codec.name] = work.seconds / max(own.values.numel(), 1)
         if framing.coded_entries >= ENOUGH:
             self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries
-        if codec is TIGHT:
-            self._coding, self._since_tight = work.coding_seconds, 0
-        self._since_tight += 1
-        self._tight_bytes = moved if codec is TIGHT else moved * self._ratio()
         entries, sums = own.values.numel(), contributions[0].values.numel()
         if len(contributions) > 1:
             entries, sums = _sampled(own, contributions, framing.known.anchor.numel())
         if entries >= ENOUGH:
             self.spread = sums / entries
-
-    def _ratio(self) -> float:
-        return self.entry_bytes[TIGHT.name] / self.entry_bytes[FAST.name]
 
 
 def _sampled(own: Entries, contributions: list[Entries], numel: int) -> tuple[int, int]:

@@ -126,11 +126,9 @@ class Exchange:
             codec = WHOLE
         framing = Framing(self.across, codec, known, round=round, digest=encoded.digest)
         work = Transfer(self.across, framing)
-        before = self.across.sent_bytes
         contributions = (gather if name == "gather" else owner_reduce)(work, own, numel)
-        moved = self.across.sent_bytes - before
         # What can fail must have been done before all sites count on this round.
-        work.attempt(lambda: self.habits.learn(codec, work, contributions, own, moved))
+        work.attempt(lambda: self.habits.learn(codec, work, contributions, own))
         self._vote(work.verdict(), round, 2)
         return Outcome(contributions, name, codec.name, framing.coded_bytes)
 

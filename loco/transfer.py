@@ -32,14 +32,8 @@ class Transfer:
         self.missing: int | None = None  # a site that could not send all; its vote should say why
         self.coding_seconds = 0.0
         self.waited_seconds = 0.0  # for the link, with nothing else to do
+        self.seconds = 0.0  # from the first message to the last
         self._began: float | None = None
-        self._elapsed = 0.0
-        self._moved = 0  # bytes
-
-    @property
-    def link_speed(self) -> float | None:
-        """Bytes per second, if this rank had to wait for the link: else nobody knows how quick it is."""
-        return self._moved / self._elapsed if self.waited_seconds > 0.1 * self._elapsed else None
 
     def phase(self, what: str) -> str:
         return f"round {self.framing.round}, {what}"
@@ -83,8 +77,7 @@ class Transfer:
     def wait(self, posted: Posted) -> None:
         posted.wait()
         self.waited_seconds += posted.waited
-        self._elapsed = time.monotonic() - (self._began or 0.0)
-        self._moved += max(posted.sent, posted.received)
+        self.seconds = time.monotonic() - (self._began or 0.0)
 
     def verdict(self) -> Problem | None:
         """What to vote."""
