@@ -12,7 +12,7 @@ from .wire import HEADER_BYTES, Header
 
 ENOUGH = 1000  # entries, to learn from
 CLEARLY = 1.2
-AGAIN = 64  # rounds, after which a code is tried again
+AGAIN = 32  # rounds, after which a code is tried again
 EXCHANGES = ("auto", "gather", "owner", "dense")
 
 

@@ -96,9 +96,9 @@ def measure(
         network.call("remember")
         found: dict[float | None, list[dict[str, Any]]] = {rate: [] for rate in rates}
         for method in methods:
-            network.network.shape(None)  # the first anchor travels once, and is not what is measured
-            network.call("choose", method)
             for rate in rates:
+                network.network.shape(None)  # the first anchor travels once, and is not what is measured
+                network.call("choose", method)
                 network.network.shape(rate)
                 latency = max(network.call("latency"))
                 probe = 2_000_000 if rate is None else int(min(rate / 10, 2_000_000) / (sites - 1))

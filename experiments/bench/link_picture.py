@@ -14,6 +14,7 @@ from experiments.look import LOOK
 # A colour for each exchange, darker for the code that takes fewer bytes; the marker tells the code.
 _LOOKS: dict[str, tuple[str, str]] = {
     "DDP, 8 steps": ("#6B6B6B", "s"),
+    "torch all-reduce": ("#A0A0A0", "s"),
     "DiLoCo float32": ("#0072B2", "o"),
     "DiLoCo bfloat16": ("#56B4E9", "o"),
     "DiLoCo int8": ("#A6D8F0", "o"),
@@ -51,7 +52,7 @@ def draw(table: Path) -> Path:
         shared = rows[0]["cores"]
         machine = f"all sites on {shared:.0f} cores; " if shared else ""
         figure.suptitle(
-            f"A round of {rows[0]['numel'] / 1e6:g}M parameters per site, {machine}light: its exchange"
+            f"A round of {rows[0]['numel'] / 1e6:.0f}M parameters per site, {machine}light: its exchange"
         )
         path = table.with_suffix(".png")
         figure.savefig(path)
