@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -14,6 +14,7 @@ from loco.codec import FAST, SPARSE
 from loco.kernels import BLOCK, Entries, Known
 
 CPU = torch.device("cpu")
+WHOLE = "fast, one piece"  # without what each frame costs in Python
 QUANTILES = ("p20", "p50", "p80")
 COLUMNS = (
     *("timed_numel", "timed_entries", "copy_bytes_per_s"),
@@ -28,20 +29,25 @@ def measure(known: Known, entries: Entries, numel: int, repeats: int) -> Iterato
     known, entries = _tiled(known, entries, copies)
     numel, k = known.anchor.numel(), entries.values.numel()
     before, rows = _copy_bytes_per_s(numel, repeats), []
-    for codec in SPARSE.values():
+    for name, codec in (*SPARSE.items(), (WHOLE, FAST)):
         bodies = coding.checked(codec, known, entries)
+        body, whole = FAST.encode(entries, known), name == WHOLE
         row: dict[str, Any] = {
             "of": "speed",
-            "by": codec.name,
+            "by": name,
             "density": k / numel,
             "timed_numel": numel,
             "timed_entries": k,
         }
         moved = {"encode": 10 * k + 9 * numel / BLOCK, "decode": 5 * k + 9 * numel / BLOCK}
-        for work, call in (
-            ("encode", lambda codec=codec: list(coding.encode(codec, known, entries))),
-            ("decode", lambda bodies=bodies: list(coding.decode(bodies, known))),
-        ):
+        calls: dict[str, Callable[[], object]] = {
+            "encode": lambda codec=codec: list(coding.encode(codec, known, entries)),
+            "decode": lambda bodies=bodies: list(coding.decode(bodies, known)),
+        }
+        if whole:
+            calls["encode"] = lambda: FAST.encode(entries, known)
+            calls["decode"] = lambda body=body: FAST.decode(body, k, known)
+        for work, call in calls.items():
             times = quantiles(seconds(call, CPU, repeats))
             row |= {f"{work}_{q}": time for q, time in times.items()}
             if codec is FAST:
