@@ -1,4 +1,4 @@
-"""Which exchange moves the fewest bytes, and which code is quickest: predicted each round, from the last."""
+"""Which exchange moves the fewest bytes, predicted from the last round; which code is quickest, by trying."""
 
 from collections.abc import Sequence
 

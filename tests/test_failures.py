@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
 from sites import error_of, run_ranks
-from states import Snapshot, assert_same, small_model, snapshot, train
+from states import assert_same, small_model, snapshot, train
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import loco
 from loco.errors import TransportError
-from loco.exchange import Exchange
 from loco.frames import Frame, Framing
 from loco.meeting import meet
 from loco.stream import Stream
 from loco.transport import Transport
-from loco.wire import Header, Kind
+from loco.wire import Kind
 
 
 def build_scripted(rank: int) -> loco.PulseLoCo:
@@ -160,113 +159,6 @@ def test_a_failure_on_one_rank_is_everyones_in_the_same_round(
         assert_same(result["hurt"], result["clean"])
 
 
-def foreign_header(rank: int, where: str, changes: dict[str, Any]) -> tuple[tuple[str, str], int]:
-    """Site 1 sends what is not of this run, in a header that is whole."""
-    optimizer = build_scripted(rank)
-    announcement, seal = Exchange._announcement, Framing.seal
-
-    def forge_announcement(self: Exchange, *args: Any) -> Any:
-        codec, header = announcement(self, *args)
-        return codec, replace(header, **changes)
-
-    def forge_frame(self: Framing, *args: Any) -> Frame:
-        header, body = seal(self, *args)
-        return Frame(replace(header, **changes), body)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1 and where == "announcement":
-            patch.setattr(Exchange, "_announcement", forge_announcement)
-        if rank == 1 and where == "frame":
-            patch.setattr(Framing, "seal", forge_frame)
-        error = error_of(optimizer.sync)
-    while optimizer.round == 0:
-        error_of(optimizer.sync)
-    return error, optimizer.round
-
-
-@pytest.mark.parametrize("changes", [{"numel": 1004}, {"kind": Kind.SUMS}, {"entries": 1 << 40}, {"site": 0}])
-def test_a_foreign_announcement_is_refused_on_every_site(changes: dict[str, Any]) -> None:
-    for (kind, text), rounds in run_ranks(2, foreign_header, "announcement", changes):
-        assert kind == "WireError"
-        assert "site 1" in text or "site 0" in text
-        assert rounds == 1
-
-
-@pytest.mark.parametrize("changes", [{"round": 7}, {"digest": 5}, {"body_bytes": 1 << 40}, {"codec": 0}])
-def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(changes: dict[str, Any]) -> None:
-    """What follows such a header nobody knows: the link is given up, and the repeat builds a new one."""
-    results = run_ranks(2, foreign_header, "frame", changes)
-    assert results[0][0][0] == "WireError"
-    assert "the message of site 1 can't be read: a " in results[0][0][1]
-    assert results[1][0][0] == "TransportError"
-    assert [rounds for _, rounds in results] == [1, 1]
-
-
-def silent_failure(rank: int, exchange: str) -> tuple[tuple[str, str], Snapshot, Snapshot, int]:
-    """Site 1 sends frames that say it could not make them, and votes for the round nevertheless."""
-    optimizer = loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), exchange=exchange)
-    optimizer.inner.step()
-    before = snapshot(optimizer)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(Framing, "seal", lambda self, _, __, number, kind: self.failed(number, kind))
-        error = error_of(optimizer.sync)
-    return error, before, snapshot(optimizer), optimizer.sync().round
-
-
-@pytest.mark.parametrize("exchange", ["gather", "owner", "dense"])
-def test_what_did_not_come_is_missed_even_if_its_sender_votes_for_the_round(exchange: str) -> None:
-    for (kind, text), before, after, rounds in run_ranks(3, silent_failure, exchange):
-        assert kind == "WireError"
-        assert "did not receive all of site 1, which gives no reason" in text
-        assert_same(before, after)
-        assert rounds == 1
-
-
-def silent_announcement(rank: int) -> tuple[tuple[str, str], int]:
-    """Site 1 announces nothing, and votes for the round nevertheless."""
-    optimizer = build_scripted(rank)
-    announcement = Exchange._announcement
-
-    def hide(self: Exchange, *args: Any) -> Any:
-        codec, header = announcement(self, *args)
-        return codec, Header(kind=Kind.VOTE, site=header.site, round=header.round, digest=header.digest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(Exchange, "_announcement", hide)
-        error = error_of(optimizer.sync)
-    return error, optimizer.sync().round
-
-
-def test_who_announces_nothing_has_no_part_in_a_round() -> None:
-    for (kind, text), rounds in run_ranks(3, silent_announcement):
-        assert kind == "WireError"
-        assert "did not receive all of site 1" in text
-        assert rounds == 1
-
-
-def other_exchange(rank: int) -> tuple[str, int]:
-    """Site 0 gathers where the others owner-reduce, with frames of one size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("loco.frames.LEAST", 256)
-        patch.setattr("loco.frames.MOST", 256)
-        optimizer = loco.PulseLoCo(Scripted(parameters(3, 5003), 3, rank), exchange="owner")
-        with pytest.MonkeyPatch.context() as lie:
-            if rank == 0:
-                lie.setattr(Exchange, "_chosen", lambda *_: "gather")
-            kind, _ = error_of(optimizer.sync)
-        while optimizer.round == 0:
-            error_of(optimizer.sync)
-        return kind, optimizer.round
-
-
-def test_sites_that_choose_different_exchanges_find_out() -> None:
-    for kind, rounds in run_ranks(3, other_exchange):
-        assert kind in ("WireError", "TransportError")
-        assert rounds == 1
-
-
 def repeated_while_handling(rank: int) -> tuple[float, int]:
     """A round is repeated while its error is still alive, and with it all that its traceback holds."""
     optimizer = build_scripted(rank)
@@ -294,28 +186,6 @@ def test_a_round_can_be_repeated_while_its_error_is_handled() -> None:
     for seconds, rounds in run_ranks(3, repeated_while_handling):
         assert seconds < 60
         assert rounds == 1
-
-
-def stray_vote(rank: int) -> tuple[tuple[str, str], int]:
-    """Site 1 is at another message than site 0 thinks: a header that is no vote arrives in its place."""
-    optimizer = build_scripted(rank)
-    records = Transport.swap_records
-
-    def stray(self: Transport, record: bytes, *, phase: str) -> list[bytes]:
-        if rank == 1 and self.size > 1 and "vote 2" in phase:
-            record = replace(Header.unpack(record), entries=1).pack()
-        return records(self, record, phase=phase)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transport, "swap_records", stray)
-        return error_of(optimizer.sync), optimizer.round
-
-
-def test_another_message_is_not_taken_for_a_vote() -> None:
-    for (kind, text), rounds in run_ranks(2, stray_vote):
-        assert kind == "WireError"
-        assert text.startswith("round 1, vote 2: site 1 sent another message than its vote")
-        assert rounds == 0
 
 
 def non_finite(rank: int, kind: str) -> dict[str, Any]:
