@@ -6,7 +6,7 @@ from loco import kernels
 from loco.kernels import BLOCK, Entries
 
 from .codec import FAST, SPARSE, TIGHT, Codec
-from .frames import Frames
+from .frames import Frames, slices_of
 from .transfer import Transfer
 from .wire import HEADER_BYTES, Header
 
@@ -21,7 +21,7 @@ def predicted_bytes(headers: Sequence[Header]) -> dict[str, float]:
     sites, numel = len(headers), headers[0].numel
     payload = sum(header.body_bytes for header in headers) / sites
     sums = headers[0].checksum
-    frames, of_slice = Frames.of(numel).count, Frames.of(-(-numel // sites)).count
+    frames, of_slice = Frames.of(numel).count, Frames.of(slices_of(numel, sites)[0].stop).count
     peers = sites - 1
     return {
         "gather": peers * (payload + frames * HEADER_BYTES),
