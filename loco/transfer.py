@@ -30,8 +30,6 @@ class Transfer:
         self.framing = framing
         self.problem: Problem | None = None
         self.missing: int | None = None  # a site that could not send all; its vote should say why
-        self.coding_seconds = 0.0
-        self.waited_seconds = 0.0  # for the link, with nothing else to do
         self.seconds = 0.0  # from the first message to the last
         self._began: float | None = None
 
@@ -42,14 +40,11 @@ class Transfer:
         """None if it failed, or something before it did."""
         if self.problem is not None or self.missing is not None:
             return None
-        start = time.perf_counter()
         try:
             return do()
         except Exception as error:
             self.problem = Problem(Status.FAILED, seen=error)
             return None
-        finally:
-            self.coding_seconds += time.perf_counter() - start
 
     def seal(self, entries: Callable[[], Entries], at: slice, number: int, kind: Kind) -> Frame:
         frame = self.attempt(lambda: self.framing.seal(entries(), at, number, kind))
@@ -76,7 +71,6 @@ class Transfer:
 
     def wait(self, posted: Posted) -> None:
         posted.wait()
-        self.waited_seconds += posted.waited
         self.seconds = time.monotonic() - (self._began or 0.0)
 
     def verdict(self) -> Problem | None:

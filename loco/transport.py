@@ -146,15 +146,14 @@ class Posted:
         self._order = order
         self._phase = phase
         self.sent, self.received = sent, received  # bytes
-        self.waited = 0.0  # seconds
 
     def wait(self) -> None:
         """
         Raises:
             TransportError: as `Transport.post`. The timeout counts from here.
         """
-        transport, peer, start = self._transport, -1, time.monotonic()
-        deadline = start + transport.timeout
+        transport, peer = self._transport, -1
+        deadline = time.monotonic() + transport.timeout
         try:
             for k, work in enumerate(self._works):
                 peer = self._order[k] if len(self._works) == len(self._order) else -1
@@ -166,7 +165,6 @@ class Posted:
             silent = time.monotonic() >= deadline - 0.01
             what = f"no answer from {who} within {transport.timeout:g} s" if silent else f"lost {who}"
             raise TransportError(f"{self._phase}: {what} ({_first_line(error)})") from error
-        self.waited = time.monotonic() - start
         transport.sent_bytes += self.sent
         transport.received_bytes += self.received
 

@@ -18,6 +18,7 @@ import loco.exchange
 from experiments.bench.namespaces import counters
 from experiments.bench.noisy_site import NoisySite
 from loco.transfer import Transfer
+from loco.transport import Posted
 
 _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
 
@@ -40,18 +41,24 @@ class WatchedTransfer(Transfer):
     """What reports leave out: the core's seconds for coding, and the seconds without anything to code."""
 
     last: WatchedTransfer | None = None
-    coding_cpu = 0.0
+    coding_seconds = coding_cpu = waited_seconds = 0.0
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         WatchedTransfer.last = self
 
     def attempt(self, do: Callable[[], Any]) -> Any:
-        start = time.thread_time()
+        start, cpu = time.perf_counter(), time.thread_time()
         try:
             return super().attempt(do)
         finally:
-            self.coding_cpu += time.thread_time() - start
+            self.coding_seconds += time.perf_counter() - start
+            self.coding_cpu += time.thread_time() - cpu
+
+    def wait(self, posted: Posted) -> None:
+        start = time.perf_counter()
+        super().wait(posted)
+        self.waited_seconds += time.perf_counter() - start
 
 
 class Trainer:
