@@ -22,14 +22,15 @@ _BYTES_RETRANSMITTED = 208  # u64
 
 @dataclass(frozen=True)
 class TcpBytes:
-    sent: int
+    sent: int  # once each
     received: int
+    repeated: int = 0  # sent again, for want of an answer in time
 
     def __sub__(self, earlier: TcpBytes) -> TcpBytes:
-        return TcpBytes(self.sent - earlier.sent, self.received - earlier.received)
+        return TcpBytes(*(a - b for a, b in zip(vars(self).values(), vars(earlier).values(), strict=True)))
 
     def __add__(self, other: TcpBytes) -> TcpBytes:
-        return TcpBytes(self.sent + other.sent, self.received + other.received)
+        return TcpBytes(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 def tcp_bytes() -> TcpBytes | None:
@@ -58,7 +59,7 @@ def tcp_bytes() -> TcpBytes | None:
         (repeated,) = struct.unpack_from("=Q", info, _BYTES_RETRANSMITTED)
         (unsent,) = struct.unpack_from("=I", info, _BYTES_UNSENT)
         (received,) = struct.unpack_from("=Q", info, _BYTES_RECEIVED)
-        total += TcpBytes(sent - repeated + unsent, received)
+        total += TcpBytes(sent - repeated + unsent, received, repeated)
     return total
 
 
