@@ -14,10 +14,13 @@ from .errors import (
     WireError,
 )
 from .optimizer import DiLoCo, PulseLoCo
+from .presets import MATCHING, SAVING
 from .report import SyncReport
 from .topology import Topology
 
 __all__ = [
+    "MATCHING",
+    "SAVING",
     "AgreementError",
     "DiLoCo",
     "LocoError",

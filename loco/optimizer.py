@@ -8,16 +8,13 @@ from torch.optim import Optimizer
 from .exchange import Wire
 from .outer import OuterLoop
 from .report import SyncReport
-from .settings import Settings
+from .settings import Settings, matching_gain
 from .topology import Topology
+from .wrapper import Wrapper
 
 
-class LowCommunicationOptimizer(Optimizer):
-    """An inner optimizer that steps on its own, and an outer loop that joins the sites every so often.
-
-    It is a torch optimizer: `param_groups` and `state` are the inner optimizer's own, so that schedulers,
-    gradient scalers and hooks see what they would see there.
-    """
+class LowCommunicationOptimizer(Wrapper):
+    """An inner optimizer that steps on its own, and an outer loop that joins the sites every so often."""
 
     def __init__(
         self,
@@ -27,18 +24,11 @@ class LowCommunicationOptimizer(Optimizer):
         wire: Wire,
         offload: bool,
     ) -> None:
-        if not isinstance(inner, Optimizer):
-            raise TypeError(f"inner must be a torch.optim.Optimizer, got {type(inner).__name__}")
-        if isinstance(inner, LowCommunicationOptimizer):
-            raise ValueError("inner already exchanges with the other sites; wrap the optimizer inside it")
-        self.inner = inner
-        self._built = False
-        super().__init__(inner.param_groups, inner.defaults)
+        super().__init__(inner)
         self._outer = OuterLoop(inner, settings, topology or Topology(), wire, offload=offload)
         self.topology = self._outer.topology
         self.local_step = 0  # inner steps since the last round
         self.last_report: SyncReport | None = None
-        self._built = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """An inner step; every `sync_every`-th call also runs a round. Returns the inner step's loss.
@@ -144,32 +134,6 @@ class LowCommunicationOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the sites agree on the parameters once, at construction."""
-        if not self._built:
-            return  # torch's constructor offers the inner optimizer's own groups
-        raise ValueError(
-            f"the sites agreed on the parameters when this {type(self).__name__} was built: add the group "
-            f"to the inner optimizer before you build it, or build a new one around the inner optimizer"
-        )
-
-    # torch's constructor assigns these two; what counts is what the inner optimizer holds.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        pass
-
-    @property
-    def state(self) -> Any:
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        pass
-
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             f"a {type(self).__name__} holds process groups and can't be copied or pickled: "
@@ -211,7 +175,8 @@ class PulseLoCo(LowCommunicationOptimizer):
         topology: which ranks form a site; by default each rank of the default group is one.
         gate: the format whose changes are sent: "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2" (which saturate); or
             "open" to send every entry (DiLoCo's bits through PULSELoCo's wire).
-        gate_gain: γ; above 1 sends earlier, and more.
+        gate_gain: γ; above 1 sends earlier, and more. The paper's is 1. The default, max(1, α / (1 − μ) / 2),
+            lets PULSELoCo learn as DiLoCo does.
         gate_margin: f, a fraction of the BF16 ulp; 0 sends all that is visible.
         value_steps: V, steps in which values are sent, to the BF16 ulp: a power of two from 2 to 256; None
             sends them exactly.
@@ -238,7 +203,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         nesterov: bool = True,
         topology: Topology | None = None,
         gate: str = "bf16",
-        gate_gain: float = 1.0,
+        gate_gain: float | None = None,
         gate_margin: float = 0.0,
         value_steps: int | None = None,
         wire: str = "auto",
@@ -252,7 +217,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             outer_momentum=outer_momentum,
             nesterov=nesterov,
             gate=gate,
-            gate_gain=gate_gain,
+            gate_gain=matching_gain(outer_lr, outer_momentum) if gate_gain is None else gate_gain,
             gate_margin=gate_margin,
             value_steps=value_steps,
         )

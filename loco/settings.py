@@ -70,5 +70,17 @@ class Settings:
             object.__setattr__(self, "value_steps", int(self.value_steps))
 
 
+def matching_gain(outer_lr: float, outer_momentum: float) -> float:
+    """The gate's gain with which PULSELoCo learns as DiLoCo does: half of the outer optimizer's reach.
+
+    An s that comes again and again moves θ by up to α / (1 − μ) times itself. With γ = 1 the gate would hold
+    back what this makes visible; with the full reach it sends twice as much, for next to nothing.
+    """
+    if not 0 <= outer_momentum < 1:
+        return 1.0  # refused with a sentence elsewhere
+    half = outer_lr / (1 - outer_momentum) / 2
+    return max(1.0, float(f"{half:.6g}"))  # 3.5, and not what 1 − 0.9 makes of it
+
+
 def _in_fp32(value: float) -> float:
     return ctypes.c_float(value).value

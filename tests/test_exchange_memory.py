@@ -16,7 +16,7 @@ def peak_of_a_round(rank: int, options: dict[str, Any]) -> tuple[float, float]:
     """-> bytes per parameter that a round takes at its peak, and that this site's entries take"""
     generator = torch.Generator().manual_seed(1)
     param = torch.nn.Parameter(0.02 * torch.randn(NUMEL, generator=generator))
-    optimizer = loco.PulseLoCo(torch.optim.SGD([param], lr=1.0), sync_every=100, **options)
+    optimizer = loco.PulseLoCo(torch.optim.SGD([param], lr=1.0), sync_every=100, gate_gain=1.0, **options)
     generator.manual_seed(rank + 2)
     for part in param.data.split(1 << 20):
         part += 3e-6 * torch.randn(part.numel(), generator=generator)

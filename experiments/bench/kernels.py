@@ -169,7 +169,8 @@ class State:
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        self.optimizer = loco.PulseLoCo(torch.optim.SGD(self.params, lr=1.0), offload=offload)
+        inner = torch.optim.SGD(self.params, lr=1.0)
+        self.optimizer = loco.PulseLoCo(inner, gate_gain=1.0, offload=offload)
         outer = self.optimizer._outer
         assert outer.momentum is not None
         assert outer.residual is not None

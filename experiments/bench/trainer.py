@@ -24,16 +24,17 @@ _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' al
 
 RING = "torch all-reduce"  # gloo's ring of FP32, beside DiLoCo's own exchange: neither may be a weak baseline
 
-METHODS: dict[str, tuple[Any, dict[str, str]]] = {
+_PAPER_GATE: dict[str, Any] = {"gate_gain": 1.0}
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     RING: (None, {}),
     "DiLoCo float32": (loco.DiLoCo, {"wire": "float32"}),
     "DiLoCo bfloat16": (loco.DiLoCo, {"wire": "bfloat16"}),
     "DiLoCo int8": (loco.DiLoCo, {"wire": "int8"}),
-    "PULSELoCo gather fast": (loco.PulseLoCo, {"exchange": "gather", "wire": "fast"}),
-    "PULSELoCo gather tight": (loco.PulseLoCo, {"exchange": "gather", "wire": "tight"}),
-    "PULSELoCo owner fast": (loco.PulseLoCo, {"exchange": "owner", "wire": "fast"}),
-    "PULSELoCo owner tight": (loco.PulseLoCo, {"exchange": "owner", "wire": "tight"}),
-    "PULSELoCo auto": (loco.PulseLoCo, {}),
+    "PULSELoCo gather fast": (loco.PulseLoCo, {"exchange": "gather", "wire": "fast", **_PAPER_GATE}),
+    "PULSELoCo gather tight": (loco.PulseLoCo, {"exchange": "gather", "wire": "tight", **_PAPER_GATE}),
+    "PULSELoCo owner fast": (loco.PulseLoCo, {"exchange": "owner", "wire": "fast", **_PAPER_GATE}),
+    "PULSELoCo owner tight": (loco.PulseLoCo, {"exchange": "owner", "wire": "tight", **_PAPER_GATE}),
+    "PULSELoCo auto": (loco.PulseLoCo, _PAPER_GATE),
 }
 
 
@@ -74,7 +75,7 @@ class Trainer:
         self._noise = NoisySite(numel, site)
         self._weight = self._noise.parameter.detach()
         self._topology = loco.Topology()
-        self._optimizer = loco.PulseLoCo(self._noise.inner, topology=self._topology)
+        self._optimizer = loco.PulseLoCo(self._noise.inner, topology=self._topology, **_PAPER_GATE)
         self._saved: dict[str, Tensor] = {}
         self._ring = False
 

@@ -1,0 +1,46 @@
+"""An optimizer around another one, in which torch finds what it would find in the inner one."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class Wrapper(Optimizer):
+    """Its `param_groups` and `state` are the inner optimizer's own, so that schedulers, gradient scalers and
+    hooks see what they would see there. Who inherits says what a step is."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        if not isinstance(inner, Optimizer):
+            raise TypeError(f"inner must be a torch.optim.Optimizer, got {type(inner).__name__}")
+        if isinstance(inner, Wrapper):
+            raise ValueError("inner already exchanges with the other sites; wrap the optimizer inside it")
+        self.inner = inner
+        self._wrapped = False
+        super().__init__(inner.param_groups, inner.defaults)
+        self._wrapped = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the sites agree on the parameters once, at construction."""
+        if not self._wrapped:
+            return  # torch's constructor offers the inner optimizer's own groups
+        raise ValueError(
+            f"the sites agreed on the parameters when this {type(self).__name__} was built: add the group "
+            f"to the inner optimizer before you build it, or build a new one around the inner optimizer"
+        )
+
+    # torch's constructor assigns these two; what counts is what the inner optimizer holds.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        pass
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        pass
