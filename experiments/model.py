@@ -9,25 +9,38 @@ is BF16 too (autocast); on a CPU it is FP32, because CPU autocast is some 20 tim
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
-from experiments.config import ModelConfig
+from experiments.config import RunConfig, TransformerConfig
 
 VOCABULARY = 256  # one token per byte
+Past = list[tuple[Tensor, Tensor]]  # each block's keys and values, [batch, heads, time, dim / heads]
+
+
+def language_model(config: RunConfig) -> nn.Module:
+    """The model that the configuration asks for; see `experiments.tasks.rollout.LanguageModel`."""
+    if config.model == "hf":
+        from experiments.huggingface import HuggingFaceModel  # an optional dependency, slow to import
+
+        assert config.path is not None
+        return HuggingFaceModel(Path(config.path))
+    return ByteTransformer(config.transformer)
 
 
 class _RoundToBf16(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight.to(torch.bfloat16).to(weight.dtype)
+        ctx.dtype = weight.dtype
+        return weight.to(torch.bfloat16).float()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+        return grads[0].to(ctx.dtype)
 
 
 def bf16(weight: Tensor) -> Tensor:
@@ -52,7 +65,7 @@ class RmsNorm(nn.Module):
 class Block(nn.Module):
     """Attention, then an MLP, each behind a norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.heads = config.heads
         self.attention_norm = RmsNorm(config.dim)
@@ -62,20 +75,25 @@ class Block(nn.Module):
         self.mlp_in = Linear(config.dim, 4 * config.dim, bias=False)
         self.mlp_out = Linear(4 * config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # [batch, time, dim]
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """x [batch, time, dim], and the keys and values so far; `past` is those before x."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [batch, heads, time, dim / heads]
             for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=past is None)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")), (k, v)
 
 
 class ByteTransformer(nn.Module):
-    """Bytes in, the mean cross-entropy of each next byte out (nats per byte)."""
+    """Bytes in, the next byte's logits out."""
 
-    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+    end = ord("\n")  # ends an answer
+
+    def __init__(self, config: TransformerConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Parameter(torch.empty(VOCABULARY, config.dim))  # also the output layer
@@ -89,19 +107,43 @@ class ByteTransformer(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
-            scale = 0.02 if name in ("embedding", "position") else self.config.dim**-0.5
+            scale = self.config.dim**-0.5
             if name.endswith(("attention_out.weight", "mlp_out.weight")):
                 scale *= residual_scale
             nn.init.normal_(parameter, std=scale, generator=generator)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # [batch, context + 1] uint8 or int64
-        tokens = tokens.long()
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, time] -> [batch, time, 256] FP32."""
+        return self._run(tokens, None)[0].float()
+
+    def extend(self, tokens: Tensor, past: Past | None) -> tuple[Tensor, Past]:
+        """The logits after the last token, [batch, 256], and what later tokens need of all so far.
+
+        `tokens` are those behind `past`: any number at the start (None), then one at a time.
+        """
+        if past is not None and tokens.shape[1] != 1:
+            raise ValueError(f"one token at a time behind a past, got {tokens.shape[1]}")
+        logits, past = self._run(tokens, past)
+        return logits[:, -1].float(), past
+
+    def repeat(self, past: Past, times: int) -> Past:
+        """Every sequence `times` times, side by side."""
+        return [(k.repeat_interleave(times, dim=0), v.repeat_interleave(times, dim=0)) for k, v in past]
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def _run(self, tokens: Tensor, past: Past | None) -> tuple[Tensor, Past]:
+        start = past[0][0].shape[2] if past else 0
+        now: Past = []
         on_gpu = tokens.device.type == "cuda"
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=on_gpu):
             table = bf16(self.embedding)
-            x = F.embedding(inputs, table) + bf16(self.position)[: inputs.shape[1]]
-            for block in self.blocks:
-                x = block(x)
-            logits = F.linear(self.norm(x), table)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            x = F.embedding(tokens.long(), table) + bf16(self.position)[start : start + tokens.shape[1]]
+            for k, block in enumerate(self.blocks):
+                x, kept = block(x, past[k] if past else None)
+                now.append(kept)
+            return F.linear(self.norm(x), table), now

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.config import DataConfig
-from experiments.data import batch, evaluation_batches, load_corpus
+from experiments.config import TextConfig
 from experiments.errors import ExperimentError
+from experiments.tasks.corpus import batch, evaluation_batches, load_corpus
 
 TEXT = torch.arange(4000, dtype=torch.int32).remainder(251).to(torch.uint8)
 
@@ -43,7 +43,7 @@ def test_the_evaluation_reads_the_same_windows_from_both_ends() -> None:
 
 
 def test_what_is_adapted_to_and_evaluated_on_is_not_in_the_warm_start() -> None:
-    corpus = load_corpus(DataConfig(adapt_on=("json",)))
+    corpus = load_corpus(TextConfig(adapt_on=("json",)))
     warm = corpus.warm.numpy().tobytes()
     marker = b"class JSONDecodeError(ValueError)"
     assert marker in corpus.adapt.numpy().tobytes() + corpus.held_out.numpy().tobytes()
@@ -57,17 +57,17 @@ def test_the_text_does_not_depend_on_the_order_of_a_folder(tmp_path: Path) -> No
     for name in ("zlast.py", "argparse.py", "middle.py"):  # made in this order
         (tmp_path / name).write_text(name)
     (tmp_path / "pydoc_data" / "topics.py").write_text("0123456789")
-    corpus = load_corpus(DataConfig(stdlib=str(tmp_path)))
+    corpus = load_corpus(TextConfig(stdlib=str(tmp_path)))
     assert corpus.warm.numpy().tobytes() == b"argparse.pymiddle.pyzlast.py"
     assert corpus.adapt.numpy().tobytes() == b"01234567"
     assert corpus.held_out.numpy().tobytes() == b"89"
 
 
 def test_a_missing_standard_library_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"point data\.stdlib at a folder"):
-        load_corpus(DataConfig(stdlib=str(tmp_path)))
+    with pytest.raises(ExperimentError, match=r"point text\.stdlib at a folder"):
+        load_corpus(TextConfig(stdlib=str(tmp_path)))
     with pytest.raises(ExperimentError, match="holds no Python source"):
-        load_corpus(DataConfig(adapt_on=("no_such_folder",)))
+        load_corpus(TextConfig(adapt_on=("no_such_folder",)))
 
 
 def test_too_short_a_text_is_refused() -> None:

@@ -1,13 +1,16 @@
 """The model: a forward pass that sees the BF16 cast of its weights and nothing else."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from experiments.config import ModelConfig
+from experiments.config import TransformerConfig
 from experiments.model import ByteTransformer
 
-TINY = ModelConfig(dim=16, layers=2, heads=2, context=8)
-TOKENS = torch.arange(3 * 9, dtype=torch.uint8).reshape(3, 9)
+TINY = TransformerConfig(dim=16, layers=2, heads=2, context=8)
+TOKENS = torch.arange(3 * 8).reshape(3, 8)
+WEIGHING = torch.randn(3, 8, 256, generator=torch.Generator().manual_seed(7))  # makes a loss of logits
 
 
 def on_the_grid() -> ByteTransformer:
@@ -37,8 +40,8 @@ def test_gradients_pass_the_rounding_unchanged_and_in_fp32() -> None:
     """Straight through: the gradient at w is the gradient at bf16(w), not itself rounded to BF16."""
     torch.manual_seed(1)
     model, rounded = ByteTransformer(TINY), on_the_grid()
-    model(TOKENS).backward()
-    rounded(TOKENS).backward()
+    (model(TOKENS) * WEIGHING).mean().backward()
+    (rounded(TOKENS) * WEIGHING).mean().backward()
     finer = 0
     for mine, theirs in zip(model.parameters(), rounded.parameters(), strict=True):
         assert mine.grad is not None
@@ -58,18 +61,52 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 def test_no_byte_is_predicted_from_itself_or_from_later_ones() -> None:
-    """What one more byte adds to the loss is −log of a probability: over all bytes they sum to one.
-
-    They would not if an earlier prediction changed when the model sees one byte more.
-    """
     model = on_the_grid()
-    sequence = TOKENS[:1].clone()  # [1, 9]: 8 predictions
     with torch.no_grad():
-        model.embedding.mul_(32)  # an untrained model has next to no opinion
-        before = 7 * model(sequence[:, :-1]).double()
-        probabilities = []
-        for byte in range(256):
-            sequence[:, -1] = byte
-            probabilities.append((before - 8 * model(sequence).double()).exp())
-    assert sum(probabilities) == pytest.approx(1.0, abs=1e-4)  # FP32 losses
-    assert max(probabilities) > 3 / 256
+        seen = model(TOKENS)
+        for place in range(TOKENS.shape[1]):
+            changed = TOKENS.clone()
+            changed[:, place] += 100
+            now = model(changed)
+            assert torch.equal(now[:, :place], seen[:, :place])
+            assert (now[:, place:] != seen[:, place:]).any(dim=-1).all()  # and all later ones look back
+
+
+# Products of one row and of several are summed in different orders: FP32's rounding, on logits of about 1.
+ROUNDING: Any = {"rtol": 1e-5, "atol": 2e-6}
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_tokens_one_at_a_time_get_the_logits_of_a_whole_forward_pass(at_once: int) -> None:
+    model = on_the_grid()
+    with torch.no_grad():
+        whole = model(TOKENS)
+        logits, past = model.extend(TOKENS[:, :at_once], None)
+        torch.testing.assert_close(logits, whole[:, at_once - 1], **ROUNDING)
+        for place in range(at_once, TOKENS.shape[1]):
+            logits, past = model.extend(TOKENS[:, place : place + 1], past)
+            torch.testing.assert_close(logits, whole[:, place], **ROUNDING)
+        assert (whole[:, 1:] - whole[:, :-1]).abs().max() > 0.1  # another place's would not do
+
+
+def test_a_past_is_repeated_side_by_side_and_each_copy_goes_its_own_way() -> None:
+    model = on_the_grid()
+    following = torch.arange(6)[:, None] + 40  # another one behind each copy
+    with torch.no_grad():
+        _, past = model.extend(TOKENS[:, :4], None)
+        logits, _ = model.extend(following, model.repeat(past, 2))
+        rows = torch.cat([TOKENS[[0, 0, 1, 1, 2, 2], :4], following], dim=1)
+        torch.testing.assert_close(logits, model(rows)[:, -1], **ROUNDING)
+
+
+def test_several_tokens_behind_a_past_are_refused() -> None:
+    model = on_the_grid()
+    _, past = model.extend(TOKENS[:, :4], None)
+    with pytest.raises(ValueError, match="one token at a time behind a past, got 2"):
+        model.extend(TOKENS[:, 4:6], past)
+
+
+def test_text_comes_back_from_its_tokens() -> None:
+    model = on_the_grid()
+    assert model.decode(model.encode("9-31=-22 é")) == "9-31=-22 é"
+    assert model.encode("\n") == [model.end]

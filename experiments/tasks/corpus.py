@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.config import DataConfig
+from experiments.config import TextConfig
 from experiments.errors import ExperimentError
 
 # Installed, generated, or missing from some distributions of Python: the text should be the same
@@ -35,13 +35,13 @@ class Corpus:
     held_out: Tensor  # [bytes] uint8, what every evaluation reads
 
 
-def load_corpus(config: DataConfig) -> Corpus:
+def load_corpus(config: TextConfig) -> Corpus:
     """Read the three texts, files in the order of their names. Raises `ExperimentError`."""
     root = Path(config.stdlib or sysconfig.get_path("stdlib"))
     if not (root / "argparse.py").is_file():
         raise ExperimentError(
             f"the Python standard library's source is the training text, and {root} does not hold it: "
-            "point data.stdlib at a folder that has argparse.py and its siblings"
+            "point text.stdlib at a folder that has argparse.py and its siblings"
         )
     adapt = b"".join(_read(root / folder, config) for folder in config.adapt_on)
     warm = b"".join(
@@ -79,14 +79,14 @@ def _room(length: int, context: int) -> int:
     return room
 
 
-def _read(folder: Path, config: DataConfig) -> bytes:
+def _read(folder: Path, config: TextConfig) -> bytes:
     files = [
         path
         for path in sorted(folder.rglob("*.py"))
         if not _LEFT_OUT.intersection(path.relative_to(folder).parts)
     ]
     if folder.name in config.adapt_on and not files:
-        raise ExperimentError(f"data.adapt_on names '{folder.name}', and {folder} holds no Python source")
+        raise ExperimentError(f"text.adapt_on names '{folder.name}', and {folder} holds no Python source")
     return b"".join(path.read_bytes() for path in files)
 
 

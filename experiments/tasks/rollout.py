@@ -1,0 +1,102 @@
+"""Answers sampled from a model, with the probabilities they were sampled with.
+
+No padding comes before a prompt: prompts of one length in tokens are sampled together, and what follows an
+answer's end is never looked at. So no model needs an attention mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class LanguageModel(Protocol):
+    """What the tasks ask of a model: the built-in transformer's, or a Hugging Face one."""
+
+    @property
+    def end(self) -> int: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, tokens: list[int]) -> str: ...
+    def extend(self, tokens: Tensor, past: Any | None) -> tuple[Tensor, Any]: ...
+    def repeat(self, past: Any, times: int) -> Any: ...
+    def __call__(self, tokens: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Answers to some prompts, `group` to each, in the prompts' order."""
+
+    texts: list[str]  # [prompts · group]
+    tokens: list[Tensor]  # prompt and answer, the end included
+    logp: list[Tensor]  # of the answer's tokens
+
+
+@torch.no_grad()
+def sample(
+    model: LanguageModel,
+    prompts: Sequence[list[int]],
+    *,
+    group: int,
+    longest: int,
+    uniforms: Tensor,
+    device: torch.device,
+) -> Rollout:
+    """`group` answers of at most `longest` tokens to each prompt, at temperature 1.
+
+    Args:
+        uniforms: [prompts · group, longest] in [0, 1), the chance behind every token. Methods that are given
+            the same ones answer alike for as long as their models are alike.
+    """
+    texts: list[str] = [""] * (len(prompts) * group)
+    tokens: list[Tensor] = [torch.empty(0)] * len(texts)
+    logp: list[Tensor] = [torch.empty(0)] * len(texts)
+    for length in sorted({len(prompt) for prompt in prompts}):
+        chosen = [k for k, prompt in enumerate(prompts) if len(prompt) == length]
+        places = [k * group + i for k in chosen for i in range(group)]
+        heads = torch.tensor([prompts[k] for k in chosen], device=device)
+        answers, found = _sample_alike(model, heads, group, longest, uniforms[places].to(device))
+        heads, answers, found = heads.repeat_interleave(group, dim=0).cpu(), answers.cpu(), found.cpu()
+        ends = (answers == model.end).int().cumsum(dim=1)
+        lengths = ((ends - (answers == model.end).int()) == 0).sum(dim=1).tolist()
+        for row, (place, n) in enumerate(zip(places, lengths, strict=True)):
+            answer = answers[row, :n]
+            tokens[place] = torch.cat([heads[row], answer])
+            logp[place] = found[row, :n]
+            words = answer.tolist()
+            if words and words[-1] == model.end:
+                texts[place] = model.decode(words[:-1])
+            else:  # cut off: whatever it would have become, it is no answer
+                texts[place] = model.decode(words) + "…"
+    return Rollout(texts, tokens, logp)
+
+
+def _sample_alike(
+    model: LanguageModel, heads: Tensor, group: int, longest: int, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Answers and their tokens' log-probabilities, [prompts · group, longest] both, also behind the ends."""
+    logits, past = model.extend(heads, None)
+    logits, past = logits.repeat_interleave(group, dim=0), model.repeat(past, group)
+    answers, logps = [], []
+    for place in range(longest):
+        logp = logits.log_softmax(dim=-1)
+        # The token in whose share of [0, 1) the uniform lies; the last one takes what rounding leaves over.
+        token = (logp.double().exp().cumsum(dim=-1) <= uniforms[:, place, None]).sum(dim=-1)
+        token = token.clamp(max=logp.shape[-1] - 1)
+        answers.append(token)
+        logps.append(logp.gather(1, token[:, None])[:, 0])
+        if place + 1 < longest:
+            logits, past = model.extend(token[:, None], past)
+    return torch.stack(answers, dim=1), torch.stack(logps, dim=1)
+
+
+def pad(rows: Sequence[Tensor], length: int | None = None) -> Tensor:
+    """[rows, length], zeros behind the shorter ones."""
+    length = max(len(row) for row in rows) if length is None else length
+    out = rows[0].new_zeros(len(rows), length)
+    for k, row in enumerate(rows):
+        out[k, : len(row)] = row
+    return out
