@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.errors import ExperimentError
 from experiments.huggingface import HuggingFaceModel
+from experiments.results import read
 
 END = 256  # the tiny tokenizer: a token per byte, then the one that ends an answer
 TOKENS = torch.arange(2 * 12).reshape(2, 12) * 7 % END
@@ -368,3 +371,28 @@ def test_a_tokenizer_has_to_end_answers_with_a_token_of_the_models(hub: Any, tmp
     assert "ends an answer with token 256, but the model's last token is 255" in refusal(tmp_path)
     save_tokenizer(tmp_path, end=None)
     assert "has no token that ends an answer; save it with an eos_token" in refusal(tmp_path)
+
+
+def test_a_model_of_ones_own_trains_by_command(hub: Any, tmp_path: Path) -> None:
+    """Whole: prompts in its tokens, answers sampled and rewarded, two sites, one θ."""
+    folder, repository = tmp_path / "mine", Path(__file__).parents[1]
+    llama().save_pretrained(folder)
+    save_tokenizer(folder)
+    (tmp_path / "configs").symlink_to(repository / "configs")
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.train", "preset=smoke", "nproc=2", "model=hf", f"path={folder}"],
+        cwd=tmp_path,
+        env=clean | {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (kept,) = (tmp_path / "runs" / "pulseloco" / "runs").glob("*.json")
+    result = read(kept)
+    assert (result.parameters, result.sites) == (llama().num_parameters(), 2)
+    assert len(result.rewards) == 2  # 16 steps, H = 8
+    assert result.rounds[-1].round == 2
+    assert 0 < result.evaluations[-1].scores["sampled"] < 1  # chance never earns a reward to learn from
