@@ -1,0 +1,196 @@
+"""What SparseLoCo sends: the largest elements of every chunk, in 2 bits each, packed to the bit.
+
+A payload's size is known before it travels, so no headers go with it:
+
+    levels    4 FP32 for each tensor that has elements
+    indices   12 bits each, two in 3 bytes: positions in their chunks
+    codes     2 bits each, four in a byte: which level
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+SIDE = 64
+CHUNK = SIDE * SIDE  # elements; 12 bits name one
+LEVELS = 4
+RANGE_IN_SIGMAS = 6  # the authors' setting for any number of levels
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """All chunks of one size, m of n elements, of each of which k are sent."""
+
+    positions: Tensor  # [m, n] int64, in the flat vector
+    tensors: Tensor  # [m] int64, the number of the tensor each is of
+    k: int
+
+    @property
+    def entries(self) -> int:
+        return self.positions.shape[0] * self.k
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which elements form a chunk, and so how many are sent: the same on all sites and in all rounds."""
+
+    groups: list[Chunks]  # by size, in the order in which the sizes first appear
+    tensor_of: Tensor  # [entries] int64
+    num_tensors: int  # that have elements
+
+    @property
+    def entries(self) -> int:
+        return self.tensor_of.numel()
+
+    @property
+    def payload_bytes(self) -> int:
+        return 4 * LEVELS * self.num_tensors + _index_bytes(self.entries) + _code_bytes(self.entries)
+
+    def to_flat(self, indices: Tensor) -> Tensor:
+        """Positions in the flat vector of indices in the chunks."""
+        parts = indices.split([group.entries for group in self.groups])
+        flat = [
+            group.positions.gather(1, part.view(-1, group.k)).view(-1)
+            for group, part in zip(self.groups, parts, strict=True)
+        ]
+        return torch.cat(flat)
+
+
+def plan_chunks(shapes: list[tuple[int, ...]], k: int, device: torch.device) -> Plan:
+    """Cut tensors that lie one behind the other in a flat vector.
+
+    A matrix is cut into blocks of 64×64, smaller at its last rows and columns; another tensor into runs of
+    4096 in flat order, the last one shorter. A chunk of n elements sends n/4096 of k, rounded, at least one.
+    """
+    by_size: dict[int, list[tuple[Tensor, int]]] = {}
+    start = number = 0
+    for shape in shapes:
+        numel = torch.Size(shape).numel()
+        if not numel:
+            continue
+        flat = torch.arange(start, start + numel)
+        cut = list(flat.split(CHUNK))
+        if len(shape) == 2:
+            rows, columns = (range(0, side, SIDE) for side in shape)
+            matrix = flat.view(shape)
+            cut = [matrix[r : r + SIDE, c : c + SIDE].reshape(-1) for r, c in product(rows, columns)]
+        for positions in cut:
+            by_size.setdefault(positions.numel(), []).append((positions, number))
+        start, number = start + numel, number + 1
+    if not number:
+        raise ValueError("the parameters have no elements, so there is nothing to synchronise")
+    groups = [
+        Chunks(
+            torch.stack([positions for positions, _ in chunks]).to(device),
+            torch.tensor([tensor for _, tensor in chunks], device=device),
+            max(1, (n * k + CHUNK // 2) // CHUNK),
+        )
+        for n, chunks in by_size.items()
+    ]
+    tensor_of = torch.cat([group.tensors.repeat_interleave(group.k) for group in groups])
+    return Plan(groups, tensor_of, number)
+
+
+def top_k(flat: Tensor, plan: Plan) -> Tensor:
+    """The largest elements of each chunk by magnitude -> [entries] int64, their indices in the chunks."""
+    chosen = [
+        flat[group.positions].abs_().topk(group.k, dim=1, sorted=False).indices.view(-1)
+        for group in plan.groups
+    ]
+    return torch.cat(chosen)
+
+
+def uniform_codes(values: Tensor, tensor_of: Tensor, num_tensors: int) -> Tensor:
+    """Steps of equal width around the mean of what a tensor sends, as in the authors' code:
+
+    code = round((v − mean) / (6σ / 4)) + 2, between 0 and 3
+    """
+    count = _sums(torch.ones_like(values), tensor_of, num_tensors)
+    centred = values - (_sums(values, tensor_of, num_tensors) / count)[tensor_of]
+    sigma = (_sums(centred.square(), tensor_of, num_tensors) / (count - 1).clamp(min=1)).sqrt()
+    step = RANGE_IN_SIGMAS * sigma / LEVELS
+    step = torch.where(step == 0, 1.0, step)
+    codes = (centred / step[tensor_of]).round_().add_(LEVELS // 2).clamp_(0, LEVELS - 1)
+    return codes.nan_to_num_().long()
+
+
+def signed_codes(values: Tensor, tensor_of: Tensor, num_tensors: int) -> Tensor:
+    """A bit for the sign and one for magnitudes above the tensor's mean magnitude.
+
+    The largest of a chunk leave a gap around zero, where one of the four uniform steps lies, and another
+    one is beyond nearly all of them. This uses all four, and errs by a third or more less in as many bytes.
+    """
+    magnitudes = values.abs()
+    count = _sums(torch.ones_like(values), tensor_of, num_tensors)
+    mean = _sums(magnitudes, tensor_of, num_tensors) / count
+    return (values > 0).long() * 2 + (magnitudes > mean[tensor_of])
+
+
+QUANTISERS = {"uniform": uniform_codes, "signed": signed_codes}
+
+
+def quantise(values: Tensor, tensor_of: Tensor, num_tensors: int, quantiser: str) -> tuple[Tensor, Tensor]:
+    """2 bits for a value. The level of a code is the mean of those values of the tensor that have it.
+
+    -> codes [entries] int64, levels [num_tensors, 4] FP32, 0 where no value has the code.
+    """
+    exact = values.double()  # in FP32, sums over millions of values would lose what tells levels apart
+    codes = QUANTISERS[quantiser](exact, tensor_of, num_tensors)
+    cell, cells = tensor_of * LEVELS + codes, num_tensors * LEVELS
+    count = _sums(torch.ones_like(exact), cell, cells)
+    return codes, (_sums(exact, cell, cells) / count.clamp(min=1)).float().view(-1, LEVELS)
+
+
+def pack_indices(indices: Tensor) -> Tensor:
+    """Numbers below 4096 -> uint8, two in 3 bytes, low bits first; a last one alone takes 2 bytes."""
+    a, b = functional.pad(indices, (0, indices.numel() % 2)).view(-1, 2).unbind(1)
+    packed = torch.stack([a & 255, (a >> 8) | ((b & 15) << 4), b >> 4], dim=1).to(torch.uint8)
+    return packed.view(-1)[: _index_bytes(indices.numel())]
+
+
+def unpack_indices(packed: Tensor, count: int) -> Tensor:
+    x, y, z = functional.pad(packed, (0, count % 2)).long().view(-1, 3).unbind(1)
+    return torch.stack([x | ((y & 15) << 8), (y >> 4) | (z << 4)], dim=1).view(-1)[:count]
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Numbers below 4 -> uint8, four in a byte, low bits first."""
+    a, b, c, d = functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4).unbind(1)
+    return (a | (b << 2) | (c << 4) | (d << 6)).to(torch.uint8)
+
+
+def unpack_codes(packed: Tensor, count: int) -> Tensor:
+    codes = packed.long()
+    return torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).view(-1)[:count]
+
+
+def pack(indices: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
+    """-> uint8, the payload as the module's docstring lays it out."""
+    return torch.cat([levels.reshape(-1).view(torch.uint8), pack_indices(indices), pack_codes(codes)])
+
+
+def unpack(payload: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """-> indices, codes, levels, as `pack` was given them."""
+    parts = (4 * LEVELS * plan.num_tensors, _index_bytes(plan.entries), _code_bytes(plan.entries))
+    levels, indices, codes = payload.split(parts)
+    return (
+        unpack_indices(indices, plan.entries),
+        unpack_codes(codes, plan.entries),
+        levels.clone().view(torch.float32).view(-1, LEVELS),
+    )
+
+
+def _sums(values: Tensor, of: Tensor, count: int) -> Tensor:
+    """The sum of the values that are of each number below `count`."""
+    return values.new_zeros(count).index_add_(0, of, values)
+
+
+def _index_bytes(count: int) -> int:
+    return (3 * count + 1) // 2
+
+
+def _code_bytes(count: int) -> int:
+    return (count + 3) // 4
