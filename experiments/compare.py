@@ -1,11 +1,12 @@
-"""Run the methods side by side: equal steps, data, seeds and start; one table, and plots.
+"""Run methods side by side: equal steps, prompts, seeds and start; a table, plots and a report to send on.
 
     python -m experiments.compare                          what `make demo` runs
+    python -m experiments.compare preset=paper             the full one, behind the README's figures
     python -m experiments.compare steps=320 lr=1e-6 name=slower
     torchrun --nproc-per-node 4 -m experiments.compare     the same, launched by torchrun
 
-DDP, DiLoCo and PULSELoCo with the configured outer optimizer, then DiLoCo and PULSELoCo once more with
-plain averaging (outer_lr 1, outer_momentum 0). Results go to runs/<name>/, by default runs/compare/.
+Results go to runs/<name>/, by default runs/compare/; presets have names. Each run is kept when it ends: the
+same command again goes on where it was stopped, and trains only what is missing or was changed.
 """
 
 from __future__ import annotations
@@ -16,34 +17,62 @@ import torch
 
 from experiments import launch, session
 from experiments.config import CompareConfig
-from experiments.data import load_corpus
-from experiments.methods import Method
+from experiments.errors import ExperimentError
+from experiments.plan import Run, runs_of
+from experiments.report import write_all
+from experiments.tasks import Seat, task_of
 
 
-def methods_of(config: CompareConfig) -> list[Method]:
-    """What is compared, in the order of the table."""
-    outers = [(config.outer_lr, config.outer_momentum)]
-    if config.plain_averaging and (1.0, 0.0) not in outers:
-        outers.append((1.0, 0.0))
-    return [
-        Method(name=name, outer_lr=lr, outer_momentum=momentum)
-        for lr, momentum in outers
-        for name in config.methods
-        if name != "ddp" or (lr, momentum) == outers[0]  # DDP has no outer optimizer
-    ]
+def prepare(config: CompareConfig) -> None:
+    runs = runs_of(config)
+    for single in {(run.config.task, run.config.text): run.config for run in runs}.values():
+        task_of(single, Seat(0, 1, torch.device("cpu")))  # reads what it needs
+
+
+def missing(config: CompareConfig) -> list[Run]:
+    return [run for run in runs_of(config) if session.stored(run, _folder(config)) is None]
+
+
+def worlds(config: CompareConfig) -> list[int]:
+    """Each number of trainers is one launch, the usual one first."""
+    wanted = missing(config)
+    done = len(runs_of(config)) - len(wanted)
+    if done:
+        print(
+            f"{done} of {done + len(wanted)} runs are there already, in {_folder(config)}/", file=sys.stderr
+        )
+    return sorted({run.ranks for run in wanted}, key=lambda ranks: (ranks != config.nproc, ranks))
 
 
 def work(config: CompareConfig, device: torch.device) -> None:
     """What every rank does."""
-    session.run(methods_of(config), config, device, folder="compare")
+    session.work(runs_of(config), _folder(config), device)
+
+
+def finish(config: CompareConfig) -> None:
+    left = missing(config)
+    if left:
+        sizes = " and ".join(sorted({str(run.ranks) for run in left}))
+        raise ExperimentError(
+            f"{len(left)} runs need {sizes} trainers, and torchrun launched {config.nproc}: what was run is "
+            f"kept; let `python -m experiments.compare` launch the rest"
+        )
+    write_all(_folder(config), config, session.results_of(runs_of(config), _folder(config)))
+
+
+def _folder(config: CompareConfig) -> session.Path:
+    return session.folder_of(config, default="compare")
 
 
 PROGRAM = launch.Program(
     module="experiments.compare",
     about=__doc__ or "",
     config=CompareConfig,
-    prepare=lambda config: load_corpus(config.data),
+    prepare=prepare,
+    worlds=worlds,
     work=work,
+    finish=finish,
+    interrupted="finished runs are kept: the same command goes on from there",
 )
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ non-zero exit status: the first rank's sentence, not every rank's traceback.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import loco
-from experiments.config import C, check_world, load, to_yaml
+from experiments.config import C, load, to_yaml
 from experiments.errors import ExperimentError
 
 _OWN_LAUNCH = "LOCO_LAUNCHED_BY_EXPERIMENTS"  # tells a rank that its parent will say what went wrong
@@ -45,7 +46,10 @@ class Program(Generic[C]):
     about: str
     config: type[C]
     prepare: Callable[[C], Any]  # finds mistakes before anything is launched; raises ExperimentError
+    worlds: Callable[[C], list[int]]  # numbers of ranks to launch, one after the other
     work: Callable[[C, torch.device], None]  # what every rank does
+    finish: Callable[[C], None] = lambda _: None  # what one process does at the end
+    interrupted: str = "no results were written"
 
 
 def main(program: Program[C]) -> int:
@@ -65,18 +69,20 @@ def main(program: Program[C]) -> int:
                 f"several processes are needed to exchange anything, and this is one: launch with "
                 f"`{line}`, or add nproc=4 to let this command launch them"
             )
-        check_world(config, config.nproc, launch_line=f"nproc={2 * config.ranks_per_site}")
         program.prepare(config)
-        return _launch(program.module, arguments, nproc=config.nproc, port=config.port)
+        for world in program.worlds(config):
+            _launch(program.module, arguments, nproc=world, port=config.port)
+        program.finish(config)
+        return 0
     except ExperimentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SignalException):
-        print("\ninterrupted: all ranks were stopped, no results were written", file=sys.stderr)
+        print(f"\ninterrupted: all ranks were stopped, {program.interrupted}", file=sys.stderr)
         return _INTERRUPTED
 
 
-def _launch(module: str, arguments: list[str], *, nproc: int, port: int | None) -> int:
+def _launch(module: str, arguments: list[str], *, nproc: int, port: int | None) -> None:
     """Run the same command once per rank, through torchrun's own agent, and wait."""
     port = _free_port(port)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
@@ -102,7 +108,6 @@ def _launch(module: str, arguments: list[str], *, nproc: int, port: int | None) 
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         raise ExperimentError(_first_cause(error.failures)) from error
-    return 0
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
@@ -144,17 +149,20 @@ def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
     try:
         config = load(program.config, arguments)
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        check_world(config, world, launch_line=f"torchrun --nproc-per-node {2 * config.ranks_per_site} …")
+        if _OWN_LAUNCH not in os.environ:  # torchrun decides
+            config = dataclasses.replace(config, nproc=world)
         program.prepare(config)
         device = _device(config.device)
         _join(device)
         program.work(config, device)
+        if rank == 0 and _OWN_LAUNCH not in os.environ:
+            program.finish(config)
     except ExperimentError as error:
         return _leave(str(error), shared=True)
     except loco.LocoError as error:
         return _leave(str(error), shared=True, consequence=_is_lost_connection(error))
     except KeyboardInterrupt:
-        return _leave("interrupted: no results were written", shared=True, status=_INTERRUPTED)
+        return _leave(f"interrupted: {program.interrupted}", shared=True, status=_INTERRUPTED)
     except Exception as error:
         if _is_lost_connection(error):
             return _leave("the connection to another rank was lost", shared=True, consequence=True)
@@ -166,16 +174,21 @@ def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
 
 
 def _device(wanted: str) -> torch.device:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    enough = local_rank < torch.cuda.device_count()
-    if wanted == "cuda" and not enough:
-        raise ExperimentError(
-            f"device=cuda needs a GPU per rank, and this machine has {torch.cuda.device_count()}"
-        )
-    if wanted == "cpu" or not enough:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ExperimentError("device=cuda needs a GPU, and torch sees none here")
+    if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(device: torch.device) -> str:
+    """NCCL refuses two ranks on one GPU; gloo takes their messages through the host's memory."""
+    if device.type == "cpu":
+        return "gloo"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "cpu:gloo,cuda:nccl" if ranks <= torch.cuda.device_count() else "cpu:gloo,cuda:gloo"
 
 
 def _join(device: torch.device) -> None:
@@ -185,7 +198,7 @@ def _join(device: torch.device) -> None:
             "launch with torchrun, or unset RANK and add nproc=4"
         )
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_WARM_START_PATIENCE)
+        dist.init_process_group(_backend(device), timeout=_WARM_START_PATIENCE)
     except (ValueError, RuntimeError) as error:  # torch's DistNetworkError is a RuntimeError
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
         reason = str(error).splitlines()[0]

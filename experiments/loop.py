@@ -1,7 +1,9 @@
-"""The training loop: one for all methods. Only what `methods.build` returns differs."""
+"""The training loop: one for all methods and tasks. Only what `methods.build` and the task return differs."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -9,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from experiments import machine
 from experiments.config import RunConfig
-from experiments.data import Corpus, batch, evaluation_batches
 from experiments.ledger import ring_all_reduce_bytes
 from experiments.meter import Meter
-from experiments.methods import Method, build
-from experiments.model import ByteTransformer
+from experiments.methods import Trainee, build
+from experiments.plan import Run
 from experiments.progress import Progress
 from experiments.results import Evaluation, Result, Round
+from experiments.tasks import Seat, Task
 
 _METERED = (
     "sent_bytes",
@@ -25,82 +28,93 @@ _METERED = (
     "exchange_seconds",
     "round_seconds",
     "step_seconds",
+    "rollout_seconds",
 )
 
 
-def run_method(
-    method: Method, config: RunConfig, corpus: Corpus, start: dict[str, Tensor], device: torch.device
-) -> Result:
+def train(run: Run, task: Task, start: dict[str, Tensor], seat: Seat, *, label: str) -> Result:
     """Train from the weights `start`. Every rank calls this together and gets the same result."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    context = config.model.context
-    model = ByteTransformer(config.model)
+    config, began = run.config, time.perf_counter()
+    model = task.model()
     model.load_state_dict(start)
-    model.to(device)
-    trainee = build(method, model, config)
+    model.to(seat.device, getattr(torch, config.parameters))
+    trainee = build(model, config)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    per_step = ring_all_reduce_bytes(numel, ranks) if method.name == "ddp" else 0
-    meter = Meter(device, computed_bytes_per_step=per_step)
-    held_out = evaluation_batches(corpus.held_out, sequences=config.data.eval_sequences, context=context)[
-        rank::ranks
-    ]
-    losses = [evaluate(model, held_out, device)]
+    per_step = ring_all_reduce_bytes(numel, seat.ranks) if config.method == "ddp" else 0
+    meter = Meter(seat.device, computed_bytes_per_step=per_step)
+    evaluations = [evaluate(task, model, seat)]
     curve: list[tuple[int, int]] = [(0, 0)]  # (step, bytes sent by then)
-    one_step_density, report = 0.0, None
+    rewards: list[float] = []
+    one_step_density, score = 0.0, evaluations[-1][task.metric]
 
-    with Progress(str(method), total=config.steps, shown=rank == 0) as progress:
+    with Progress(label, total=config.steps, shown=seat.rank == 0) as progress:
         for step in range(1, config.steps + 1):
-            sequences = batch(
-                corpus.adapt,
-                size=config.batch,
-                context=context,
-                seed=config.seed,
-                rank=rank,
-                ranks=ranks,
-                step=step,
-            ).to(device)
+            if step % config.sync_every == 1 or config.sync_every == 1:
+                with meter.rollouts():
+                    reward = task.begin_round(model, (step - 1) // config.sync_every)
+                if reward is not None:
+                    rewards.append(reward)
             # One step before the last, because the last one may end a round.
             seen_before = bf16_weights(model) if step == max(1, config.steps - 1) else None
-
-            meter.begin()
-            trainee.optimizer.zero_grad()
-            trainee.module(sequences).backward()
-            waited = trainee.wait.seconds() if trainee.wait else 0.0
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-            trainee.optimizer.step()
-            latest = getattr(trainee.optimizer, "last_report", None)
-            meter.end(waited=waited, report=latest if latest is not report else None)
-            report = latest
-
+            take_step(step, run, task, trainee, model, meter)
             if seen_before is not None:
                 changed = (bf16_weights(model) != seen_before).sum().item()
                 one_step_density = changed / numel
             if step % config.eval_every == 0 or step == config.steps:
-                losses.append(evaluate(model, held_out, device))
+                evaluations.append(evaluate(task, model, seat))
                 curve.append((step, meter.sent_bytes))
-            progress.advance(f"loss {losses[-1]:.4f}")
+                score = evaluations[-1][task.metric]
+            progress.advance(f"{task.metric} {score:.4f}")
 
     mine: dict[str, Any] = {
         "curve": curve,
+        "rewards": rewards,
         "reports": meter.reports,
         "kernel_sent": meter.kernel.sent if meter.kernel else None,
         "one_step_density": one_step_density,
     }
     mine |= {name: getattr(meter, name) for name in _METERED}
-    everyone: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    everyone: list[dict[str, Any]] = [{} for _ in range(seat.ranks)]
     dist.all_gather_object(everyone, mine)
-    return _joined(method, config, numel, losses, everyone, source=meter.source)
+    seconds = time.perf_counter() - began
+    return _joined(run, task, numel, evaluations, everyone, meter.source, seconds, seat)
+
+
+def take_step(step: int, run: Run, task: Task, trainee: Trainee, model: nn.Module, meter: Meter) -> None:
+    """One inner step, and the round that it may end."""
+    config, optimizer = run.config, trainee.optimizer
+    warm_up(optimizer, step, config)
+    before = getattr(optimizer, "last_report", None)
+    meter.begin()
+    optimizer.zero_grad()
+    task.loss(trainee.module, step).backward()
+    waited = trainee.wait.seconds() if trainee.wait else 0.0
+    nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    optimizer.step()
+    report = getattr(optimizer, "last_report", None)
+    report = report if report is not before else None
+    meter.end(waited=waited, report=report)
+    if report is not None:
+        trainee.after_round()
+        seen = trainee.observer.after_round() if trainee.observer else None
+        meter.reports.append((step, report, seen))
+
+
+def warm_up(optimizer: torch.optim.Optimizer, step: int, config: RunConfig) -> None:
+    """From 0 to the learning rate in the first steps."""
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * min(1.0, step / max(1, config.warmup))
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: list[Tensor], device: torch.device) -> float:
-    """Mean loss over the held-out text; `batches` is this rank's share of it. On all ranks the same."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # [loss · sequences, sequences]
-    for sequences in batches:
-        total[0] += model(sequences.to(device)).double() * len(sequences)
-        total[1] += len(sequences)
-    dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+def evaluate(task: Task, model: nn.Module, seat: Seat) -> dict[str, float]:
+    """The held-out set's scores, on all ranks the same."""
+    scores = {}
+    for name, total in task.scores(model).items():
+        if seat.ranks > 1:
+            dist.all_reduce(total)
+        scores[name] = (total[0] / total[1]).item()
+    return scores
 
 
 def bf16_weights(model: nn.Module) -> Tensor:
@@ -109,38 +123,46 @@ def bf16_weights(model: nn.Module) -> Tensor:
 
 
 def _joined(
-    method: Method,
-    config: RunConfig,
+    run: Run,
+    task: Task,
     numel: int,
-    losses: list[float],
+    scores: Sequence[dict[str, float]],
     everyone: list[dict[str, Any]],
-    *,
     source: str,
+    seconds: float,
+    seat: Seat,
 ) -> Result:
     """One result from what every rank measured."""
 
     def mean(name: str) -> float:
         return fmean(one[name] for one in everyone)
 
-    sites = len(everyone) // (1 if method.name == "ddp" else config.ranks_per_site)
+    alone = run.config.method in ("single", "ddp")
+    sites = len(everyone) // (1 if alone else run.config.ranks_per_site)
     kernel = [one["kernel_sent"] for one in everyone]
     points = zip(*(one["curve"] for one in everyone), strict=True)
-    reports = zip(*(one["reports"] for one in everyone), strict=True)
+    rounds = zip(*(one["reports"] for one in everyone), strict=True)
     return Result(
-        method=method,
+        label=run.label,
+        config=run.stored(),
+        metric=task.metric,
+        higher_is_better=task.higher_is_better,
         ranks=len(everyone),
         sites=sites,
         parameters=numel,
-        steps=config.steps,
         evaluations=tuple(
-            Evaluation(step=ranks[0][0], loss=loss, sent_bytes=fmean(sent for _, sent in ranks))
-            for loss, ranks in zip(losses, points, strict=True)
+            Evaluation(step=ranks[0][0], scores=found, sent_bytes=fmean(sent for _, sent in ranks))
+            for found, ranks in zip(scores, points, strict=True)
         ),
+        rewards=tuple(fmean(ranks) for ranks in zip(*(one["rewards"] for one in everyone), strict=True)),
         rounds=tuple(
-            Round.joined(ranks[0][0], [report for _, report in ranks], sites=sites) for ranks in reports
+            Round.joined(ranks[0][0], [r for _, r, _ in ranks], [s for *_, s in ranks], sites=sites)
+            for ranks in rounds
         ),
         one_step_density=mean("one_step_density"),
         bytes_source=source,
         kernel_sent_bytes=None if None in kernel else fmean(kernel),
+        seconds=seconds,
+        machine=machine.describe(seat.device),
         **{name: mean(name) for name in _METERED},
     )

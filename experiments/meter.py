@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 
 import torch
 
 import loco
 from experiments.ledger import TcpBytes, tcp_bytes
+from experiments.observer import Seen
 
 
 class Meter:
@@ -21,9 +24,19 @@ class Meter:
         self._began: tuple[float, TcpBytes | None] = (0.0, None)
         self._computing: list[float] = []  # seconds of each step's own work
         self._steps = 0
-        self.reports: list[tuple[int, loco.SyncReport]] = []  # (step, what the round did)
+        # (step, what the round did, what was seen of its gate)
+        self.reports: list[tuple[int, loco.SyncReport, Seen | None]] = []
+        self._sent = self._received = 0  # by the rounds
+        self.rollout_seconds = 0.0
         self.exchange_seconds = 0.0
         self.round_seconds = 0.0
+
+    @contextmanager
+    def rollouts(self) -> Iterator[None]:
+        """Around the sampling of answers, a work of its own."""
+        began = self._now()
+        yield
+        self.rollout_seconds += self._now() - began
 
     def begin(self) -> None:
         self._began = (self._now(), tcp_bytes())
@@ -41,7 +54,8 @@ class Meter:
         if report is None:
             self._computing.append(elapsed - waited)
             return
-        self.reports.append((self._steps, report))
+        self._sent += report.sent_bytes
+        self._received += report.received_bytes
         exchange = report.seconds["exchange"]
         work = sum(report.seconds.values()) - exchange
         self.exchange_seconds += exchange
@@ -65,8 +79,7 @@ class Meter:
 
     @property
     def accounted_bytes(self) -> int:
-        counted = sum(report.sent_bytes for _, report in self.reports)
-        return counted + self._computed_bytes_per_step * self._steps
+        return self._sent + self._computed_bytes_per_step * self._steps
 
     @property
     def sent_bytes(self) -> int:
@@ -76,8 +89,7 @@ class Meter:
     def received_bytes(self) -> int:
         if self.kernel and self.source == "kernel":
             return self.kernel.received
-        received = sum(report.received_bytes for _, report in self.reports)
-        return received + self._computed_bytes_per_step * self._steps
+        return self._received + self._computed_bytes_per_step * self._steps
 
     def _now(self) -> float:
         if self._device.type == "cuda":

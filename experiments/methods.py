@@ -1,6 +1,8 @@
-"""What differs between DDP, DiLoCo and PULSELoCo: which module the loop calls and which optimizer steps."""
+"""What differs between the methods: which module the loop calls and which optimizer steps."""
 
+import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,29 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import loco
 from experiments.config import RunConfig, wire_of
 from experiments.errors import ExperimentError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """A way to train: its name and, where it has one, its outer optimizer."""
-
-    name: str
-    outer_lr: float
-    outer_momentum: float
-
-    @property
-    def title(self) -> str:
-        return {"ddp": "DDP", "diloco": "DiLoCo", "pulseloco": "PULSELoCo"}[self.name]
-
-    @property
-    def outer(self) -> str:
-        """The outer optimizer in the paper's letters; empty for DDP, which has none."""
-        if self.name == "ddp":
-            return ""
-        return f"α {self.outer_lr:g}, μ {self.outer_momentum:g}"
-
-    def __str__(self) -> str:
-        return f"{self.title} ({self.outer})" if self.outer else self.title
+from experiments.observer import Observer
+from experiments.sparseloco import SparseLoCo
+from experiments.variants import forgetting, late_gain, momentum_before_gate, whole_ulps
 
 
 class AllReduceWait:
@@ -81,9 +63,11 @@ class Trainee:
     module: nn.Module  # what the loop calls
     optimizer: torch.optim.Optimizer
     wait: AllReduceWait | None  # of a gradient all-reduce in every step, where there is one
+    observer: Observer | None  # of what PULSELoCo's gate does
+    after_round: Callable[[], None] = lambda: None  # a variant's business
 
 
-def build(method: Method, model: nn.Module, config: RunConfig) -> Trainee:
+def build(model: nn.Module, config: RunConfig) -> Trainee:
     """Wrap `model` and its AdamW. Every rank calls this together."""
     try:
         inner = torch.optim.AdamW(
@@ -91,9 +75,11 @@ def build(method: Method, model: nn.Module, config: RunConfig) -> Trainee:
         )
     except ValueError as error:
         raise ExperimentError(f"AdamW: {error}") from error
-    if method.name == "ddp":
+    if config.method == "single":
+        return Trainee(model, inner, None, None)
+    if config.method == "ddp":
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return Trainee(module, inner, AllReduceWait(module))
+        return Trainee(module, inner, AllReduceWait(module), None)
 
     topology = loco.Topology(ranks_per_site=config.ranks_per_site, timeout=config.timeout_s)
     module, wait = model, None
@@ -102,16 +88,38 @@ def build(method: Method, model: nn.Module, config: RunConfig) -> Trainee:
             model, process_group=topology.site_group, gradient_as_bucket_view=True
         )
         wait = AllReduceWait(module)
+    if config.method == "sparseloco":
+        own = dataclasses.asdict(config.sparseloco)
+        try:
+            optimizer = SparseLoCo(
+                inner, sync_every=config.sync_every, outer_lr=config.outer_lr, topology=topology, **own
+            )
+        except ValueError as error:
+            raise ExperimentError(f"SparseLoCo: {error}") from error
+        return Trainee(module, optimizer, wait, None)
     outer: dict[str, Any] = {
         "sync_every": config.sync_every,
-        "outer_lr": method.outer_lr,
-        "outer_momentum": method.outer_momentum,
+        "outer_lr": config.outer_lr,
+        "outer_momentum": config.outer_momentum,
         "nesterov": config.nesterov,
         "topology": topology,
+        "wire": wire_of(config),
     }
-    if method.name == "diloco":
-        return Trainee(module, loco.DiLoCo(inner, **outer), wait)
+    if config.method == "diloco":
+        return Trainee(module, loco.DiLoCo(inner, **outer), wait, None)
+    if config.momentum_before_gate:
+        outer |= {"outer_lr": 1.0, "outer_momentum": 0.0}
     own = ("gate", "gate_gain", "gate_margin", "value_steps", "exchange")
-    gate: dict[str, Any] = {name: getattr(config, name) for name in own}
-    gate["wire"] = wire_of(config)
-    return Trainee(module, loco.PulseLoCo(inner, **outer, **gate), wait)
+    optimizer = loco.PulseLoCo(inner, **outer, **{name: getattr(config, name) for name in own})
+    trainee = Trainee(module, optimizer, wait, None)
+    if config.momentum_before_gate:
+        momentum_before_gate(optimizer, config)
+    if config.late_gate_gain is not None:
+        late_gain(optimizer, config)
+    if config.whole_ulps:
+        trainee.after_round = whole_ulps(optimizer)
+    if not config.error_feedback:
+        trainee.after_round = forgetting(optimizer)
+    if config.gate != "open":
+        trainee.observer = Observer(optimizer)  # sees what the variants leave to the gate
+    return trainee

@@ -21,12 +21,12 @@ from torch import nn
 
 import loco
 from experiments import launch
-from experiments.config import RecordConfig
-from experiments.data import Corpus, batch, load_corpus
-from experiments.methods import Method, build
-from experiments.model import ByteTransformer
+from experiments.config import RecordConfig, check_world
+from experiments.loop import warm_up
+from experiments.methods import build
 from experiments.progress import Progress
 from experiments.recording import Recording, middles
+from experiments.tasks import Seat, Task, task_of
 from experiments.warm_start import warm_start
 from loco import kernels
 from loco.kernels import Entries
@@ -34,36 +34,28 @@ from loco.kernels import Entries
 
 def work(config: RecordConfig, device: torch.device) -> None:
     """What every rank does."""
-    corpus = load_corpus(config.data)
-    model = ByteTransformer(config.model)
-    model.load_state_dict(warm_start(config, corpus, device))
+    seat = Seat(dist.get_rank(), dist.get_world_size(), device)
+    task = task_of(config, seat)
+    model = task.model()
+    model.load_state_dict(warm_start(config, task, device))
     model.to(device)
-    method = Method(name="pulseloco", outer_lr=config.outer_lr, outer_momentum=config.outer_momentum)
-    optimizer = build(method, model, config).optimizer
+    optimizer = build(model, config).optimizer
     assert isinstance(optimizer, loco.PulseLoCo)
-    train(model, optimizer, corpus, config)
+    train(model, optimizer, task, config)
     recording = record(optimizer, config)
-    if dist.get_rank() == 0:
+    if seat.rank == 0:
         keep(recording, optimizer._outer.layout.params, config)
 
 
-def train(model: nn.Module, optimizer: loco.PulseLoCo, corpus: Corpus, config: RecordConfig) -> None:
+def train(model: nn.Module, optimizer: loco.PulseLoCo, task: Task, config: RecordConfig) -> None:
     """All steps, and all rounds but the one after the last step."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = next(model.parameters()).device
-    with Progress("pulseloco", total=config.steps, shown=rank == 0) as progress:
+    with Progress("pulseloco", total=config.steps, shown=dist.get_rank() == 0) as progress:
         for step in range(1, config.steps + 1):
-            sequences = batch(
-                corpus.adapt,
-                size=config.batch,
-                context=config.model.context,
-                seed=config.seed,
-                rank=rank,
-                ranks=ranks,
-                step=step,
-            ).to(device)
+            if optimizer.local_step == 0:
+                task.begin_round(model, optimizer.round)
+            warm_up(optimizer, step, config)
             optimizer.zero_grad()
-            model(sequences).backward()
+            task.loss(model, step).backward()
             nn.utils.clip_grad_norm_(model.parameters(), config.clip)
             (optimizer if step < config.steps else optimizer.inner).step()
             progress.advance()
@@ -108,11 +100,18 @@ def keep(recording: Recording, params: list[torch.Tensor], config: RecordConfig)
         )
 
 
+def prepare(config: RecordConfig) -> None:
+    assert config.nproc is not None
+    check_world(config, config.nproc, launch_line="nproc=4")
+    task_of(config, Seat(0, 1, torch.device("cpu")))  # reads what it needs
+
+
 PROGRAM = launch.Program(
     module="experiments.record",
     about=__doc__ or "",
     config=RecordConfig,
-    prepare=lambda config: load_corpus(config.data),
+    prepare=prepare,
+    worlds=lambda config: [config.nproc or 1],
     work=work,
 )
 

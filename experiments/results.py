@@ -1,14 +1,18 @@
-"""What a run measured, and what follows from it."""
+"""What a run measured, what follows from it, and its file."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import loco
-from experiments.methods import Method
+from experiments.observer import Seen
 
 RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}  # bits per second, each way
 
@@ -16,7 +20,7 @@ RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}  # bits per seco
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     step: int
-    loss: float  # nats per byte on the held-out text
+    scores: dict[str, float]  # by name, over the held-out set
     sent_bytes: float  # by then, mean over ranks
 
 
@@ -31,10 +35,18 @@ class Round:
     payload_bytes: float  # this and the next two: mean over ranks
     sent_bytes: float
     received_bytes: float
+    exchange: str
+    # Where PULSELoCo's gate was watched; means over ranks.
+    union_density: float | None = None
+    visible: float | None = None
+    age: float | None = None
 
     @staticmethod
-    def joined(step: int, reports: Sequence[loco.SyncReport], *, sites: int) -> Round:
-        """One round from the reports of all ranks."""
+    def joined(
+        step: int, reports: Sequence[loco.SyncReport], seen: Sequence[Seen | None], *, sites: int
+    ) -> Round:
+        """One round from what all ranks report and saw."""
+        watched = [one for one in seen if one is not None]
         return Round(
             round=reports[0].round,
             step=step,
@@ -44,18 +56,25 @@ class Round:
             payload_bytes=fmean(r.payload_bytes for r in reports),
             sent_bytes=fmean(r.sent_bytes for r in reports),
             received_bytes=fmean(r.received_bytes for r in reports),
+            exchange=reports[0].exchange,
+            union_density=fmean(s.union_density for s in watched) if watched else None,
+            visible=fmean(s.visible for s in watched) if watched else None,
+            age=fmean(s.age for s in watched) if watched else None,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    method: Method
+    label: str
+    config: dict[str, Any]  # of the run, in full
+    metric: str  # the score that decides
+    higher_is_better: bool
     ranks: int
     sites: int
     parameters: int
-    steps: int
     evaluations: tuple[Evaluation, ...]  # the first is the warm start
-    rounds: tuple[Round, ...]  # empty for DDP
+    rewards: tuple[float, ...]  # mean over ranks of each round's rollouts; empty without rewards
+    rounds: tuple[Round, ...]  # empty for a single trainer and for DDP
     one_step_density: float  # share of BF16 casts that one late inner step changes
 
     # Per rank, mean over ranks, for the whole run.
@@ -67,38 +86,94 @@ class Result:
     exchange_seconds: float  # waiting for the network and for the other ranks
     round_seconds: float  # the rounds' own work: encode and apply
     step_seconds: float  # median of forward, backward and inner step
+    rollout_seconds: float
+    seconds: float  # wall clock of the run, evaluations included
+    machine: dict[str, Any]
 
     @property
-    def first_loss(self) -> float:
-        return self.evaluations[0].loss
+    def method(self) -> str:
+        return self.config["method"]
 
     @property
-    def final_loss(self) -> float:
-        return self.evaluations[-1].loss
+    def seed(self) -> int:
+        return self.config["seed"]
+
+    @property
+    def steps(self) -> int:
+        return self.config["steps"]
+
+    @property
+    def first(self) -> float:
+        return self.evaluations[0].scores[self.metric]
+
+    @property
+    def final(self) -> float:
+        return self.evaluations[-1].scores[self.metric]
 
     @property
     def gain(self) -> float:
-        return self.first_loss - self.final_loss
+        """Improvement over the warm start, positive if it is one."""
+        return self.gained(self.metric)
+
+    def gained(self, score: str) -> float:
+        difference = self.evaluations[-1].scores[score] - self.evaluations[0].scores[score]
+        return difference if self.higher_is_better else -difference
 
     @property
     def density(self) -> float | None:
-        """Mean over the second half of the rounds: the first ones start on the BF16 grid."""
+        return self.steady("density")
+
+    def steady(self, name: str) -> float | None:
+        """A round's figure, its mean over the second half of the rounds: the first ones start on the BF16
+        grid, and are sparser."""
+        values = [getattr(r, name) for r in self.rounds[len(self.rounds) // 2 :]]
+        return None if not values or None in values else fmean(values)
+
+    @property
+    def payload_per_parameter(self) -> float | None:
+        """Bytes per parameter of all that a site has to say in a steady round; a dense FP32 round has 4.
+
+        Where sites sum slices, a site keeps the part of its payload that it sums itself, one of R; it counts
+        here as the others do.
+        """
         steady = self.rounds[len(self.rounds) // 2 :]
-        return fmean(r.density for r in steady) if steady else None
+        if not steady:
+            return None
+        slices = self.ranks // self.sites  # of a site's own ranks, each with its part
+        whole = [
+            r.payload_bytes * (1 if r.exchange == "gather" else self.sites / (self.sites - 1)) for r in steady
+        ]
+        return slices * fmean(whole) / self.parameters
 
     def projected_hours(self, bits_per_second: float, *, step_seconds: float) -> float:
         """This run with its bytes sent at that rate: bandwidth only, no latency, nothing overlapped."""
         transfer = max(self.sent_bytes, self.received_bytes) * 8 / bits_per_second
-        return (self.steps * step_seconds + self.round_seconds + transfer) / 3600
+        return (self.steps * step_seconds + self.rollout_seconds + self.round_seconds + transfer) / 3600
 
 
-def diloco_of(result: Result, results: Sequence[Result]) -> Result | None:
-    """The DiLoCo run with the same outer optimizer, or None."""
-    for other in results:
-        if other.method.name == "diloco" and other.method.outer == result.method.outer:
-            return other
-    return None
+def store(result: Result, path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    # The configuration to the last digit: whether it is still the same is asked when it is read.
+    fields = _rounded(dataclasses.asdict(result)) | {"config": result.config}
+    unfinished.write_text(json.dumps(fields) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
-def ddp_of(results: Sequence[Result]) -> Result | None:
-    return next((result for result in results if result.method.name == "ddp"), None)
+def read(path: Path) -> Result:
+    """A file that `store` wrote."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields["evaluations"] = tuple(Evaluation(**one) for one in fields["evaluations"])
+    fields["rounds"] = tuple(Round(**one) for one in fields["rounds"])
+    fields["rewards"] = tuple(fields["rewards"])
+    return Result(**fields)
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to 9 digits, which is more than any of them means; scores keep all of theirs."""
+    if isinstance(value, dict):
+        return {k: v if k == "scores" else _rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value

@@ -1,29 +1,80 @@
-"""What every rank does for a command: train the methods one after another, and let rank 0 report."""
+"""What every rank does for a command: train the runs that are still missing, and keep each as it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from experiments.config import RunConfig
-from experiments.data import load_corpus
-from experiments.loop import run_method
-from experiments.methods import Method
-from experiments.plots import draw_all
-from experiments.report import folder_of, print_table, write
+from experiments.loop import train
+from experiments.plan import Run
+from experiments.results import Result, read, store
+from experiments.tasks import Seat, task_of
+from experiments.tracking import track
 from experiments.warm_start import warm_start
 
 
-def run(methods: Sequence[Method], config: RunConfig, device: torch.device, *, folder: str) -> None:
-    """Every method from the same warm start on the same batches; results in runs/<name or folder>/."""
-    corpus = load_corpus(config.data)
-    start = warm_start(config, corpus, device)
-    results = [run_method(method, config, corpus, start, device) for method in methods]
+def folder_of(config: RunConfig, *, default: str) -> Path:
+    return Path("runs") / (config.name or default)
+
+
+def file_of(run: Run, folder: Path) -> Path:
+    return folder / "runs" / f"{run.key}.json"
+
+
+def stored(run: Run, folder: Path) -> Result | None:
+    """The run's result, if it has been kept and was configured as it is now."""
+    try:
+        result = read(file_of(run, folder))
+        return result if run.same_as(result.config) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing or damaged
+        return None
+
+
+def work(runs: Sequence[Run], folder: Path, device: torch.device) -> None:
+    """Every rank calls this together: whatever of `runs` is for as many ranks as there are, and missing."""
+    seat = Seat(dist.get_rank(), dist.get_world_size(), device)
+    found = [{run.key: stored(run, folder) for run in runs} if seat.rank == 0 else {}]
+    dist.broadcast_object_list(found, src=0)  # the others may be on machines that do not have the files
+    results: dict[str, Result | None] = found[0]
+    for place, run in enumerate(runs, start=1):
+        if run.ranks != seat.ranks or results[run.key] is not None:
+            continue
+        task = task_of(run.config, seat)
+        start = warm_start(run.config, task, device)
+        label = run.label
+        if len({other.config.seed for other in runs}) > 1:
+            label += f", seed {run.config.seed}"
+        if len(runs) > 1:
+            label = f"[{place}/{len(runs)}{_time_left(runs, results)}] {label}"
+        result = train(run, task, start, seat, label=label)
+        results[run.key] = result
+        if seat.rank == 0:
+            store(result, file_of(run, folder))
+            track(result, folder / "tensorboard" / run.key)
+
+
+def _time_left(runs: Sequence[Run], results: dict[str, Result | None]) -> str:
+    """By the pace of the runs that are done; a trainer more costs a core's time more."""
+    paces = [r.seconds / (r.steps * r.ranks) for r in results.values() if r is not None]
+    if not paces:
+        return ""
+    left = sum(run.config.steps * run.ranks for run in runs if results[run.key] is None) * median(paces)
+    return f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left"
+
+
+def results_of(runs: Sequence[Run], folder: Path) -> list[Result]:
+    found = [stored(run, folder) for run in runs]
+    return [result for result in found if result is not None]
+
+
+def forget(runs: Sequence[Run], folder: Path) -> None:
+    """Have them trained anew."""
     if dist.get_rank() == 0:
-        print_table(results)
-        path = folder_of(config, default=folder)
-        write(path, config, results)
-        draw_all(results, path)
-        print(f"\nwritten to {path}/")
+        for run in runs:
+            file_of(run, folder).unlink(missing_ok=True)
+    dist.barrier()

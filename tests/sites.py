@@ -18,7 +18,16 @@ import torch.distributed as dist
 # a process would import: a rank starts in a tenth of a second.
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "loco"]
+    [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "numpy",
+        "pytest",
+        "hypothesis",
+        "loco",
+        "experiments.compare",
+    ]
 )
 
 

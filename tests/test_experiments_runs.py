@@ -1,6 +1,5 @@
 """The commands as a person runs them: what they write, and how they fail."""
 
-import json
 import os
 import signal
 import socket
@@ -9,11 +8,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from sites import run_ranks
 
 from experiments import compare, launch, train
+from experiments.config import TrainConfig, load
+from experiments.results import Result, read
 
 REPOSITORY = Path(__file__).parents[1]
 PYTHON = [sys.executable, "-m"]
@@ -41,75 +43,139 @@ def run(command: Sequence[str], folder: Path, **more: str) -> subprocess.Complet
     )
 
 
-def results(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "results.json").read_text())["runs"]
+def results(folder: Path) -> dict[str, Result]:
+    """By key."""
+    return {path.stem: read(path) for path in (folder / "runs").glob("*.json")}
+
+
+# Sums easy enough that some answers are right, so that there is something to learn from.
+EASY = ["preset=smoke", "lr=1e-4", "arithmetic.largest=6", "arithmetic.held_out=20", "warm_start.steps=150"]
+RUNS = [
+    *("runs.DDP.method=ddp", "runs.DiLoCo.method=diloco", "runs.open.gate=open", "runs.PULSELoCo.clip=1"),
+    "runs.One trainer.method=single",
+]
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A comparison in which PULSELoCo's gate is open; and what it printed."""
+    """A comparison of runs by two trainers and by one; and what it printed."""
     folder = tmp_path_factory.mktemp("compare")
-    done = run([*PYTHON, "experiments.compare", "config=smoke", "nproc=2", "gate=open"], folder)
+    done = run([*PYTHON, "experiments.compare", *EASY, "nproc=2", *RUNS], folder)
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "compare", done.stdout
 
 
-def test_compare_writes_its_table_data_config_and_plots(compared: tuple[Path, str]) -> None:
-    folder, printed = compared
-    assert {path.name for path in folder.iterdir()} == {
-        *("config.yaml", "results.json", "results.csv"),
-        *("loss_by_steps.png", "loss_by_bytes.png", "rounds.png"),
+def test_compare_writes_its_config_data_and_report(compared: tuple[Path, str]) -> None:
+    folder, _ = compared
+    files = {path.name for path in folder.iterdir()}
+    assert files >= {"config.yaml", "results.json", "results.csv", "report.html"}
+
+
+def test_runs_of_one_and_of_two_trainers_are_compared_at_once(compared: tuple[Path, str]) -> None:
+    found = results(compared[0])
+    assert {key: (one.ranks, one.sites) for key, one in found.items()} == {
+        "ddp.seed0": (2, 2),
+        "diloco.seed0": (2, 2),
+        "open.seed0": (2, 2),
+        "pulseloco.seed0": (2, 2),
+        "one-trainer.seed0": (1, 1),
     }
-    names = ("DDP", "DiLoCo", "PULSELoCo")
-    rows = [line.split()[0] for line in printed.splitlines() if line.startswith(names)]
-    assert rows[:5] == ["DDP", "DiLoCo", "PULSELoCo", "DiLoCo", "PULSELoCo"]
-    assert "written to runs/compare/" in printed
+    assert found["one-trainer.seed0"].sent_bytes == 0
+    assert 0 < (found["pulseloco.seed0"].density or 0) < 1
 
 
-def test_with_the_gate_open_every_loss_on_the_way_equals_dilocos(compared: tuple[Path, str]) -> None:
-    """One loop, one data order, one start: bit-equal optimizers give equal curves."""
-    _, diloco, pulse, diloco_plain, pulse_plain = results(compared[0])
-    for dense, open_gate in ((diloco, pulse), (diloco_plain, pulse_plain)):
-        curves = [[point["loss"] for point in run["evaluations"]] for run in (dense, open_gate)]
-        assert curves[0] == curves[1]
-        assert [point["density"] for point in open_gate["rounds"]] == [1.0, 1.0]
-    assert diloco["final_loss"] != diloco_plain["final_loss"]
+def test_with_the_gate_open_every_score_on_the_way_equals_dilocos(compared: tuple[Path, str]) -> None:
+    """One loop, one order of prompts, one start: bit-equal optimizers give equal curves."""
+    diloco, opened = (results(compared[0])[f"{name}.seed0"] for name in ("diloco", "open"))
+    scores = [[point.scores for point in one.evaluations] for one in (diloco, opened)]
+    assert scores[0] == scores[1]
+    assert diloco.rewards == opened.rewards
+    assert [one.density for one in opened.rounds] == [1.0, 1.0]
+    pulse = results(compared[0])["pulseloco.seed0"]
+    assert [point.scores for point in pulse.evaluations] != scores[0]
 
 
-def test_all_methods_start_from_the_same_loss_and_lower_it(compared: tuple[Path, str]) -> None:
-    runs = results(compared[0])
-    assert len({run["first_loss"] for run in runs}) == 1
-    assert all(run["final_loss"] < run["first_loss"] for run in runs)
+def test_all_methods_start_alike_answer_the_same_prompts_and_learn(compared: tuple[Path, str]) -> None:
+    found = results(compared[0])
+    starts = {key: one.evaluations[0].scores["sampled"] for key, one in found.items()}
+    # One trainer sums all of the held-out problems, two sum halves: FP64's order.
+    assert starts.pop("one-trainer.seed0") == pytest.approx(starts["ddp.seed0"], rel=1e-6)
+    assert len(set(starts.values())) == 1
+    together = [one for one in found.values() if one.ranks == 2]
+    assert len({one.rewards[0] for one in together}) == 1
+    assert all(len(one.rewards) == 2 for one in found.values())
+    for one in found.values():
+        scores = [point.scores["sampled"] for point in one.evaluations]
+        assert len(scores) == 3
+        assert len(set(scores)) == 3  # the weights have moved
 
 
 def test_bytes_agree_with_the_kernels_counters(compared: tuple[Path, str]) -> None:
-    for run in results(compared[0]):
-        if run["kernel_sent_bytes"] is None:
+    found = results(compared[0])
+    for one in found.values():
+        if one.kernel_sent_bytes is None:
             pytest.skip("needs TCP_INFO with byte counters (Linux 4.19 or newer)")
         # gloo's own headers and the votes weigh more on a model this small (21,600 parameters).
-        assert 1.0 <= run["kernel_sent_bytes"] / run["accounted_bytes"] < 1.05, run["method"]
-    ddp, diloco = results(compared[0])[:2]
-    assert ddp["sent_bytes"] / diloco["sent_bytes"] == pytest.approx(8, rel=0.03)  # sync_every
+        if one.method in ("ddp", "diloco"):
+            assert 1.0 <= one.kernel_sent_bytes / one.accounted_bytes < 1.05, one.method
+    ddp, diloco = found["ddp.seed0"], found["diloco.seed0"]
+    assert ddp.sent_bytes / diloco.sent_bytes == pytest.approx(8, rel=0.03)  # sync_every
+
+
+def test_tensorboards_files_hold_the_scores(compared: tuple[Path, str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for key, one in results(compared[0]).items():
+        events = EventAccumulator(str(compared[0] / "tensorboard" / key))
+        events.Reload()
+        for name in ("pass@1", "sampled"):
+            drawn = [(event.step, event.value) for event in events.Scalars(f"score/{name}")]
+            assert drawn == [(p.step, pytest.approx(p.scores[name], rel=1e-6)) for p in one.evaluations]
+        rewards = [(event.step, event.value) for event in events.Scalars("reward")]
+        assert rewards == [(8 * k, pytest.approx(reward)) for k, reward in enumerate(one.rewards)]
+        assert ("round/density" in events.Tags()["scalars"]) == bool(one.rounds)
 
 
 def test_train_under_torchrun_equals_the_same_method_in_a_comparison(
     compared: tuple[Path, str], tmp_path: Path
 ) -> None:
-    command = [*TORCHRUN, "-m", "experiments.train", "method=diloco", "config=smoke", "name=alone"]
+    command = [*TORCHRUN, "-m", "experiments.train", "method=diloco", *EASY, "name=alone"]
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
-    (alone,) = results(tmp_path / "runs" / "alone")
-    together = results(compared[0])[1]
-    assert alone["evaluations"] == together["evaluations"]
+    (alone,) = results(tmp_path / "runs" / "alone").values()
+    together = results(compared[0])["diloco.seed0"]
+    assert alone.evaluations == together.evaluations
+
+
+def test_torchrun_leaves_runs_of_another_size_to_be_launched_and_says_so(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    # What torchrun sets for its only rank.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    runs = ["runs.One.method=single", "runs.Two.method=ddp", "runs.Two.nproc=2"]
+    command = [*PYTHON, "experiments.compare", "preset=smoke", "warm_start.steps=2", *runs]
+    done = run(command, tmp_path, **alone)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "error: 1 runs need 2 trainers, and torchrun launched 1: what was run is kept; let "
+        "`python -m experiments.compare` launch the rest"
+    )
+    assert set(results(tmp_path / "runs/compare")) == {"one.seed0"}
+
+
+def site_of_two(rank: int, folder: str) -> None:
+    os.chdir(folder)
+    arguments = [*EASY, "nproc=4", "ranks_per_site=2", "name=sites"]
+    train.work(load(TrainConfig, arguments), torch.device("cpu"))
 
 
 def test_two_sites_of_two_ranks_train(tmp_path: Path) -> None:
-    command = [*PYTHON, "experiments.train", "nproc=4", "config=smoke", "ranks_per_site=2"]
-    done = run([*command, "warm_start.steps=2", "name=sites"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    (only,) = results(tmp_path / "runs" / "sites")
-    assert (only["ranks"], only["sites"]) == (4, 2)
-    assert 0 < only["density"] < 1
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    run_ranks(4, site_of_two, str(tmp_path))
+    (only,) = results(tmp_path / "runs" / "sites").values()
+    assert (only.ranks, only.sites) == (4, 2)
+    assert only.density is not None
+    assert 0 < only.density <= (only.steady("union_density") or 0) < 1
 
 
 @pytest.mark.parametrize(
@@ -117,9 +183,9 @@ def test_two_sites_of_two_ranks_train(tmp_path: Path) -> None:
     [
         (["method=ddp"], "launch with `torchrun --nproc-per-node 4 -m experiments.train method=ddp`"),
         (["nproc=4", "sync_evry=4"], "unknown key 'sync_evry'; did you mean 'sync_every'?"),
-        (["nproc=3", "config=two_sites"], "launch a multiple of 2"),
+        (["nproc=3", "preset=two_sites"], "launch a multiple of 2"),
         (["nproc=1"], "at least two sites are needed"),
-        (["nproc=2", "data.stdlib=/nowhere"], "/nowhere does not hold it"),
+        (["nproc=2", "task=text", "text.stdlib=/nowhere"], "/nowhere does not hold it"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_launched(
@@ -144,7 +210,7 @@ def test_an_occupied_port_is_told(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        monkeypatch.setattr(sys, "argv", ["experiments.compare", "config=smoke", f"port={port}"])
+        monkeypatch.setattr(sys, "argv", ["experiments.compare", "preset=smoke", f"port={port}"])
         for name in FIELDS_OF_A_RANK:
             monkeypatch.delenv(name, raising=False)
         assert launch.main(compare.PROGRAM) == 1
@@ -154,7 +220,7 @@ def test_an_occupied_port_is_told(
 def test_a_rank_that_finds_its_port_occupied_says_so_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        command = [*PYTHON, "experiments.train", "config=smoke"]
+        command = [*PYTHON, "experiments.train", "preset=smoke"]
         done = run(command, tmp_path, RANK="0", WORLD_SIZE="2", TORCH_CPP_LOG_LEVEL="FATAL", **meeting)
     assert done.returncode == 1
     assert done.stderr.startswith("error: the ranks could not meet at 127.0.0.1:")
@@ -179,19 +245,46 @@ def test_a_killed_rank_is_named_and_the_others_are_stopped(tmp_path: Path) -> No
     assert not any(alive(pid) for pid in ranks)
 
 
-@pytest.mark.parametrize(
-    ("module", "method"), [("experiments.train", "PULSELoCo"), ("experiments.compare", "DDP")]
-)
-def test_ctrl_c_ends_in_one_sentence_and_no_rank_is_left(module: str, method: str, tmp_path: Path) -> None:
-    started, ranks = started_training(module, tmp_path, method)
+def test_ctrl_c_ends_in_one_sentence_and_no_rank_is_left(tmp_path: Path) -> None:
+    started, ranks = started_training("experiments.train", tmp_path, "PULSELoCo")
+    said = interrupted(started, ranks)
+    assert said.splitlines()[-1] == "interrupted: all ranks were stopped, no results were written"
+    assert not (tmp_path / "runs/pulseloco").exists()
+
+
+def test_a_comparison_that_was_interrupted_goes_on_after_its_last_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Long enough to be caught in the middle, short enough to be waited for.
+    runs = ["warm_start.steps=2", "steps=16", "runs.A.method=ddp", "runs.B.method=ddp", "runs.B.steps=800"]
+    runs += ["runs.B.eval_every=800", "eval_every=8"]
+    started, ranks = started_training("experiments.compare", tmp_path, "[2/2", *runs)
+    said = interrupted(started, ranks)
+    assert said.splitlines()[-1] == (
+        "interrupted: all ranks were stopped, finished runs are kept: the same command goes on from there"
+    )
+    kept = tmp_path / "runs/compare/runs"
+    assert [path.name for path in kept.iterdir()] == ["a.seed0.json"]
+    written = (kept / "a.seed0.json").stat().st_mtime_ns
+
+    done = run([*PYTHON, "experiments.compare", "preset=smoke", "nproc=2", *runs], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 runs are there already, in runs/compare/" in done.stderr
+    assert "] A: " not in done.stderr
+    assert sorted(path.name for path in kept.iterdir()) == ["a.seed0.json", "b.seed0.json"]
+    assert (kept / "a.seed0.json").stat().st_mtime_ns == written
+    assert read(kept / "b.seed0.json").steps == 800
+
+
+def interrupted(started: subprocess.Popen[str], ranks: dict[int, int]) -> str:
+    """Ctrl-C -> what was said, with nothing left and no traceback."""
     os.killpg(started.pid, signal.SIGINT)  # as a terminal does: to everyone in the foreground
     _, said = started.communicate(timeout=60)
     assert started.returncode == 130
-    assert said.splitlines()[-1] == "interrupted: all ranks were stopped, no results were written"
     assert "Traceback" not in said
     assert "Received" not in said  # nor the agent's own log
     assert not any(alive(pid) for pid in ranks)
-    assert not list(tmp_path.glob("runs/*/results.json"))
+    return said
 
 
 def started_training(
@@ -199,7 +292,7 @@ def started_training(
 ) -> tuple[subprocess.Popen[str], dict[int, int]]:
     """A command whose two ranks are in the middle of training; and {process: rank}."""
     (folder / "configs").symlink_to(REPOSITORY / "configs")
-    endless = ["config=smoke", "nproc=2", "steps=400000", "eval_every=400", *more]
+    endless = ["preset=smoke", "nproc=2", "steps=400000", "eval_every=400000", *more]
     started = subprocess.Popen(
         [*PYTHON, module, *endless],
         cwd=folder,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_experiments_runs import PYTHON, run
+from test_experiments_runs import EASY, PYTHON, run
 
 from experiments.bench import coding, plain_codes
 from experiments.bench.floors import floor, half_octave
@@ -80,7 +80,7 @@ def test_the_kept_excerpts_are_of_real_training_and_cost_at_most_2_5_bytes() -> 
 
 def test_record_writes_the_round_after_the_last_step(tmp_path: Path) -> None:
     done = run(
-        [*PYTHON, "experiments.record", "config=smoke", "nproc=2", "lr=1e-5", "excerpt=5000", "name=a"],
+        [*PYTHON, "experiments.record", *EASY, "nproc=2", "excerpt=5000", "name=a"],
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -90,7 +90,7 @@ def test_record_writes_the_round_after_the_last_step(tmp_path: Path) -> None:
     assert len(whole.sites) == 2
     for entries in whole.sites:
         where = entries.indices()
-        assert kernels.reference.visible(whole.anchor[where], entries.values, Gate()).all()
+        assert kernels.reference.visible(whole.anchor[where], entries.values, whole.known.gate).all()
     excerpt = Recording.load(tmp_path / "experiments/results/recorded/a.npz")
     assert 4000 < excerpt.anchor.numel() < 6000
 

@@ -1,0 +1,68 @@
+"""What PULSELoCo's gate does in a round, beyond what a SyncReport says.
+
+It looks where torch lets anyone look, behind the inner optimizer's step, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import loco
+from loco import kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    union_density: float  # share of entries that at least one site sent
+    visible: float  # share of weights whose BF16 cast this round's H steps changed, residual or not
+    age: float  # rounds since the withheld was last sent, its mean weighted by its size
+
+
+class Observer:
+    """Of one rank's optimizer. All ranks call `after_round` together."""
+
+    def __init__(self, optimizer: loco.PulseLoCo) -> None:
+        self._outer = optimizer._outer
+        self._steps, self._every = 0, optimizer.sync_every
+        self._age = torch.zeros_like(self._outer.anchor)
+        self._sent = torch.zeros(self._outer.anchor.numel(), dtype=torch.uint8, device=self._age.device)
+        self._visible = 0.0
+        optimizer.inner.register_step_post_hook(self._before_exchange)
+
+    @torch.no_grad()
+    def _before_exchange(self, *_: Any) -> None:
+        self._steps += 1
+        if self._steps % self._every:
+            return
+        outer = self._outer
+        with outer.layout.pieces(outer.start, outer.stop) as weights:
+            entries = kernels.encode(outer.anchor, weights, outer.residual, outer._gate).entries
+            moved = torch.cat([w.reshape(-1).bfloat16() for w in weights])
+        numel = outer.anchor.numel()
+        self._visible = float((moved != outer.anchor.bfloat16()).sum()) / max(1, numel)
+        self._sent.zero_()
+        self._sent[entries.indices()] = 1
+
+    @torch.no_grad()
+    def after_round(self) -> Seen:
+        """Of the round that has just ended; its messages are not the round's."""
+        residual = self._outer.residual
+        assert residual is not None
+        self._age.add_(1)
+        self._age[(self._sent == 1) | (residual == 0)] = 0
+        size = residual.abs()
+        weight = float(size.sum())
+        age = float((self._age * size).sum()) / weight if weight else 0.0
+        # Of the whole model: the ranks of a site watch a slice each.
+        union = torch.zeros(self._outer.layout.numel, dtype=torch.uint8, device=self._sent.device)
+        union[self._outer.start : self._outer.stop] = self._sent
+        dist.all_reduce(union, dist.ReduceOp.MAX)
+        return Seen(
+            union_density=float(union.sum(dtype=torch.int64)) / max(1, union.numel()),
+            visible=self._visible,
+            age=age,
+        )

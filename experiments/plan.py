@@ -1,0 +1,108 @@
+"""Which runs a comparison is made of: labels, what differs in each, and seeds.
+
+A preset's `runs` say by label what differs from the rest of the configuration:
+
+    runs:
+      DDP: {method: ddp}
+      PULSELoCo: {method: pulseloco, seeds: 5}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import loco
+from experiments.config import CompareConfig, TrainConfig, check, check_world, derive
+from experiments.errors import ExperimentError
+
+DEMO: dict[str, dict[str, Any]] = {
+    "DDP": {"method": "ddp"},
+    "DiLoCo": {"method": "diloco"},
+    "PULSELoCo": {"method": "pulseloco"},
+    "PULSELoCo, saving": {"method": "pulseloco", **loco.SAVING},
+}
+
+
+_GREEK = str.maketrans({"α": "alpha", "μ": "mu", "γ": "gamma"})  # for file names that any system takes
+
+
+@dataclass(frozen=True)
+class Run:
+    label: str  # what a reader calls it
+    config: TrainConfig
+
+    @property
+    def key(self) -> str:
+        """The name of its file."""
+        letters = self.label.lower().translate(_GREEK)
+        return f"{re.sub(r'[^a-z0-9.]+', '-', letters).strip('-')}.seed{self.config.seed}"
+
+    @property
+    def ranks(self) -> int:
+        assert self.config.nproc is not None
+        return self.config.nproc
+
+    def stored(self) -> dict[str, Any]:
+        """The configuration as its file holds it."""
+        return _plain(dataclasses.asdict(self.config))
+
+    def same_as(self, stored: dict[str, Any]) -> bool:
+        """Whether a stored configuration would train what this one does. What it does not name, because
+        there was no such setting when it was stored, was as it is by default."""
+        defaults = _plain(dataclasses.asdict(TrainConfig()))
+        return _deciding(self.stored()) == _deciding(_over(defaults, stored))
+
+
+def runs_of(config: CompareConfig) -> list[Run]:
+    """Every run, one seed after the other, so that what is there after a while can be compared.
+
+    Raises:
+        ExperimentError: a run that can't be, named by its label.
+    """
+    seeded: list[tuple[int, Run]] = []
+    for label, changes in (config.runs or DEMO).items():
+        where = f"runs.{label}"
+        if not isinstance(changes, dict):
+            raise ExperimentError(f"{where} holds keys, write {where}.…=…")
+        changes = dict(changes)
+        seeds = changes.pop("seeds", config.seeds)
+        if not isinstance(seeds, int) or seeds < 1:
+            raise ExperimentError(f"{where}: seeds must be a whole number of at least 1, got {seeds!r}")
+        single = derive(config, changes, where=where)
+        if single.method == "single" and "nproc" not in changes:
+            single = dataclasses.replace(single, nproc=1)
+        try:
+            if single.nproc is None:
+                raise ExperimentError("nproc must be at least 1, got None")
+            check(single)
+            check_world(single, single.nproc, launch_line=f"nproc={2 * single.ranks_per_site}")
+        except ExperimentError as error:
+            raise ExperimentError(f"{where}: {error}") from error
+        for seed in range(seeds):
+            run = Run(label, dataclasses.replace(single, seed=single.seed + seed))
+            seeded.append((seed, run))
+    keys = [run.key for _, run in seeded]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ExperimentError(f"two runs would be kept in one file, {key}.json: change a label")
+    return [run for _, run in sorted(seeded, key=lambda pair: pair[0])]
+
+
+def _deciding(config: dict[str, Any]) -> dict[str, Any]:
+    """Without what decides nothing: names, ports, patience."""
+    return {key: value for key, value in config.items() if key not in ("name", "port", "timeout_s")}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = below | above
+    return {k: _over(below[k], v) if isinstance(below.get(k), dict) else v for k, v in merged.items()}

@@ -1,0 +1,106 @@
+"""Changes of PULSELoCo that were tried, as hooks around it: none is a part of the library.
+
+They act behind the last inner step of a round, where torch lets anyone act, by moving the weights that the
+round is about to look at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import loco
+from experiments.config import RunConfig
+
+
+def momentum_before_gate(optimizer: loco.PulseLoCo, config: RunConfig) -> None:
+    """Have every site run the outer optimizer on its own Δ, before the gate looks at what comes of it.
+
+        m_r = μ·m_r + Δ_r;   w_r = θ − α·(Δ_r + μ·m_r)
+
+    The exchange then averages what is left to do: θ = θ − g. So `optimizer` has α = 1 and μ = 0.
+    """
+    momentum = torch.zeros_like(optimizer._outer.anchor)
+
+    def before() -> None:
+        for w, theta, m in _pieces(optimizer, momentum):
+            delta = theta - w
+            m.mul_(config.outer_momentum).add_(delta)
+            w.copy_(theta - config.outer_lr * (delta + config.outer_momentum * m))
+
+    _before_every_round(optimizer, before)
+
+
+def whole_ulps(optimizer: loco.PulseLoCo) -> Callable[[], None]:
+    """Send v = bf16(θ) − bf16(θ − s), the difference that a BF16 receiver sees, instead of s.
+
+    What is left, s − v, goes to the residual; the returned function puts it there, after each round.
+    """
+    residual = optimizer._outer.residual
+    assert residual is not None
+    rest = torch.zeros_like(residual)
+
+    def before() -> None:
+        for w, theta, e, left in _pieces(optimizer, residual, rest):
+            s = (theta - w) + e
+            v = theta.bfloat16().float() - (theta - s).bfloat16().float()
+            w.copy_(torch.where(v != 0, theta - (v - e), w))
+            left.copy_(torch.where(v != 0, s - v, 0.0))
+
+    _before_every_round(optimizer, before)
+
+    def after() -> None:
+        residual.add_(rest)
+
+    return after
+
+
+def forgetting(optimizer: loco.PulseLoCo) -> Callable[[], None]:
+    """No error feedback: what a round withholds is gone. To be called after each round."""
+    residual = optimizer._outer.residual
+    assert residual is not None
+
+    def after() -> None:
+        residual.zero_()
+
+    return after
+
+
+def late_gain(optimizer: loco.PulseLoCo, config: RunConfig) -> None:
+    """Another gain of the gate in the last quarter of the rounds, so that what was withheld comes out."""
+    outer = optimizer._outer
+    rounds = config.steps // config.sync_every
+    gate, gain = outer._gate, config.late_gate_gain
+    assert gate is not None
+    assert gain is not None
+
+    def before() -> None:
+        if outer.rounds + 1 > rounds - max(1, rounds // 4):
+            outer._gate = dataclasses.replace(gate, gain=gain)
+
+    _before_every_round(optimizer, before)
+
+
+def _pieces(optimizer: loco.PulseLoCo, *states: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The weights of this rank piece by piece, each with θ and the states beside it."""
+    outer = optimizer._outer
+    with outer.layout.pieces(outer.start, outer.stop, write=True) as weights:
+        sizes = [w.numel() for w in weights]
+        yield from zip(weights, *(state.split(sizes) for state in (outer.anchor, *states)), strict=True)
+
+
+def _before_every_round(optimizer: loco.PulseLoCo, act: Callable[[], None]) -> None:
+    steps = 0
+
+    @torch.no_grad()
+    def count(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % optimizer.sync_every == 0:
+            act()
+
+    optimizer.inner.register_step_post_hook(count)
