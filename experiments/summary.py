@@ -1,0 +1,260 @@
+"""From single runs to what a comparison says of each label: means over its seeds, beside its references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+from typing import Any
+
+from experiments.errors import ExperimentError
+from experiments.results import RATES, Result
+from experiments.statistics import Interval, difference, of_mean, of_share, ratio
+
+SECOND = "sampled"  # the score that stands beside a deciding pass@1: exact and smooth
+# What a comparison holds equal, where it can: only then is a difference the method's.
+CONDITIONS = (
+    "task", "model", "path", "parameters", "steps", "lr", "nproc",
+    "transformer", "arithmetic", "text", "warm_start",
+)  # fmt: skip
+_PAPER: dict[str, Any] = {
+    "method": "pulseloco",
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "nesterov": True,
+    "gate": "bf16",
+    "gate_gain": 1.0,
+    "gate_margin": 0.0,
+    "value_steps": None,
+    "error_feedback": True,
+    "momentum_before_gate": False,
+    "late_gate_gain": None,
+    "whole_ulps": False,
+}
+
+
+@dataclass(frozen=True, eq=False)  # one is itself: to compare all that was measured would take long
+class Group:
+    """The runs of one label."""
+
+    label: str
+    results: tuple[Result, ...]  # in the order of their seeds
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.results[0].config
+
+    @property
+    def method(self) -> str:
+        return self.results[0].method
+
+    @property
+    def is_paper(self) -> bool:
+        """Whether it is PULSELoCo as its paper has it."""
+        return all(self.config.get(key) == value for key, value in _PAPER.items())
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is DiLoCo that sends FP32."""
+        return self.method == "diloco" and self.config["wire"] in (None, "float32")
+
+    def by_seed(self, figure: Callable[[Result], float]) -> dict[int, float]:
+        return {result.seed: figure(result) for result in self.results}
+
+    def mean(self, figure: Callable[[Result], float | None]) -> float | None:
+        values = [value for value in map(figure, self.results) if value is not None]
+        return fmean(values) if values else None
+
+    def steady(self, name: str) -> float | None:
+        return self.mean(lambda result: result.steady(name))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A label's figures. Scores and differences of scores are as measured, not in percent."""
+
+    label: str
+    method: str
+    seeds: tuple[int, ...]
+    ranks: int
+    sites: int
+    reference: str | None  # the label of the DiLoCo it is compared with
+    final: Interval
+    interval_of: str | None  # final's interval: over "seeds" or the "held-out" set
+    gain: Interval
+    minus: Interval | None  # final − the reference's; None for the reference
+    share: Interval | None  # of the reference's gain
+    share_second: Interval | None  # the same by the second score
+    sent_bytes: float
+    received_bytes: float
+    bytes_source: str
+    below_ddp: float | None
+    below_diloco: float | None
+    payload_per_parameter: float | None
+    below_fp32: float | None
+    density: float | None
+    union_density: float | None
+    visible: float | None
+    one_step_density: float
+    residual_norm: float | None
+    age: float | None
+    hours: dict[str, float]
+    exchange_seconds: float
+    round_seconds: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    groups: tuple[Group, ...]
+
+    @staticmethod
+    def of(results: Sequence[Result]) -> Comparison:
+        """Grouped by label, in the order in which they first appear.
+
+        Raises:
+            ExperimentError: no results, or results that decide by different scores.
+        """
+        if not results:
+            raise ExperimentError("there are no finished runs to report")
+        metrics = sorted({result.metric for result in results})
+        if len(metrics) > 1:
+            raise ExperimentError(f"some runs measure {metrics[0]} and some {metrics[1]}: report them apart")
+        labels = dict.fromkeys(result.label for result in results)
+        return Comparison(
+            tuple(
+                Group(label, tuple(sorted((r for r in results if r.label == label), key=lambda r: r.seed)))
+                for label in labels
+            )
+        )
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for group in self.groups for result in group.results]
+
+    @property
+    def one(self) -> Result:
+        """Any of them, for what they share."""
+        return self.groups[0].results[0]
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({result.seed for result in self.results})
+
+    @property
+    def has_second(self) -> bool:
+        return all(SECOND in result.evaluations[0].scores for result in self.results)
+
+    @property
+    def step_seconds(self) -> float:
+        """One figure for all methods, whose inner steps are the same work: their differences are noise."""
+        return median(result.step_seconds for result in self.results)
+
+    @cached_property
+    def reference(self) -> Group | None:
+        """The first DiLoCo that sends FP32 and has outer momentum; without one, the first DiLoCo."""
+        dense = [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
+        return next(iter(dense + [g for g in self.groups if g.method == "diloco"]), None)
+
+    def reference_of(self, group: Group) -> Group | None:
+        """The reference, but of the same learning rate, steps, … where there is a DiLoCo for that."""
+        if group.method == "diloco" and self.reference is not None and _alike(group, self.reference):
+            return self.reference
+        dense = [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
+        return next((g for g in dense if _alike(g, group)), self.reference)
+
+    def ddp_of(self, group: Group) -> Group | None:
+        found = [g for g in self.groups if g.method == "ddp"]
+        return next((g for g in found if _alike(g, group)), found[0] if found else None)
+
+    @cached_property
+    def pulse(self) -> Group | None:
+        """The PULSELoCo that sentences are about: the first, if possible of the reference's conditions."""
+        found = [g for g in self.groups if g.method == "pulseloco"]
+        alike = [g for g in found if self.reference is not None and _alike(g, self.reference)]
+        return next(iter(alike + found), None)
+
+    @cached_property
+    def main(self) -> tuple[Group, ...]:
+        """One of each method: what a plot must not lose among the rest."""
+        chosen: dict[str, Group] = {}
+        for group in (*filter(None, (self.reference, self.pulse)), *self.groups):
+            chosen.setdefault(group.method, group)
+        return tuple(g for g in self.groups if g in chosen.values())
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(self._row(group) for group in self.groups)
+
+    def row(self, group: Group) -> Row:
+        return self.rows[self.groups.index(group)]
+
+    def _row(self, group: Group) -> Row:
+        reference, ddp, one = self.reference_of(group), self.ddp_of(group), group.results[0]
+        other = reference if reference is not group else None
+        sent = fmean(r.sent_bytes for r in group.results)
+        payload = group.mean(lambda result: result.payload_per_parameter)
+        final = of_mean([r.final for r in group.results])
+        interval_of = "seeds" if final.half is not None else None
+        if final.half is None and one.metric == "pass@1":
+            final, interval_of = of_share(final.mean, one.config["arithmetic"]["held_out"]), "held-out"
+        return Row(
+            label=group.label,
+            method=group.method,
+            seeds=tuple(r.seed for r in group.results),
+            ranks=one.ranks,
+            sites=one.sites,
+            reference=reference.label if reference is not None else None,
+            final=final,
+            interval_of=interval_of,
+            gain=of_mean([r.gain for r in group.results]),
+            minus=_of_both(difference, group, other, lambda r: r.final),
+            share=_of_both(ratio, group, reference, lambda r: r.gain),
+            share_second=_of_both(ratio, group, reference, lambda r: r.gained(SECOND))
+            if self.has_second
+            else None,
+            sent_bytes=sent,
+            received_bytes=fmean(r.received_bytes for r in group.results),
+            bytes_source=one.bytes_source,
+            below_ddp=_times_below(ddp, sent),
+            below_diloco=_times_below(reference, sent),
+            payload_per_parameter=payload,
+            below_fp32=4 / payload if payload else None,
+            density=group.steady("density"),
+            union_density=group.steady("union_density"),
+            visible=group.steady("visible"),
+            one_step_density=fmean(r.one_step_density for r in group.results),
+            residual_norm=group.steady("residual_norm"),
+            age=group.steady("age"),
+            hours={
+                rate: fmean(r.projected_hours(bits, step_seconds=self.step_seconds) for r in group.results)
+                for rate, bits in RATES.items()
+            },
+            exchange_seconds=fmean(r.exchange_seconds for r in group.results),
+            round_seconds=fmean(r.round_seconds for r in group.results),
+        )
+
+
+def shared(dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all of them hold, and hold equal."""
+    first, *others = dicts
+    return {k: v for k, v in first.items() if all(k in d and d[k] == v for d in others)}
+
+
+def _alike(one: Group, other: Group) -> bool:
+    return all(one.config.get(key) == other.config.get(key) for key in CONDITIONS)
+
+
+def _of_both(
+    compute: Callable[[dict[int, float], dict[int, float]], Interval | None],
+    group: Group,
+    other: Group | None,
+    figure: Callable[[Result], float],
+) -> Interval | None:
+    return None if other is None else compute(group.by_seed(figure), other.by_seed(figure))
+
+
+def _times_below(other: Group | None, sent: float) -> float | None:
+    if other is None or sent <= 0:
+        return None
+    return fmean(r.sent_bytes for r in other.results) / sent
