@@ -1,12 +1,15 @@
 """PulseLoCo and DiLoCo are torch optimizers: what works around an AdamW works around them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import loco
+from experiments.config import CompareConfig, load
+from experiments.plan import runs_of
 
 pytestmark = pytest.mark.usefixtures("single_site")
 BOTH = pytest.mark.parametrize("wrap", [loco.PulseLoCo, loco.DiLoCo])
@@ -299,3 +302,35 @@ def test_an_extra_round_sends_nothing_and_keeps_the_residual() -> None:
     assert torch.equal(before, residual)
     assert report.residual_norm == pytest.approx(float(before.norm()))
     assert "round 2: sent 0.00% of 65 entries" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("outer", "gain"),
+    [
+        ({}, 3.5),  # half of 0.7 / (1 - 0.9)
+        ({"outer_lr": 7.0, "outer_momentum": 0.0}, 3.5),
+        ({"outer_lr": 1.0, "outer_momentum": 0.0}, 1.0),  # never below the paper's
+        ({"gate_gain": 1.0}, 1.0),
+        ({"gate_gain": 0.25, "outer_lr": 7.0}, 0.25),
+    ],
+)
+def test_the_gain_follows_the_reach_of_the_outer_optimizer_unless_it_is_given(
+    outer: dict[str, Any], gain: float
+) -> None:
+    optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=1.0), **outer)
+    assert optimizer.state_dict()["loco"]["settings"]["gate_gain"] == gain
+
+
+def test_the_matching_preset_is_the_default() -> None:
+    def settings(**preset: Any) -> dict[str, Any]:
+        optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=1.0), **preset)
+        return optimizer.state_dict()["loco"]["settings"]
+
+    assert settings(**loco.MATCHING) == settings()
+    assert settings(**loco.SAVING) != settings()
+
+
+def test_the_paper_comparison_runs_the_presets_by_their_values() -> None:
+    runs = {run.label: run.config for run in runs_of(load(CompareConfig, ["preset=paper"]))}
+    for label, preset in (("PULSELoCo", loco.MATCHING), ("PULSELoCo, saving", loco.SAVING)):
+        assert {key: getattr(runs[label], key) for key in preset} == preset
