@@ -114,11 +114,13 @@ class Idle:
 
 
 PROGRAM = """
+import signal
 import time
 from experiments.bench.sites import Sites
 from test_bench_link import Idle
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
     with Sites(2, Idle) as sites:
         print(*sites.call("pid"), sites.network._hub.pid, flush=True)
         time.sleep(60)
