@@ -52,7 +52,8 @@ class Group:
     @property
     def is_paper(self) -> bool:
         """Whether it is PULSELoCo as its paper has it."""
-        return all(self.config.get(key) == value for key, value in _PAPER.items())
+        # A run that was stored before there was a setting has it as it was then: off.
+        return all(self.config.get(key, value) == value for key, value in _PAPER.items())
 
     @property
     def is_dense(self) -> bool:
