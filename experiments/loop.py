@@ -49,7 +49,7 @@ def train(run: Run, task: Task, start: dict[str, Tensor], seat: Seat, *, label: 
 
     with Progress(label, total=config.steps, shown=seat.rank == 0) as progress:
         for step in range(1, config.steps + 1):
-            if step % config.sync_every == 1 or config.sync_every == 1:
+            if (step - 1) % config.sync_every == 0:
                 with meter.rollouts():
                     reward = task.begin_round(model, (step - 1) // config.sync_every)
                 if reward is not None:

@@ -31,6 +31,7 @@ class Arithmetic(Task):
     def __init__(self, config: RunConfig, seat: Seat) -> None:
         self._config, self._seat = config, seat
         self._problems = make_problems(largest=config.arithmetic.largest, held_out=config.arithmetic.held_out)
+        self._answers = {problem.answer for problem in self._problems.train}
         self._batches: list[_Batch] = []
         self._first_step = 0  # of the round
         self._known: dict[str, list[int]] = {}  # texts as tokens
@@ -126,8 +127,7 @@ class Arithmetic(Task):
 
     def _longest(self, lm: LanguageModel) -> int:
         """Tokens of the longest right answer, its end included: who needs more is wrong."""
-        every = {problem.answer for problem in self._problems.train}
-        return 1 + max(len(self._tokens(lm, answer)) for answer in every)
+        return 1 + max(len(self._tokens(lm, answer)) for answer in self._answers)
 
 
 @dataclass(frozen=True)
