@@ -1,0 +1,238 @@
+"""Checkpoints of a training, written while it goes on."""
+
+import logging
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .election import swap_notes
+from .errors import CheckpointError
+from .formats import FORMATS
+from .manifest import Manifest, Position, manifest_of
+from .optimizer import LowCommunicationOptimizer
+from .plain import host_copy
+from .resume import resume
+from .shelf import Shelf
+from .topology import Topology
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The newest checkpoints of a training, each there whole or not at all.
+
+        checkpoints = loco.Checkpoints("checkpoints")
+        extra = checkpoints.load(optimizer)                 # None: there is nothing yet
+        …
+        checkpoints.save(optimizer, {"step": step})         # every now and then, on every rank
+
+    Every rank saves a folder of its own, `folder/round-00000012/rank-00003/`: the data, and a `manifest.json`
+    with the position in the training, the settings, the parameters, and size and SHA-256 of the data files.
+    The folder may be one that all ranks share, or one on each machine.
+
+    A folder is written beside its place, flushed to the disk, and moved there last, so that a crash never
+    leaves half of one. A rank removes an old checkpoint only when it has heard that all ranks hold a newer
+    one: there is one that all of them hold at any time, however many die, and whenever.
+
+    Args:
+        folder: where to save; made if it is missing.
+        keep: how many of the newest checkpoints stay; at least 2, because one is never replaced before the
+            next is there.
+        format: of the data: "torch", one file for `torch.load`; or "dcp", for the tools around
+            `torch.distributed.checkpoint`. Either reads what the other wrote.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2, format: str = "torch") -> None:
+        if keep < 2:
+            raise ValueError(
+                f"keep must be >= 2, got {keep}: one stays until all ranks have written the next"
+            )
+        if format not in FORMATS:
+            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        self.folder, self.keep, self.format = Path(folder), keep, format
+        self._at_home = False  # what lies in the folder is of this training
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+
+    def save(
+        self, optimizer: LowCommunicationOptimizer, extra: Any = None, *, blocking: bool = False
+    ) -> None:
+        """Save all of `optimizer`, and `extra`, on every rank at the same place of the training loop.
+
+        The state is copied to host memory, and written while training goes on, by one thread; the next
+        `save` waits for it. It takes as much memory as the state.
+
+        Args:
+            optimizer: a loco optimizer, between two steps: inside a round, too.
+            extra: what else the training needs (step, scheduler, data position): numbers, strings, tensors,
+                and dicts, lists and tuples of them. Each rank has its own.
+            blocking: return when all ranks have written.
+
+        Raises:
+            CheckpointError: on all ranks: this or the last checkpoint could not be saved on one of them
+                (a full disk, say), or the folder holds another training's. Nothing else is lost by it:
+                training can go on, and `save` be called again.
+        """
+        topology = optimizer.topology
+        shelf = _shelf_of(self.folder, topology)
+        position = Position(optimizer.round, optimizer.local_step)
+        tree: dict[str, Any] = {}
+        held: list[Manifest] = []
+        failure: Exception | None = None
+        try:
+            self.wait()
+            tree = host_copy({"optimizer": optimizer.state_dict(), "extra": extra})
+            held = shelf.whole()
+            if held and not self._at_home:
+                raise CheckpointError(
+                    f"{self.folder} holds a training's checkpoints already ({held[-1].position} is the "
+                    f"newest): load() it before the first save(), or save to another folder"
+                )
+        except Exception as error:
+            failure = error
+        mine = {"position": position, "save": uuid.uuid4().hex}
+        mine["held"] = [[*m.position, m.save] for m in held if m.world == shelf.world]
+        notes = _tell(topology, mine, failure, f"saving {position}")
+        if any(note["position"] != [*position] for note in notes):
+            at = ", ".join(f"rank {r} at {Position(*n['position'])}" for r, n in enumerate(notes))
+            raise CheckpointError(f"save() must be called at the same place on all ranks, and came from {at}")
+        self._at_home = True
+
+        gone = self._outdated(shelf, position, held, [note["held"] for note in notes])
+
+        def write(folder: Path) -> None:
+            FORMATS[self.format][0](tree, folder)
+            outer, state = optimizer._outer, tree["optimizer"]
+            manifest_of(outer, state, save=notes[0]["save"], format=self.format, folder=folder).write(folder)
+
+        def work() -> None:
+            try:
+                shelf.sweep()
+                shelf.drop(gone)
+                shelf.put(position, write)
+            except Exception as error:
+                path = shelf.path(position, shelf.rank)
+                failed = CheckpointError(
+                    f"{path} could not be written ({type(error).__name__}: {error}; {shelf.room()}): the "
+                    f"checkpoints before it are as they were. Make room or mend the disk, and save again"
+                )
+                _log.error("%s", failed)  # in case that nobody asks any more
+                raise failed from error
+
+        self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="loco-checkpoint")
+        self._writing = self._writer.submit(work)
+        if blocking:
+            try:
+                self.wait()
+            except Exception as error:
+                failure = error
+            _tell(topology, {}, failure, f"saving {position}")
+
+    def _outdated(
+        self, shelf: Shelf, position: Position, held: list[Manifest], all_held: list[list[list[Any]]]
+    ) -> list[Position]:
+        """What may go before `position` is written, by what each rank holds."""
+        common = [held for held in all_held[0] if all(held in of_rank for of_rank in all_held)]
+        newest = max((Position(*at[:2]) for at in common if (at[0], at[1]) < position), default=None)
+        stay = [m.position for m in held if m.position < position][-(self.keep - 1) :]
+        return [
+            at
+            for at in shelf.positions()
+            # What lies ahead is of a training that went on from here, and was not taken up again.
+            if at > position or (newest is not None and at < newest and at not in stay)
+        ]
+
+    def wait(self) -> None:
+        """Until this rank's last checkpoint is on the disk.
+
+        Raises:
+            CheckpointError: it could not be written; names the path, the reason and what to do.
+        """
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def load(
+        self,
+        optimizer: LowCommunicationOptimizer,
+        *,
+        sites: Sequence[int | None] | None = None,
+        lost: Sequence[int] = (),
+    ) -> Any:
+        """Take up the newest checkpoint that all ranks hold whole, on every rank together.
+
+        The training goes on bit for bit as if it had never stopped, if there are as many sites as before.
+        What is damaged is passed over, with a warning that names it.
+
+        With another number of sites nothing is lost either. θ and m are the same on all sites, so a joining
+        site takes them over the network, needs no files, and starts with an empty residual, a fresh inner
+        state, and site 0's hyperparameters and `extra`. What a site that leaves has not sent yet, s = Δ + e,
+        is added to the residuals of the others, so that the sum over all sites stays the same to the last
+        bit; where no FP32 holds a sum exactly it is rounded, and a warning counts such elements. From then on
+        g is the mean over the new number of sites.
+
+        Args:
+            optimizer: built as the saved one was: same settings, parameters and ranks per site.
+            sites: the old site that each new site continues, or None where a new one joins; without it the
+                first ones go on and the others join or leave. Site 0 must continue one. Say it once: the next
+                checkpoint has the new numbers.
+            lost: old sites whose files are gone, and with them what they had not sent.
+
+        Returns:
+            `extra` as it was saved; None if there is no checkpoint.
+
+        Raises:
+            ValueError: on all ranks: the checkpoint is of another training (other settings, parameters, wire
+                version, ranks per site), or `sites` and `lost` don't fit it; nothing was changed.
+            CheckpointError: on all ranks: there are checkpoints, but none that all ranks hold, or the files
+                of a site that leaves can't be seen; nothing was changed.
+            ReplicaError: what was loaded is not the same on all sites.
+        """
+        with suppress(CheckpointError):  # which was logged
+            self.wait()
+        found = resume(optimizer, _shelf_of(self.folder, optimizer.topology), sites, lost)
+        self._at_home = True
+        return found
+
+    def close(self) -> None:
+        """As `wait`, and end the thread that writes."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _shelf_of(folder: Path, topology: Topology) -> Shelf:
+    everyone = topology.everyone()
+    return Shelf(folder, everyone.rank, everyone.size)
+
+
+def _tell(
+    topology: Topology, mine: dict[str, Any], failure: Exception | None, phase: str
+) -> list[dict[str, Any]]:
+    """What every rank says. If one of them failed, all raise."""
+    mine["failure"] = None if failure is None else f"{failure}"
+    notes = swap_notes(topology.everyone(), mine, phase)
+    if failure is not None:
+        raise failure
+    for rank, note in enumerate(notes):
+        if note["failure"] is not None:
+            raise CheckpointError(f"{phase}: rank {rank} failed: {note['failure']}")
+    return notes

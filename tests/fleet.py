@@ -1,0 +1,227 @@
+"""Sites that come and go: each a process that trains a small model and does what the test orders."""
+
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from sites import context
+from states import Snapshot, small_model, snapshot, train
+
+import loco
+from loco import elastic_loop, exchange
+from loco.errors import TransportError
+
+PATIENCE = 90.0  # seconds; no test is about time
+HEARTBEAT = 1500  # milliseconds without a sign of life after which the lighthouse counts a site as dead
+
+
+@dataclass
+class Told:
+    """What a site tells after a round.
+
+    before, after: its θ, m, e and w before and after; gave_up: whenever it had given a round up.
+    sites: the names of those that took part, in order; empty if this site was given θ.
+    came: the names of those that were given θ after the round, or turned away.
+    """
+
+    round: int
+    sites: tuple[str, ...] = ()
+    came: tuple[str, ...] = ()
+    before: Snapshot = field(default_factory=dict)
+    after: Snapshot = field(default_factory=dict)
+    gave_up: list[Snapshot] = field(default_factory=list)
+    exchange: str = ""
+    error: str = ""
+
+
+class Fleet:
+    """A lighthouse in this process, and the sites that were started. Use it in a `with`."""
+
+    def __init__(self, sites: int) -> None:
+        from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
+
+        self.sites = sites
+        self._lighthouse = LighthouseServer(
+            "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=HEARTBEAT
+        )
+        # It calls itself by the host's name, at which it may not listen.
+        port = self._lighthouse.address().rpartition(":")[2]
+        self.address = f"http://127.0.0.1:{port}"
+        self._running: dict[str, tuple[Any, Connection]] = {}
+
+    def start(self, *names: str, **options: Any) -> None:
+        """A process for each name; it then waits for the run's θ. `options` are PulseLoCo's."""
+        for name in names:
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_site, args=(name, self.address, self.sites, theirs, options), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._running[name] = process, ours
+
+    def order(self, name: str, *command: Any) -> None:
+        self._running[name][1].send(command)
+
+    def hear(self, name: str) -> Told:
+        """What a site tells next; what it raised is raised here."""
+        end = self._running[name][1]
+        if not end.poll(PATIENCE):
+            raise TimeoutError(f"{name} told nothing within {PATIENCE:g} s")
+        try:
+            told = pickle.loads(end.recv_bytes())
+        except EOFError:
+            raise RuntimeError(f"{name} died without a word") from None
+        if isinstance(told, str):
+            raise RuntimeError(f"{name} failed:\n{told}")
+        return told
+
+    def round(self, *names: str) -> dict[str, Told]:
+        """Two inner steps and a round on each of these sites."""
+        for name in names:
+            self.order(name, "round", 2)
+        return {name: self.hear(name) for name in names}
+
+    def rounds_until_joined(self, new: str, *names: str) -> list[dict[str, Told]]:
+        """Rounds of the others until a site that comes has been given θ, or turned away."""
+        rounds = [self.round(*names)]
+        while new not in rounds[-1][names[0]].came:
+            rounds.append(self.round(*names))
+        return rounds
+
+    def send(self, name: str, signum: signal.Signals) -> None:
+        os.kill(self._running[name][0].pid, signum)
+
+    def wait_for_death(self, name: str) -> None:
+        process, _ = self._running[name]
+        process.join(PATIENCE)
+        assert process.exitcode == -signal.SIGKILL
+
+    def kill(self, name: str) -> None:
+        self.send(name, signal.SIGKILL)
+        self.wait_for_death(name)
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process, _ in self._running.values():
+            process.kill()
+            process.join()
+        self._lighthouse.shutdown()
+
+
+def _site(name: str, lighthouse: str, sites: int, parent: Connection, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    try:
+        topology = loco.ElasticTopology(
+            sites=sites,
+            name=name,
+            lighthouse=lighthouse,
+            address="127.0.0.1",
+            timeout=30.0,
+            dead_after=6.0,
+            connect_timeout=10.0,
+        )
+        _Site(topology, options).obey(parent)
+    except BaseException:
+        parent.send_bytes(pickle.dumps(traceback.format_exc()))
+
+
+class _Site:
+    def __init__(self, topology: loco.ElasticTopology, options: dict[str, Any]) -> None:
+        self.topology = topology
+        self.seed = int(topology.name[1:])  # "s2"
+        self.net = small_model(self.seed)
+        inner = torch.optim.AdamW(self.net.parameters(), lr=1e-4)
+        self.optimizer = loco.PulseLoCo(inner, topology=topology, **{"sync_every": 10_000, **options})
+        self.loop: Any = self.optimizer._outer
+        self.gave_up: list[Snapshot] = []
+        give_up = self.loop._give_up
+
+        def give_up_and_tell(*args: Any) -> None:
+            self.gave_up.append(snapshot(self.optimizer))
+            give_up(*args)
+
+        self.loop._give_up = give_up_and_tell
+
+    def obey(self, parent: Connection) -> None:
+        parent.send_bytes(pickle.dumps(Told(self.optimizer.round, after=snapshot(self.optimizer))))
+        while True:
+            command, *args = parent.recv()
+            told = getattr(self, command)(*args)
+            if told is not None:
+                parent.send_bytes(pickle.dumps(told))
+
+    def round(self, steps: int) -> Told:
+        start = 1000 * self.optimizer.round
+        self.net.zero_grad()
+        inner = self.optimizer.inner
+        train(self.net, inner, self.seed, range(start, start + steps))
+        before, self.gave_up[:] = snapshot(self.optimizer), []
+        try:
+            report = self.optimizer.sync()
+        except (loco.LocoError, ValueError) as error:
+            return Told(self.optimizer.round, error=f"{type(error).__name__}: {error}")
+        took_part = report.exchange != "rejoin"
+        plan = self.loop._plan
+        names, came = (), ()
+        if took_part and plan is not None:
+            names = tuple(plan.members[k].name for k in plan.workers)
+            came = tuple(m.name for m in (*(plan.members[k] for k in plan.newcomers), *plan.strangers))
+        after = snapshot(self.optimizer)
+        return Told(self.optimizer.round, names, came, before, after, list(self.gave_up), report.exchange)
+
+    def save(self, path: str) -> Told:
+        torch.save(self.optimizer.state_dict(), path)
+        return Told(self.optimizer.round)
+
+    def load(self, path: str) -> Told:
+        self.optimizer.load_state_dict(torch.load(path))
+        return Told(self.optimizer.round, after=snapshot(self.optimizer))
+
+    def spoil(self) -> None:
+        """A NaN, as from a loss that ran away."""
+        with torch.no_grad():
+            next(self.net.parameters()).view(-1)[0] = float("nan")
+
+    def die_when(self, moment: str) -> None:
+        """In the next round: while sites send their entries, or when they vote on what arrived."""
+        if moment == "voting":
+            exchange.Exchange.confirm = _die
+        else:
+            exchange.gather = exchange.owner_reduce = _die
+
+    def lose_the_verdict(self) -> None:
+        """In the next round: the last vote does not reach this site, nor does the store answer."""
+        confirm, decide = exchange.Exchange.confirm, elastic_loop.decide
+        self.lost = False
+
+        def lose(*args: Any, **kwargs: Any) -> None:
+            confirm(*args, **kwargs)  # the others do hear this site
+            if not self.lost:
+                self.lost = True
+                raise TransportError("the link is cut")
+
+        def no_answer(*args: Any) -> str:
+            if not self.cut:
+                return decide(*args)
+            self.cut = False
+            raise TransportError("the store does not answer")
+
+        self.cut = True
+        exchange.Exchange.confirm, elastic_loop.decide = lose, no_answer
+
+
+def _die(*args: Any, **kwargs: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def told_by(fleet: Fleet, names: Iterable[str]) -> dict[str, Told]:
+    return {name: fleet.hear(name) for name in names}
