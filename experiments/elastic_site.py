@@ -1,0 +1,124 @@
+"""A site of `python -m experiments.elastic`: it trains a byte model on text of its own, and says in a line of
+JSON what each round brought.
+
+On a machine of its own:
+
+    python -m experiments.elastic_site site=berlin data=0 lighthouse=http://10.0.0.1:29510
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+import loco
+from experiments.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, load
+from experiments.errors import ExperimentError
+from experiments.loop import evaluate, warm_up
+from experiments.tasks import Seat, task_of
+from loco import kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig(RunConfig):
+    """From chance, at a rate at which every round shows in the curve: it is about sites, not about bytes."""
+
+    task: str = "text"
+    steps: int = 480
+    lr: float = 1e-3
+    outer_momentum: float = 0.6
+    transformer: TransformerConfig = field(default_factory=lambda: TransformerConfig(dim=64, layers=2))
+    text: TextConfig = field(default_factory=lambda: TextConfig(batch=4, eval_sequences=64))
+    warm_start: WarmStartConfig = field(default_factory=lambda: WarmStartConfig(steps=0))
+
+    sites: int = 4  # a run starts with
+    site: str | None = None  # this one's name
+    data: int = 0  # which share of the text this site reads
+    shares: int = 4
+    lighthouse: str | None = None  # its address; None: TORCHFT_LIGHTHOUSE
+    address: str | None = None  # by which other sites reach this machine; None: its host name
+
+    dies: int = 20  # the round after which one site is killed
+    returns: int = 28  # the round of the others in which it is started again
+
+
+def train(config: ElasticConfig) -> None:
+    cpu = torch.device("cpu")
+    task = task_of(config, Seat(config.data, config.shares, cpu))
+    judge, alone = task_of(config, Seat(0, 1, cpu)), Seat(0, 1, cpu)  # all sites hold one θ; each scores it
+
+    def held_out() -> float:
+        return evaluate(judge, model, alone)[judge.metric]
+
+    model = task.model()
+    topology = loco.ElasticTopology(
+        sites=config.sites,
+        name=config.site,
+        lighthouse=config.lighthouse,
+        address=config.address,
+        timeout=config.timeout_s,
+    )
+    inner = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas)
+    optimizer = loco.PulseLoCo(
+        inner,
+        sync_every=config.sync_every,
+        outer_lr=config.outer_lr,
+        outer_momentum=config.outer_momentum,
+        nesterov=config.nesterov,
+        topology=topology,
+    )
+    _say(event="joined", round=optimizer.round, held_out=held_out())
+
+    # The number of rounds is the run's: a site that comes back goes on where the others are.
+    while optimizer.round * config.sync_every < config.steps:
+        first, losses = optimizer.round * config.sync_every + 1, []
+        for step in range(first, first + config.sync_every):
+            warm_up(optimizer, step, config)
+            optimizer.zero_grad()
+            loss = task.loss(model, step)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+            losses.append(loss.item())
+            optimizer.step()
+        report = optimizer.last_report
+        assert report is not None
+        _say(
+            event="given" if report.exchange == "rejoin" else "round",
+            round=optimizer.round,
+            sites=topology.num_sites,
+            loss=fmean(losses),
+            held_out=held_out(),
+            sent_bytes=report.sent_bytes,
+        )
+    _say(event="end", round=optimizer.round, digest=f"{kernels.digest(optimizer._outer.anchor):016x}")
+    topology.close()
+
+
+def _say(**what: Any) -> None:
+    print(json.dumps({"time": time.time(), **what}), flush=True)
+
+
+def main() -> int:
+    # Ctrl-C ends a site without a word: who started it speaks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    try:
+        train(load(ElasticConfig, sys.argv[1:]))
+    except (ExperimentError, loco.LocoError, ImportError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Who does what in a round, when sites come and go: a pure function of what the sites of one quorum say.
+
+Every site of a quorum is handed the same list, so that all reach the same decision without another word.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a site says of itself.
+
+    round: rounds done.
+    digest: of its θ.
+    ready: it has come to run a round; otherwise it has come for θ alone.
+    links: the name of the links it holds, "" if none.
+    committed: the attempt that made its last round, "" if this process made none.
+    doubt: an attempt of which it has everything but the last vote, "" if there is none.
+    setup: of parameters and settings; sites of different setups don't belong together.
+    """
+
+    round: int
+    digest: str
+    ready: bool
+    links: str = ""
+    committed: str = ""
+    doubt: str = ""
+    setup: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A site of a quorum.
+
+    id: of this process; the sites are numbered in its order.
+    name: of the site, which outlives its processes.
+    store: where the store that it hosts is reached.
+    """
+
+    id: str
+    name: str
+    store: str
+    claim: Claim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the sites of a quorum do.
+
+    attempt: the quorum's name, which no other quorum has.
+    members: all that are linked, by id.
+    workers: places in `members` of those that hold the run's θ and are ready: they run the round, and the
+        order of their places is that of the sites.
+    newcomers: the place of each member that is given θ, and of the one that gives it.
+    runs: there is a round.
+    keep_links: all members hold the same links, which join just them.
+    strangers: members left out, because they were set up differently.
+    """
+
+    attempt: str
+    members: tuple[Member, ...]
+    workers: tuple[int, ...]
+    newcomers: dict[int, int]
+    runs: bool
+    keep_links: bool
+    strangers: tuple[Member, ...]
+
+    def place_of(self, id: str) -> int:
+        """A member's place; −1 for a stranger."""
+        return next((k for k, member in enumerate(self.members) if member.id == id), -1)
+
+
+def plan(attempt: str, quorum: Sequence[Member]) -> Plan:
+    """
+    1. A site in doubt about an attempt that another has committed will commit it too: it counts as done.
+    2. The run is what most of the sites that are ready hold, of those who are furthest: rounds first, then
+       numbers, then the first site. If none is ready (a start, or a restart), of all.
+    3. Ready sites that hold it run a round. All others are given its result: that of the round, if there is
+       one, so that who has done no steps is not counted among the R of a round.
+    """
+    everyone = _settled(sorted(quorum, key=lambda member: member.id))
+    ready = [member for member in everyone if member.claim.ready]
+    lead = _furthest(ready or everyone)
+    members = tuple(member for member in everyone if member.claim.setup == lead.setup)
+    strangers = tuple(member for member in everyone if member.claim.setup != lead.setup)
+
+    holding = [k for k, member in enumerate(members) if _state(member.claim) == _state(lead)]
+    workers = [k for k in holding if members[k].claim.ready] or holding
+    others = [k for k in range(len(members)) if k not in workers]
+    if not ready:  # who holds θ already needs none
+        others = [k for k in others if k not in holding]
+    return Plan(
+        attempt=attempt,
+        members=members,
+        workers=tuple(workers),
+        newcomers={place: workers[k % len(workers)] for k, place in enumerate(others)},
+        runs=bool(ready),
+        keep_links=bool(lead.links) and {member.claim.links for member in members} == {lead.links},
+        strangers=strangers,
+    )
+
+
+def _settled(members: list[Member]) -> list[Member]:
+    committed = {member.claim.committed: member.claim for member in members if member.claim.committed}
+    settled = []
+    for member in members:
+        outcome = committed.get(member.claim.doubt)
+        if outcome is not None:
+            claim = replace(member.claim, round=outcome.round, digest=outcome.digest)
+            member = replace(member, claim=claim)
+        settled.append(member)
+    return settled
+
+
+def _furthest(members: list[Member]) -> Claim:
+    states = [_state(member.claim) for member in members]
+    best = max(states, key=lambda state: (state[0], states.count(state)))  # of equals, the first
+    return members[states.index(best)].claim
+
+
+def _state(claim: Claim) -> tuple[int, str, str]:
+    return claim.round, claim.digest, claim.setup

@@ -1,0 +1,109 @@
+"""What the sites of a quorum do is decided from what they say, by each of them alike."""
+
+from dataclasses import replace
+
+from loco.quorum import Claim, Member, Plan, plan
+
+
+def site(name: str, round: int, digest: str = "x", *, ready: bool = True, **more: str) -> Member:
+    claim = Claim(round=round, digest=digest, ready=ready, **{"setup": "same", **more})
+    return Member(id=f"{name}:1", name=name, store="host:1", claim=claim)
+
+
+def names(decided: Plan, places: tuple[int, ...]) -> list[str]:
+    return [decided.members[place].name for place in places]
+
+
+def given(decided: Plan) -> dict[str, str]:
+    return {decided.members[to].name: decided.members[by].name for to, by in decided.newcomers.items()}
+
+
+def test_the_order_in_which_sites_are_listed_does_not_matter() -> None:
+    sites = [site("a", 3), site("b", 3), site("c", 2, "y")]
+    assert plan("q", sites) == plan("q", sites[::-1])
+
+
+def test_sites_that_hold_the_same_run_a_round() -> None:
+    decided = plan("q", [site("b", 3), site("a", 3)])
+    assert names(decided, decided.workers) == ["a", "b"]
+    assert decided.runs
+    assert not decided.newcomers
+
+
+def test_who_is_behind_is_given_the_result() -> None:
+    decided = plan("q", [site("a", 0, "z"), site("b", 3), site("c", 3)])
+    assert names(decided, decided.workers) == ["b", "c"]
+    assert given(decided) == {"a": "b"}
+
+
+def test_who_only_arrives_is_not_one_of_the_round_even_if_it_holds_the_same() -> None:
+    decided = plan("q", [site("a", 3, ready=False), site("b", 3)])
+    assert names(decided, decided.workers) == ["b"]
+    assert given(decided) == {"a": "b"}
+
+
+def test_who_arrives_with_more_rounds_does_not_take_over_a_run() -> None:
+    decided = plan("q", [site("a", 9, ready=False), site("b", 3)])
+    assert given(decided) == {"a": "b"}
+
+
+def test_at_a_start_the_first_site_gives_its_state_and_no_round_is_run() -> None:
+    decided = plan("q", [site(name, 0, name, ready=False) for name in "cab"])
+    assert not decided.runs
+    assert given(decided) == {"b": "a", "c": "a"}
+
+
+def test_those_who_resume_from_the_same_round_need_nothing() -> None:
+    decided = plan("q", [site("a", 5, ready=False), site("b", 5, ready=False)])
+    assert not decided.runs
+    assert not decided.newcomers
+
+
+def test_newcomers_are_shared_out() -> None:
+    old, new = [site(name, 3) for name in "ab"], [site(name, 0, name, ready=False) for name in "wxyz"]
+    assert given(plan("q", [*new, *old])) == {"w": "a", "x": "b", "y": "a", "z": "b"}
+
+
+def test_of_two_states_of_one_round_the_more_common_one_stays() -> None:
+    decided = plan("q", [site("a", 3, "y"), site("b", 3), site("c", 3)])
+    assert names(decided, decided.workers) == ["b", "c"]
+    assert given(decided) == {"a": "b"}
+    tie = plan("q", [site("b", 3), site("a", 3, "y")])
+    assert names(tie, tie.workers) == ["a"]
+
+
+def test_who_is_in_doubt_about_what_another_committed_works_on_with_it() -> None:
+    sites = [site("a", 4, "new", committed="q7"), site("b", 3, doubt="q7"), site("c", 3)]
+    decided = plan("q8", sites)
+    assert names(decided, decided.workers) == ["a", "b"]
+    assert given(decided) == {"c": "a"}
+    alone = plan("q8", sites[1:])  # nobody who is left has committed it
+    assert names(alone, alone.workers) == ["b", "c"]
+
+
+def test_a_doubt_about_another_attempt_is_not_settled() -> None:
+    decided = plan("q8", [site("a", 4, "new", committed="q7"), site("b", 3, doubt="q6")])
+    assert names(decided, decided.workers) == ["a"]
+    assert given(decided) == {"b": "a"}
+
+
+def test_links_are_kept_only_if_all_hold_the_same() -> None:
+    old = [site("a", 3, links="q1"), site("b", 3, links="q1")]
+    assert plan("q2", old).keep_links
+    assert not plan("q2", [*old, site("c", 0, ready=False)]).keep_links
+    assert not plan("q2", [old[0], site("b", 3, links="q0")]).keep_links
+    assert not plan("q2", [site("a", 3), site("b", 3)]).keep_links
+
+
+def test_who_was_set_up_differently_is_left_out() -> None:
+    other = site("a", 0, ready=False, setup="other")
+    decided = plan("q", [other, site("b", 3)])
+    assert [member.name for member in decided.members] == ["b"]
+    assert decided.strangers == (other,)
+    assert decided.place_of(other.id) == -1
+
+
+def test_a_hollow_state_is_never_given() -> None:
+    hollow = site("a", -1, "half")
+    decided = plan("q", [hollow, replace(site("b", 0, "w"), id="b:1")])
+    assert given(decided) == {"a": "b"}
