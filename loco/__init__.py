@@ -4,8 +4,12 @@ inner = torch.optim.AdamW(model.parameters(), lr=1e-6)
 optimizer = loco.PulseLoCo(inner, sync_every=8)
 """
 
+from .checkpoint import Checkpoints
+from .elastic import ElasticTopology
 from .errors import (
     AgreementError,
+    AuthenticationError,
+    CheckpointError,
     LocoError,
     NonFiniteError,
     PeerError,
@@ -22,7 +26,11 @@ __all__ = [
     "MATCHING",
     "SAVING",
     "AgreementError",
+    "AuthenticationError",
+    "CheckpointError",
+    "Checkpoints",
     "DiLoCo",
+    "ElasticTopology",
     "LocoError",
     "NonFiniteError",
     "PeerError",

@@ -1,6 +1,7 @@
 """Which exchange moves the fewest bytes, predicted from the last round; which code is quickest, by trying."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from loco import kernels
 from loco.kernels import BLOCK, Entries
@@ -44,6 +45,17 @@ class Habits:
         self.spread = 1 + (sites - 1) / 3  # entries of the sums, over those of one site
         self._seconds: dict[str, float] = {}  # of an exchange for each of this site's entries, by code
         self._since: dict[str, int] = {}  # rounds since a code was tried
+
+    def state(self) -> dict[str, Any]:
+        """What bytes are predicted from, so that a run that is resumed chooses as it would have. Which code
+        is quicker is found anew: it may be another machine."""
+        return {"entry_bytes": self.entry_bytes.copy(), "spread": self.spread}
+
+    def resume(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `state()`; None keeps what is assumed at the start."""
+        if state is not None:
+            self.entry_bytes |= {name: float(size) for name, size in state["entry_bytes"].items()}
+            self.spread = float(state["spread"])
 
     def codec(self) -> Codec:
         """The code for this round: with "auto" the one whose exchange took less time when it was last tried.

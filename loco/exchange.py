@@ -7,6 +7,8 @@ sites in site order. How they travel (gathered, or summed by slices; in which co
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from loco.kernels import Encoded, Entries, Known
 
 from .choice import EXCHANGES, Habits, predicted_bytes
@@ -14,11 +16,12 @@ from .codec import DENSE, SPARSE, WHOLE, Codec
 from .errors import LocoError, NonFiniteError, PeerError, ReplicaError, WireError
 from .frames import Framing
 from .gather import gather
+from .outliers import outliers
 from .owner import owner_reduce
 from .problem import Problem, Refused, unreadable
 from .transfer import Transfer
 from .transport import Transport
-from .wire import Header, Kind, Status
+from .wire import Header, Kind, Status, fp32_bits, fp32_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +55,18 @@ class Wire:
         return {"exchange": self.exchange} | ({"wire": self.codec} if self.codec in DENSE else {})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a round brought, and how."""
 
+    own: Entries  # what this site sent
     contributions: list[Entries]
     exchange: str
     codec: str
     payload_bytes: int  # of this site's coded entries
+    norms: tuple[float, ...]  # by site, of what it would have sent
+    left_out: tuple[int, ...]  # the sites that sent nothing for it
+    problem: Problem | None  # why this rank will vote against it
 
 
 class Exchange:
@@ -72,7 +79,7 @@ class Exchange:
 
     Whatever goes wrong on a rank between two messages becomes its vote, so that none is left waiting. Only
     a lost link can't be voted on: if one breaks (or a header is damaged) some ranks raise at once and the
-    others when they miss them; during the last vote some may even go on, and the next round says so.
+    others when they miss them; during the last vote some may not know what the others know (`decision`).
 
     Args:
         across: the link to the same place in the other sites.
@@ -96,13 +103,24 @@ class Exchange:
         self.wire = wire
         self.habits = habits
 
-    def run(self, encoded: Encoded | None, known: Known, *, round: int, problem: Problem | None) -> Outcome:
-        """What all sites send in this round.
+    def run(
+        self,
+        encoded: Encoded | None,
+        known: Known,
+        *,
+        norm: float,
+        outlier_factor: float | None,
+        round: int,
+        problem: Problem | None,
+    ) -> Outcome:
+        """What all sites send in this round, which `confirm` must follow.
 
         Args:
             encoded: this site's entries and the digest of its θ; None if a problem kept this rank from
                 encoding.
             known: θ and m before the round, and the gate.
+            norm: of what the whole site would send.
+            outlier_factor: above the median of the others', leaves a site out.
             problem: a reason of this rank's to refuse the round.
 
         Raises:
@@ -113,14 +131,18 @@ class Exchange:
         mine, codec = Header(kind=Kind.VOTE, site=self.across.rank, round=round), WHOLE
         if encoded is not None and problem is None:
             try:
-                codec, mine = self._announcement(encoded, round, numel)
+                codec, mine = self._announcement(encoded, norm, round, numel)
             except Exception as error:
                 problem = Problem(Status.FAILED, seen=error)
         headers, unread = self._announce(mine)
         self._vote(problem or unread or _replica_problem(headers) or _missing(headers), round, 1)
         assert encoded is not None
 
+        norms = tuple(fp32_of(header.subject) for header in headers)
+        left_out = outliers(norms, outlier_factor)
         own = encoded.entries
+        if self.across.rank in left_out:
+            own = Entries.at(own.values.new_empty(0, dtype=torch.int64), own.values[:0], numel)
         name = self._chosen(headers, own)
         if name == "dense" and codec.name not in DENSE:
             codec = WHOLE
@@ -129,10 +151,27 @@ class Exchange:
         contributions = (gather if name == "gather" else owner_reduce)(work, own, numel)
         # What can fail must have been done before all sites count on this round.
         work.attempt(lambda: self.habits.learn(codec, work, contributions, own))
-        self._vote(work.verdict(), round, 2)
-        return Outcome(contributions, name, codec.name, framing.coded_bytes)
+        return Outcome(
+            own=own,
+            contributions=contributions,
+            exchange=name,
+            codec=codec.name,
+            payload_bytes=framing.coded_bytes,
+            norms=norms,
+            left_out=left_out,
+            problem=work.verdict(),
+        )
 
-    def _announcement(self, encoded: Encoded, round: int, numel: int) -> tuple[Codec, Header]:
+    def confirm(self, outcome: Outcome, *, round: int) -> None:
+        """The last vote: has everything arrived, everywhere?
+
+        Raises:
+            Refused: on every rank of every site.
+            TransportError, WireError: a link is lost; other ranks may have all votes.
+        """
+        self._vote(outcome.problem, round, 2)
+
+    def _announcement(self, encoded: Encoded, norm: float, round: int, numel: int) -> tuple[Codec, Header]:
         """The code of this site's frames, and its announcement."""
         entries = encoded.entries
         if entries.starts is None:
@@ -145,6 +184,7 @@ class Exchange:
             kind=Kind.ANNOUNCEMENT,
             site=self.across.rank,
             round=round,
+            subject=fp32_bits(norm),
             codec=codec.id,
             numel=numel,
             entries=entries.values.numel(),
@@ -166,7 +206,8 @@ class Exchange:
         """All sites' headers; a site that has a problem announces nothing but its coming vote."""
         phase = f"round {mine.round}, announcement"
         headers: list[Header] = []
-        for site, raw in enumerate(self.across.swap_records(mine.pack(), phase=phase)):
+        raws = self.across.swap_records(mine.pack(), phase=phase, limit=self.across.patience)
+        for site, raw in enumerate(raws):
             try:
                 header = Header.unpack(raw)
                 _check_announcement(header, mine, site)

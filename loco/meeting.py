@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import Store
 
@@ -10,15 +11,23 @@ from .errors import TransportError
 _POLL = 0.02  # seconds
 
 
-def meet(store: Store, key: str, rank: int, world: int, timeout: float) -> None:
-    """Return once all `world` ranks are here at the same time.
+def meet(
+    store: Store,
+    key: str,
+    rank: int,
+    world: int,
+    timeout: float,
+    hopeful: Callable[[], bool] = lambda: True,
+) -> int:
+    """Return once all `world` ranks are here at the same time -> the meeting's number.
 
     The store holds "<meetings held>:<ranks that wait>:<token>" and is changed by compare-and-set only: a
     rank either belongs to a meeting, with all the others, or does not. Who gives up, or is interrupted,
     takes its arrival back; and arriving twice is arriving once.
 
     Raises:
-        TransportError: not all came within `timeout` seconds, or the store is gone.
+        TransportError: not all came within `timeout` seconds, or `hopeful` says that they never will, or the
+            store is gone.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -28,11 +37,14 @@ def meet(store: Store, key: str, rank: int, world: int, timeout: float) -> None:
                 now = store.get(key).decode()
                 held, waiting = _parse(now)
                 if held != joined:
-                    return
-                if time.monotonic() > deadline and _swap(store, key, now, held, waiting - {rank}):
+                    return joined
+                if (time.monotonic() > deadline or not hopeful()) and _swap(
+                    store, key, now, held, waiting - {rank}
+                ):
                     raise TransportError(
                         f"reconnecting: {len(waiting)} of {world} ranks came within {timeout:g} s; a round "
-                        f"that failed is repeated by all ranks together"
+                        f"that failed is repeated by all ranks together",
+                        lasting=True,
                     )
                 time.sleep(_POLL)
         except BaseException:
@@ -41,7 +53,8 @@ def meet(store: Store, key: str, rank: int, world: int, timeout: float) -> None:
     except TransportError:
         raise
     except RuntimeError as error:
-        raise TransportError(f"reconnecting: the process group's store failed ({error})") from error
+        text = f"reconnecting: the process group's store failed ({error})"
+        raise TransportError(text, lasting=True) from error
 
 
 def _arrive(store: Store, key: str, rank: int, world: int) -> int:

@@ -5,10 +5,13 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .elastic import ElasticTopology
+from .elastic_loop import ElasticLoop
 from .exchange import Wire
 from .outer import OuterLoop
 from .report import SyncReport
 from .settings import Settings, matching_gain
+from .state import check, state_of, take_over
 from .topology import Topology
 from .wrapper import Wrapper
 
@@ -25,7 +28,11 @@ class LowCommunicationOptimizer(Wrapper):
         offload: bool,
     ) -> None:
         super().__init__(inner)
-        self._outer = OuterLoop(inner, settings, topology or Topology(), wire, offload=offload)
+        topology = topology or Topology()
+        if isinstance(topology, ElasticTopology):
+            self._outer = ElasticLoop(inner, settings, topology, wire, offload=offload)
+        else:
+            self._outer = OuterLoop(inner, settings, topology, wire, offload=offload)
         self.topology = self._outer.topology
         self.local_step = 0  # inner steps since the last round
         self.last_report: SyncReport | None = None
@@ -40,12 +47,13 @@ class LowCommunicationOptimizer(Wrapper):
                 round, and so does the next `step()`, after another inner step. A rank that failed for a
                 reason of its own (no memory, say) raises that error, and the others a PeerError.
         """
-        self._outer.check_whole()
+        self._settle()
         loss = None
         try:
             if not self._unscale_or_skip():
                 loss = self.inner.step() if closure is None else self.inner.step(closure)
             self.local_step += 1
+            self._outer.tell_step(self.local_step)
             if self.local_step >= self.sync_every:
                 self.sync()
         except BaseException:
@@ -61,9 +69,17 @@ class LowCommunicationOptimizer(Wrapper):
         Raises:
             LocoError: the round failed and changed nothing; it can be repeated.
         """
-        self.last_report = self._outer.round()
-        self.local_step = 0
-        return self.last_report
+        return self._done(self._outer.round())
+
+    def _settle(self) -> None:
+        """Finish a round whose end was cut off."""
+        report = self._outer.settle()
+        if report is not None:
+            self._done(report)
+
+    def _done(self, report: SyncReport) -> SyncReport:
+        self.last_report, self.local_step = report, 0
+        return report
 
     # torch's GradScaler then always calls step(), with `grad_scale` and `found_inf` set on this optimizer. If
     # it left out the calls whose gradients overflow, one site's rounds would come later than the others'.
@@ -97,10 +113,12 @@ class LowCommunicationOptimizer(Wrapper):
         Every rank saves its own: residuals and, between rounds, weights differ from site to site. As in
         torch, tensors are references.
         """
+        self._settle()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state: dict[str, Any] = self.inner.state_dict()
-        state = {**state, "loco": self._outer.state_dict() | {"local_step": self.local_step}}
+        own = {"local_step": self.local_step, "inner_entries": len(state["state"])}
+        state = {**state, "loco": state_of(self._outer) | own}
         for hook in self._optimizer_state_dict_post_hooks.values():
             state = hook(self, state) or state
         return state
@@ -122,15 +140,23 @@ class LowCommunicationOptimizer(Wrapper):
                 "optimizer's state into the inner optimizer before you wrap it"
             )
         outer = state_dict.pop("loco")
-        self._outer.check_state(outer)
+        check(self._outer, outer)
+        found = len(state_dict["state"])
+        saved = outer.get("inner_entries", found)
+        if found != saved:
+            raise ValueError(
+                f"this state holds the inner optimizer's state of {found} parameters, {saved} were saved. "
+                f"torch.distributed.checkpoint fills only what is there, and in a fresh optimizer nothing "
+                f"is: load with loco.Checkpoints"
+            )
         before = self.inner.state_dict()
         try:
             self.inner.load_state_dict(state_dict)
         except BaseException:
             self.inner.load_state_dict(before)
             raise
-        self._outer.load_state_dict(outer)
-        self.local_step = int(outer["local_step"])
+        take_over(self._outer, outer)
+        self.local_step = 0 if self._outer.come_back(outer) else int(outer["local_step"])
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -180,6 +206,9 @@ class PulseLoCo(LowCommunicationOptimizer):
         gate_margin: f, a fraction of the BF16 ulp; 0 sends all that is visible.
         value_steps: V, steps in which values are sent, to the BF16 ulp: a power of two from 2 to 256; None
             sends them exactly.
+        outlier_factor: leave a site out of a round, on all sites alike, if what it would send has a norm of
+            more than so many times the median of the others'; its update stays in its residual, and
+            `last_report.left_out` names it. None leaves nobody out.
         wire: how entries are coded, which changes no bit of a round: "tight" (about 2.3 bytes each, by the
             host's cores), "fast" (5 bytes), or "auto": what is predicted to take less time.
         exchange: "gather" (every site's entries to all), "owner" (each site sums a slice for all), "dense"
@@ -206,6 +235,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         gate_gain: float | None = None,
         gate_margin: float = 0.0,
         value_steps: int | None = None,
+        outlier_factor: float | None = None,
         wire: str = "auto",
         exchange: str = "auto",
         offload: bool = False,
@@ -220,6 +250,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             gate_gain=matching_gain(outer_lr, outer_momentum) if gate_gain is None else gate_gain,
             gate_margin=gate_margin,
             value_steps=value_steps,
+            outlier_factor=outlier_factor,
         )
         super().__init__(inner, settings, topology, Wire.of_entries(wire, exchange, gate=gate), offload)
 

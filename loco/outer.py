@@ -1,12 +1,12 @@
 """The outer loop: the state that the sites share, and a round as its numbered steps (DESIGN's §2)."""
 
-import hashlib
+import logging
 import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +16,32 @@ from torch.optim import Optimizer
 from loco import kernels
 from loco.kernels import Encoded, Gate, Known, OuterStep
 
-from .agreement import agree_on_setup
+from .agreement import agree_on_layout, check_denormals, check_first_anchor
 from .choice import Habits
-from .errors import AgreementError, LocoError, ReplicaError
-from .exchange import Exchange, Wire
-from .layout import Layout
+from .decision import ABORT, COMMIT
+from .errors import LocoError, TransportError
+from .exchange import Exchange, Outcome, Wire
 from .problem import Problem, Refused
 from .report import SyncReport
 from .settings import GATES, Settings
+from .site import compare, share
 from .topology import Topology
 from .wire import VERSION, Status
 
-GATHER_ELEMENTS = 1 << 20  # of the anchor at a time inside a site: 4 MiB from each of its ranks
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Exchanged:
+    """A round whose entries are all here, until it is certain whether it counts, and it is applied."""
+
+    outcome: Outcome
+    before: tuple[int, int, int]  # bytes
+    began: float
+    exchanging: float
+    applying: float = 0.0
+    applied: bool = False
+    residual_norm: float = 0.0
 
 
 class OuterLoop:
@@ -59,15 +73,21 @@ class OuterLoop:
         self.topology = topology
         self.rounds = 0  # rounds done
         self._everyone = topology.everyone()
-        self.layout = self._agree(inner, wire)
+        self._heartbeat = topology.heartbeat
+        # A rank that can't go on says so before it raises, so that the others do not wait for it.
+        self.layout = agree_on_layout(
+            self._everyone, topology, inner, {"wire version": VERSION} | vars(settings) | wire.agreement()
+        )
         self._device = torch.device("cpu") if offload else self.layout.device  # of θ, m and e
         self._inner = inner
         self._wire = wire
         self._habits = Habits(wire.codec, topology.num_sites)
         # A name that all ranks share and no other optimizer has, to meet under after a failure.
         self._name = self._everyone.swap_records(uuid.uuid4().bytes, phase="naming")[0].hex()
+        self._meeting = 0  # which of the ranks' meetings the links are from
         self._connect()
         self._torn = False
+        self._unfinished: _Exchanged | None = None
 
         seen = GATES[settings.gate]
         self._gate = None
@@ -96,130 +116,92 @@ class OuterLoop:
 
     @torch.no_grad()
     def round(self) -> SyncReport:
+        """A round, tried again by all ranks together if they live and only their links were lost."""
+        for left in range(self.topology.repeats, -1, -1):
+            try:
+                return self._attempt()
+            except TransportError as error:
+                if error.lasting or not left:
+                    raise
+                _logger.warning("%s. The round is repeated over new links", error)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempt(self) -> SyncReport:
         """Steps 2 to 8 (step 1 is the caller's H inner steps).
 
-        Until every site has confirmed that it received everything, nothing is written: a round that fails
+        Until it is certain that every site has received everything, nothing is written: a round that fails
         leaves θ, m, e and w as they were, and can be repeated by all ranks together.
         """
-        self.check_whole()
+        report = self.settle()
+        if report is not None:
+            return report  # what is to be repeated had been done after all
+        number = self.rounds + 1
+        self._heartbeat.say(f"round {number}, encoding")
         if not self._connected:
-            self._connect(meet_as=self._name)
-        before = self._bytes()
-        encoding = time.perf_counter()
-        with ExitStack() as written_back:
-            # 2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send
-            weights, encoded, problem = self._encode(written_back)
-            exchanging = time.perf_counter()
+            self._connect(again=True)
+        before, began = self._bytes(), time.perf_counter()
+        # 2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send
+        encoded, norm, problem = self._encode()
+        exchanging = time.perf_counter()
+        self._heartbeat.say(f"round {number}, exchanging")
+        try:
             with self._conversation():
-                drift = self._site_drift(weights is not None)
+                norm, drift = compare(
+                    self._inside,
+                    self.layout,
+                    norm,
+                    encoded=encoded is not None,
+                    phase=f"round {number}, weights inside the site",
+                )
+                known = Known(self.anchor, self.momentum, self._gate or Gate())
                 outcome = self._exchange.run(
                     encoded,
-                    Known(self.anchor, self.momentum, self._gate or Gate()),
-                    round=self.rounds + 1,
+                    known,
+                    norm=norm,
+                    outlier_factor=self.settings.outlier_factor,
+                    round=number,
                     problem=problem or drift,
                 )
-            assert encoded is not None
-            assert weights is not None
-
-            # 5. e = what was not sent   6. g = Σ / R   7. m and θ   8. w = cast(θ)
-            applying = time.perf_counter()
-            self._torn = True
-            residual_norm = kernels.apply(
-                self.anchor,
-                self.momentum,
-                weights,
-                self.residual,
-                encoded.entries,
-                outcome.contributions,
-                self._step,
-            )
-        with self._conversation():
-            self._share_anchor_in_site()
-        self.rounds += 1
-        self._torn = False
-        done = time.perf_counter()
-
-        numel, entries = self.stop - self.start, encoded.entries.values.numel()
-        sent, received, inside = (now - then for now, then in zip(self._bytes(), before, strict=True))
-        sites = self.topology.num_sites
-        return SyncReport(
-            round=self.rounds,
-            numel=numel,
-            entries=entries,
-            density=entries / numel if numel else 0.0,
-            wire=outcome.codec,
-            exchange=outcome.exchange,
-            payload_bytes=outcome.payload_bytes,
-            sent_bytes=sent,
-            received_bytes=received,
-            site_bytes=inside,
-            dense_bytes=2 * (sites - 1) * 4 * numel // sites,
-            residual_norm=residual_norm,
-            seconds={
-                "encode": exchanging - encoding,
-                "exchange": applying - exchanging,
-                "apply": done - applying,
-            },
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything of this rank, by reference: plain numbers, strings and tensors.
-
-        The working weights are part of it: between rounds each site has its own, and a model file that
-        one rank wrote for all would lose the others'.
-        """
-        self.check_whole()
-        return {
-            "format": 1,
-            **self._identity(),
-            "settings": vars(self.settings).copy(),
-            "round": self.rounds,
-            "anchor": self.anchor,
-            "momentum": self.momentum,
-            "residual": self.residual,
-            "weights": [p.detach() for p in self.layout.params],
-        }
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that is not this rank's, before anything is changed."""
-        if state.get("format") != 1:
-            raise ValueError(f"a loco state of format {state.get('format')!r}; this is format 1")
-        for key, mine in (self._identity() | {"settings": vars(self.settings)}).items():
-            _check_same(key, state.get(key), mine)
-        for name in ("round", "local_step"):
-            count = state.get(name)
-            if not isinstance(count, int) or count < 0:
-                raise ValueError(f"this state's {name} is {count!r}, not a number of rounds or steps")
-        if len(state.get("weights") or []) != len(self.layout.params):
-            raise ValueError("this state does not hold the weights of all parameters: it is damaged")
-        for name, mine, saved in self._tensors(state):
-            if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (mine.shape, mine.dtype):
-                what = f"{saved.dtype} {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
-                raise ValueError(
-                    f"this state's {name} is {what}, not {mine.dtype} {tuple(mine.shape)}: it is damaged"
+                assert encoded is not None
+                # From here on the others may count on this rank.
+                self._unfinished = _Exchanged(outcome, before, began, exchanging)
+                try:
+                    self._exchange.confirm(outcome, round=number)
+                except Refused:
+                    self._unfinished = None  # nobody has all votes
+                    raise
+        except Exception:
+            report = self._finish(ABORT)
+            if report is None:
+                raise
+            return report
+        report = self._finish(COMMIT)
+        if report is None:
+            with self._conversation():
+                raise TransportError(
+                    f"round {number}: another rank lost its links in the last vote, so no rank has applied "
+                    f"the round, and all can repeat it"
                 )
+        return report
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that `check_state` has passed, weights included."""
-        self._torn = True
-        for _, mine, saved in self._tensors(state):
-            mine.copy_(saved)
-        self.rounds = int(state["round"])
-        self._torn = False
+    def settle(self) -> SyncReport | None:
+        """Finish a round whose end was cut off, if any -> its report, if it counts.
 
-    def _tensors(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, Any]]:
-        """What this rank holds beside what a state has for it."""
-        for name in ("anchor", "momentum", "residual"):
-            mine = getattr(self, name)
-            if mine is not None:
-                yield name, mine, state.get(name)
-        for name, param, saved in zip(self.layout.names, self.layout.params, state["weights"], strict=True):
-            yield f"weight {name}", param, saved
+        Raises:
+            LocoError: it can't be finished yet; or this rank can't go on, see `check_whole`.
+        """
+        self.check_whole()
+        return self._finish(ABORT)
+
+    def tell_step(self, local_step: int) -> None:
+        """What those who wait for this rank may want to know."""
+        steps = f"step {local_step} of {self.settings.sync_every}"
+        self._heartbeat.say(f"computing, {steps} after round {self.rounds}")
 
     def check_whole(self) -> None:
-        """Refuse to go on, or to save, after a round was stopped while it was being applied: by Ctrl-C,
-        for want of memory, or by a link inside the site.
+        """Refuse to go on, or to save, after a round was stopped while it was being applied: by Ctrl-C, or
+        for want of memory.
 
         Raises:
             LocoError: the state is half of one round and half of the next.
@@ -230,16 +212,120 @@ class OuterLoop:
                 f"neither before nor after it. Load the last checkpoint"
             )
 
+    def _finish(self, wish: str) -> SyncReport | None:
+        """Apply the round whose entries are all here, if it counts for all ranks -> its report."""
+        round = self._unfinished
+        if round is None:
+            return None
+        if not round.applied:
+            if not self._counts(self.rounds + 1, wish):
+                self._unfinished = None
+                return None
+            self._apply(round)
+        if self._inside.size > 1:
+            if self._connected:
+                with self._conversation():
+                    self._share_anchor()
+            else:
+                self._connect(again=True)  # which ends with it
+        self._unfinished = None
+        done = time.perf_counter()
+
+        numel, entries = self.stop - self.start, round.outcome.own.values.numel()
+        sent, received, inside = (now - then for now, then in zip(self._bytes(), round.before, strict=True))
+        sites = self.topology.num_sites
+        return SyncReport(
+            round=self.rounds,
+            numel=numel,
+            entries=entries,
+            density=entries / numel if numel else 0.0,
+            wire=round.outcome.codec,
+            exchange=round.outcome.exchange,
+            payload_bytes=round.outcome.payload_bytes,
+            sent_bytes=sent,
+            received_bytes=received,
+            site_bytes=inside,
+            dense_bytes=2 * (sites - 1) * 4 * numel // sites,
+            update_norms=round.outcome.norms,
+            left_out=round.outcome.left_out,
+            residual_norm=round.residual_norm,
+            seconds={
+                "encode": round.exchanging - round.began,
+                "exchange": round.applying - round.exchanging,
+                "apply": done - round.applying,
+            },
+        )
+
+    def _counts(self, number: int, wish: str) -> bool:
+        """Whether all ranks apply the round, or none."""
+        key = f"loco/{self._name}/{self._meeting}/round/"
+        if self.topology.verdict(f"{key}{number}", wish) != COMMIT:
+            return False
+        if self.topology.site == self.topology.place == 0:
+            with suppress(RuntimeError):  # nobody can ask for it any more; a slow store may keep it
+                self.topology.store.delete_key(f"{key}{number - 1}")
+        return True
+
+    def _apply(self, round: "_Exchanged") -> None:
+        """5. e = what was not sent   6. g = Σ / R   7. m and θ   8. w = cast(θ)"""
+        round.applying = time.perf_counter()
+        self._heartbeat.say(f"round {self.rounds + 1}, applying")
+        self._torn = True
+        try:
+            with self.layout.pieces(self.start, self.stop, write=True) as weights:
+                round.residual_norm = kernels.apply(
+                    self.anchor,
+                    self.momentum,
+                    weights,
+                    self.residual,
+                    round.outcome.own,
+                    round.outcome.contributions,
+                    self._step,
+                )
+        except BaseException:
+            self._heartbeat.leave(
+                f"round {self.rounds + 1} was stopped while it was being applied", self._across.link
+            )
+            raise
+        self._torn = False
+        self.rounds += 1
+        round.applied = True
+
+    def own_state(self) -> dict[str, Any]:
+        """What belongs to this rank's state beside what all kinds of outer loops have."""
+        return {}
+
+    def come_back(self, state: Mapping[str, Any]) -> bool:
+        """Go on from a state that was loaded -> whether another site's has taken its place."""
+        return False
+
+    @property
+    def habits(self) -> Habits:
+        return self._habits
+
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Around what replaces the whole state: torn until it is done."""
+        self._torn = True
+        yield
+        self._torn = False
+        self._unfinished = None
+
     def _zeros(self) -> Tensor:
         """A part of the outer state. In host memory it is pinned, if there is a GPU to copy from."""
         pinned = self._device.type == "cpu" and self.layout.device.type == "cuda"
         numel = self.stop - self.start
         return torch.zeros(numel, dtype=torch.float32, device=self._device, pin_memory=pinned)
 
-    def _connect(self, *, meet_as: str | None = None) -> None:
-        self._across, self._inside = self.topology.connect(self._device, meet_as=meet_as)
+    def _connect(self, *, again: bool = False) -> None:
+        if again:
+            self._meeting = self.topology.meet(self._name)
+        self._across, self._inside = self.topology.connect(self._device, f"{self._name}/{self._meeting}")
         self._exchange = Exchange(self._across, self._inside, self.layout.name_of, self._wire, self._habits)
         self._connected = True
+        if again and self._inside.size > 1:
+            with self._conversation():
+                self._catch_up_in_site()
 
     @contextmanager
     def _conversation(self) -> Iterator[None]:
@@ -251,152 +337,56 @@ class OuterLoop:
             raise refusal.error from None
         except BaseException as error:
             self._connected = False
+            said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
+            # What others have said is told by them.
+            self._heartbeat.leave(said.partition("; last heard of")[0], self._across.link)
             self.topology.disconnect(self._across, self._inside)
             # gloo hangs up once nobody holds its messages, and the frames of this error's traceback do.
             traceback.clear_frames(error.__traceback__)
             raise
 
-    def _agree(self, inner: Optimizer, wire: Wire) -> Layout:
-        """The parameters as a flat vector, once all ranks have found that they agree on it.
-
-        A rank that can't go on says so before it raises, so that the others do not wait for it.
-        """
-        setup: dict[str, Any] = {"wire version": VERSION, "sites": self.topology.num_sites}
-        setup |= vars(self.settings) | wire.agreement()
-        failure: Exception | None = None
-        try:
-            layout = Layout(inner)
-            _check_denormals(layout.device)
-            setup["parameters"] = layout.describe()
-        except Exception as error:
-            failure, layout = error, None
-            setup = {"error": f"{type(error).__name__}: {error}"}
-        try:
-            agree_on_setup(self._everyone, self.topology.ranks_per_site, setup)
-        except AgreementError:
-            if failure is None:
-                raise
-        if failure is not None:
-            raise failure
-        assert layout is not None
-        return layout
-
-    def _encode(self, written_back: ExitStack) -> tuple[list[Tensor] | None, Encoded | None, Problem | None]:
-        """The weights of this rank's slice and its part of the round, or why it has none."""
+    def _encode(self) -> tuple[Encoded | None, float, Problem | None]:
+        """This rank's part of the round and its norm, or why it has none."""
         try:
             self.layout.check_unchanged(self._inner)
-            _check_denormals(self._device)
-            weights = written_back.enter_context(self.layout.pieces(self.start, self.stop, write=True))
-            encoded = kernels.encode(self.anchor, weights, self.residual, self._gate)
+            check_denormals(self._device)
+            with self.layout.pieces(self.start, self.stop) as weights:
+                encoded = kernels.encode(self.anchor, weights, self.residual, self._gate)
+            norm = float(torch.linalg.vector_norm(encoded.entries.values))
         except Exception as error:
-            return None, None, Problem(Status.FAILED, seen=error)
+            return None, 0.0, Problem(Status.FAILED, seen=error)
         position = encoded.first_nonfinite
         if position < 0:
-            return weights, encoded, None
-        return weights, encoded, Problem(Status.NON_FINITE, self.layout.index_at(self.start + position))
+            return encoded, norm, None
+        return encoded, norm, Problem(Status.NON_FINITE, self.layout.index_at(self.start + position))
 
     def _start_alike(self) -> None:
         """θ is site 0's weights, on all sites, verified; w = cast(θ)."""
-        with torch.no_grad(), self.layout.pieces(self.start, self.stop, write=True) as weights:
+        with torch.no_grad(), self.layout.pieces(self.start, self.stop) as weights:
             for part, w in zip(self.anchor.split([w.numel() for w in weights]), weights, strict=True):
                 part.copy_(w)
-            self._across.broadcast(self.anchor, phase="first anchor")
+        self._across.broadcast(self.anchor, phase="first anchor")
+        self.reset_weights()
+        check_first_anchor(self._everyone, self.topology, self.layout, self.anchor, self.start)
+
+    @torch.no_grad()
+    def reset_weights(self) -> None:
+        """w = cast(θ), on all ranks of a site together."""
+        with self.layout.pieces(self.start, self.stop, write=True) as weights:
             kernels.write_weights(self.anchor, weights)
-        with torch.no_grad():
-            self._share_anchor_in_site()
+        self._share_anchor()
 
-        # Every rank tells every other what it sees, so that all of them refuse, or none.
-        bad = self.anchor.isfinite().logical_not_().nonzero()
-        first_bad = self.start + int(bad[0]) if bad.numel() else -1
-        digest = kernels.digest(self.anchor)
-        record = first_bad.to_bytes(8, "little", signed=True) + digest.to_bytes(8, "little")
-        records = self._everyone.swap_records(record, phase="check of the first anchor")
-        for rank, (raw, of_site_0) in enumerate(
-            zip(
-                records,
-                records[: self.topology.ranks_per_site] * self.topology.num_sites,
-                strict=True,
-            )
-        ):
-            position = int.from_bytes(raw[:8], "little", signed=True)
-            if position >= 0:
-                name = self.layout.name_at(position)
-                raise ValueError(f"parameter {name} is infinite or NaN on site 0")
-            if raw != of_site_0:
-                site = rank // self.topology.ranks_per_site
-                raise ReplicaError(f"site {site} did not receive the anchor that site 0 sent")
+    def _catch_up_in_site(self) -> None:
+        """Of a round that counts, the lost link may have kept some ranks of this site from the others' parts
+        of θ; all send theirs again, since those who had everything don't know."""
+        lacking = self._unfinished is not None
+        told = self._inside.swap_records(bytes([lacking]), phase="reconnecting inside the site")
+        if any(record != bytes(1) for record in told):
+            self._share_anchor(write=lacking)
 
-    def _share_anchor_in_site(self) -> None:
-        """Each rank of a site has the new θ of its slice; all need its cast."""
-        if self._inside.size == 1:
-            return
-        for low, high in pairwise([*range(0, self._width, GATHER_ELEMENTS), self._width]):
-            # Slices at the end may be shorter than the others, or empty: what lacks is not looked at.
-            part = self.anchor.new_zeros(high - low)
-            mine = self.anchor[low:high]
-            part[: mine.numel()] = mine
-            phase = f"round {self.rounds + 1}, anchor inside the site"
-            for place, values in enumerate(self._inside.gather(part, phase=phase)):
-                first = place * self._width + low
-                last = min(first + high - low, (place + 1) * self._width, self.layout.numel)
-                if place == self.topology.place or first >= last:
-                    continue
-                with self.layout.pieces(first, last, write=True) as weights:
-                    kernels.write_weights(values[: last - first], weights)
-
-    def _site_drift(self, encoded: bool) -> Problem | None:
-        """The ranks of a site exchange slices of what must be one and the same model.
-
-        A rank that could not encode votes for its own reason, and has no digest to compare.
-        """
-        if self._inside.size == 1:
-            return None
-        failure, mine = None, bytes(8)
-        if encoded:
-            try:
-                with self.layout.pieces(0, self.layout.numel) as weights:
-                    digests = b"".join(kernels.digest(w).to_bytes(8, "little") for w in weights)
-                mine = hashlib.blake2b(digests, digest_size=8).digest()
-            except Exception as error:
-                failure = Problem(Status.FAILED, seen=error)
-        phase = f"round {self.rounds + 1}, weights inside the site"
-        known = {d for d in self._inside.swap_records(mine, phase=phase) if d != bytes(8)}
-        return failure or (Problem(Status.SITE_DRIFT) if len(known) > 1 else None)
+    def _share_anchor(self, *, write: bool = True) -> None:
+        phase = f"round {self.rounds}, anchor inside the site"
+        share(self._inside, self.layout, self.anchor, self._width, write=write, phase=phase)
 
     def _bytes(self) -> tuple[int, int, int]:
         return self._across.sent_bytes, self._across.received_bytes, self._inside.sent_bytes
-
-    def _identity(self) -> dict[str, Any]:
-        """Whose state it is."""
-        return {
-            "site": self.topology.site,
-            "num_sites": self.topology.num_sites,
-            "place": self.topology.place,
-            "ranks_per_site": self.topology.ranks_per_site,
-            "parameters": self.layout.describe(),
-        }
-
-
-def _check_same(key: str, saved: Any, mine: Any) -> None:
-    """Raise a ValueError that names the first thing in which a saved state differs."""
-    if isinstance(mine, dict) and isinstance(saved, dict):
-        for name in mine | saved:
-            _check_same(name, saved.get(name), mine.get(name))
-    elif saved != mine:
-        if isinstance(mine, list) and isinstance(saved, list):
-            pairs = [(a, b) for a, b in zip(saved, mine, strict=False) if a != b]
-            saved, mine = pairs[0] if pairs else (len(saved), len(mine))
-        raise ValueError(
-            f"this state was saved with {key} = {saved}, this optimizer has {mine}: each rank loads the "
-            f"state that it saved, into an optimizer built with the same settings"
-        )
-
-
-def _check_denormals(device: torch.device) -> None:
-    """The sites' bits agree only if all of them keep denormals."""
-    tiny = torch.full((1,), 2.0**-140, dtype=torch.float32, device=device)
-    if float(tiny * 0.5) == 0.0:
-        raise ValueError(
-            "this process flushes denormal numbers to zero, so its bits would differ from the other sites': "
-            "call torch.set_flush_denormal(False)"
-        )

@@ -22,13 +22,16 @@ class SyncReport:
     received_bytes: int
     site_bytes: int  # sent inside the site: a digest, its votes and its part of the new anchor
     dense_bytes: int  # what a ring all-reduce of FP32 would have sent: 2(R−1)/R · 4 · numel
+    update_norms: tuple[float, ...]  # by site, the L2 norm of what it would send
+    left_out: tuple[int, ...]  # sites whose update was too large for `outlier_factor`
     residual_norm: float  # L2 norm of what is withheld after the round
     seconds: Mapping[str, float]  # by phase: encode, exchange, apply
 
     def __str__(self) -> str:
         share = f", {self.sent_bytes / self.dense_bytes:.1%} of dense" if self.dense_bytes else ""
+        left_out = f", without site {', '.join(map(str, self.left_out))}" if self.left_out else ""
         phases = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items())
         return (
             f"round {self.round}: sent {self.density:.2%} of {self.numel:,} entries in "
-            f"{self.sent_bytes:,} bytes{share} ({self.exchange}, {self.wire}); {phases}"
+            f"{self.sent_bytes:,} bytes{share} ({self.exchange}, {self.wire}){left_out}; {phases}"
         )

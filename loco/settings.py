@@ -29,6 +29,7 @@ class Settings:
     gate_gain: float  # γ
     gate_margin: float  # f
     value_steps: int | None  # V
+    outlier_factor: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.sync_every < float("inf") or self.sync_every != int(self.sync_every):
@@ -56,6 +57,15 @@ class Settings:
                     f'gate="open" sends every entry exactly, so {name} must be {off}, got '
                     f'{getattr(self, name)}: leave it out, or choose another gate, such as "bf16"'
                 )
+        if self.outlier_factor is not None:
+            if not 1 < self.outlier_factor < float("inf"):
+                raise ValueError(f"outlier_factor must be None or > 1, got {self.outlier_factor}")
+            if GATES[self.gate] is None:
+                raise ValueError(
+                    f'outlier_factor leaves a site\'s update in its residual, and with gate="open" there is '
+                    f"none: leave it out (got {self.outlier_factor}), or choose another gate"
+                )
+            object.__setattr__(self, "outlier_factor", float(self.outlier_factor))
         # 8 and 8.0, or a number of numpy's, are one setting: plain types, so that they compare as one.
         for name, kind in (
             ("sync_every", int),

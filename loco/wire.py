@@ -5,6 +5,7 @@ which holds the entries (or the sums) of one run of elements. A header travels a
 nothing is received, and no memory taken, for what was not expected.
 """
 
+import ctypes
 import struct
 import zlib
 from dataclasses import dataclass
@@ -13,13 +14,22 @@ from enum import IntEnum
 from .errors import WireError
 
 MAGIC = b"LOCO"
-VERSION = 3
+VERSION = 4
 
 # magic, version, codec, site, round, status, kind, subject, CRC, numel, entries, body, digest, checksum
 _FORMAT = struct.Struct("<4s B B H I H H I I Q Q Q Q Q")
 _CRC_AT = 20
 HEADER_BYTES = _FORMAT.size
 assert HEADER_BYTES == 64
+
+
+def fp32_bits(value: float) -> int:
+    """A number, rounded to FP32, as the integer that travels."""
+    return int.from_bytes(bytes(ctypes.c_float(value)), "little")
+
+
+def fp32_of(bits: int) -> float:
+    return struct.unpack("<f", bits.to_bytes(4, "little"))[0]
 
 
 class Kind(IntEnum):
@@ -50,7 +60,8 @@ class Header:
     site: int
     round: int
     status: Status = Status.OK
-    subject: int = 0  # of the status; of a frame its number, from 0; of a vote its number, 1 or 2
+    # Of the status; of a frame its number, from 0; of an announcement its update's norm, as an FP32's bits.
+    subject: int = 0
     codec: int = 0  # of a frame's body
     numel: int = 0  # elements that the entries are of
     entries: int = 0

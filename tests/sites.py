@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 # Processes are forked from a server that has torch loaded, and torch._dynamo, which the first optimizer of
 # a process would import: a rank starts in a tenth of a second.
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
@@ -41,8 +41,8 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         ends: list[Connection] = []
         processes = []
         for rank in range(world):
-            ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_rank, args=(rank, world, str(rendezvous), theirs, function, args), daemon=True
             )
             process.start()

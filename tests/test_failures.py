@@ -25,15 +25,20 @@ from loco.wire import Kind
 
 
 def build_scripted(rank: int) -> loco.PulseLoCo:
-    return loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=2)
+    inner = Scripted(parameters(3, 1003), 3, rank)
+    return loco.PulseLoCo(inner, sync_every=2, topology=loco.Topology(repeats=0))
 
 
 def hurt_in_round_2(
     rank: int, kind: str, fault: Callable[[pytest.MonkeyPatch], object], **options: Any
 ) -> dict[str, Any]:
     """A run whose second round fails once under `fault` and is repeated, beside one that never failed."""
+    topology = loco.Topology(repeats=0)
     clean, hurt = (
-        getattr(loco, kind)(Scripted(parameters(3, 1003), 3, rank), sync_every=2, **options) for _ in "ab"
+        getattr(loco, kind)(
+            Scripted(parameters(3, 1003), 3, rank), sync_every=2, topology=topology, **options
+        )
+        for _ in "ab"
     )
     for _ in range(6):
         clean.step()
@@ -260,7 +265,9 @@ def test_replicas_that_drift_apart_are_named_in_the_same_round() -> None:
 
 def silent_site(rank: int) -> dict[str, Any]:
     optimizer = loco.PulseLoCo(
-        Scripted(parameters(3, 1003), 3, rank), sync_every=2, topology=loco.Topology(timeout=1.0)
+        Scripted(parameters(3, 1003), 3, rank),
+        sync_every=2,
+        topology=loco.Topology(timeout=1.0, patience=1.0),
     )
     dist.barrier()
     optimizer.inner.step()
@@ -284,7 +291,8 @@ def late_site(rank: int) -> dict[str, Any]:
 
     def build() -> loco.PulseLoCo:
         inner = Scripted(parameters(3, 1003), 3, rank)
-        return loco.PulseLoCo(inner, sync_every=2, topology=loco.Topology(timeout=1.0))
+        topology = loco.Topology(timeout=1.0, patience=1.0, repeats=0)
+        return loco.PulseLoCo(inner, sync_every=2, topology=topology)
 
     clean, hurt = build(), build()
     groups = len(dist.distributed_c10d._world.pg_map)
@@ -335,7 +343,7 @@ def test_an_interrupted_arrival_is_taken_back(monkeypatch: pytest.MonkeyPatch) -
 
 def misaligned(rank: int) -> tuple[list[str], list[list[float]]]:
     """Two optimizers on one topology; rank 0 comes back for the first while rank 1 does for the second."""
-    topology = loco.Topology(timeout=1.0)
+    topology = loco.Topology(timeout=1.0, patience=1.0, repeats=0)
     params = [nn.Parameter(torch.full((3,), float(k))) for k in (1, 2)]
     pair = [loco.DiLoCo(torch.optim.SGD([p], lr=1.0), topology=topology) for p in params]
 
@@ -366,7 +374,7 @@ def test_who_gives_up_a_meeting_is_not_counted_when_the_others_come() -> None:
     store = HashStore()
     with pytest.raises(loco.TransportError, match=r"1 of 2 ranks came within 0\.1 s"):
         meet(store, "here", 0, 2, 0.1)
-    for _ in range(2):  # the same key serves every meeting
+    for number in range(2):  # the same key serves every meeting
         with ThreadPoolExecutor() as pool:
             both = [pool.submit(meet, store, "here", rank, 2, 30.0) for rank in range(2)]
-        assert [one.result() for one in both] == [None, None]
+        assert [one.result() for one in both] == [number, number]

@@ -60,7 +60,8 @@ def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(changes: dict[
 
 def silent_failure(rank: int, exchange: str) -> tuple[tuple[str, str], Snapshot, Snapshot, int]:
     """Site 1 sends frames that say it could not make them, and votes for the round nevertheless."""
-    optimizer = loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), exchange=exchange)
+    inner = Scripted(parameters(3, 1003), 3, rank)
+    optimizer = loco.PulseLoCo(inner, exchange=exchange, topology=loco.Topology(repeats=0))
     optimizer.inner.step()
     before = snapshot(optimizer)
     with pytest.MonkeyPatch.context() as patch:
@@ -107,7 +108,8 @@ def other_exchange(rank: int) -> tuple[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("loco.frames.LEAST", 256)
         patch.setattr("loco.frames.MOST", 256)
-        optimizer = loco.PulseLoCo(Scripted(parameters(3, 5003), 3, rank), exchange="owner")
+        inner = Scripted(parameters(3, 5003), 3, rank)
+        optimizer = loco.PulseLoCo(inner, exchange="owner", topology=loco.Topology(repeats=0))
         with pytest.MonkeyPatch.context() as lie:
             if rank == 0:
                 lie.setattr(Exchange, "_chosen", lambda *_: "gather")
@@ -128,10 +130,10 @@ def stray_vote(rank: int) -> tuple[tuple[str, str], int]:
     optimizer = build_scripted(rank)
     records = Transport.swap_records
 
-    def stray(self: Transport, record: bytes, *, phase: str) -> list[bytes]:
+    def stray(self: Transport, record: bytes, *, phase: str, **limit: Any) -> list[bytes]:
         if rank == 1 and self.size > 1 and "vote 2" in phase:
             record = replace(Header.unpack(record), entries=1).pack()
-        return records(self, record, phase=phase)
+        return records(self, record, phase=phase, **limit)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transport, "swap_records", stray)

@@ -184,9 +184,9 @@ def spy(optimizer: SparseLoCo) -> list[dict[int, Tensor]]:
     """What the optimizer hands to its transport from now on, a call at a time."""
     handed, swap = [], optimizer._across.swap
 
-    def watched(outgoing: Any, incoming: Any, *, phase: str) -> None:
+    def watched(outgoing: Any, incoming: Any, *, phase: str, limit: float | None = None) -> None:
         handed.append({peer: message.clone() for peer, message in outgoing.items()})
-        swap(outgoing, incoming, phase=phase)
+        swap(outgoing, incoming, phase=phase, limit=limit)
 
     optimizer._across.swap = watched
     return handed

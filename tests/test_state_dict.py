@@ -138,3 +138,26 @@ def test_a_round_interrupted_while_applied_is_not_saved(monkeypatch: pytest.Monk
             call()
     optimizer.load_state_dict(saved)
     assert optimizer.sync().round == 1
+
+
+def test_a_state_that_lacks_the_inner_optimizers_is_refused() -> None:
+    """What torch.distributed.checkpoint loads into a fresh AdamW: Adam's moments would be lost in silence."""
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.AdamW(net.parameters(), lr=0.1), sync_every=2)
+    train(net, optimizer, 1)
+    state = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    with pytest.raises(ValueError, match=r"of 0 parameters, [1-9] were saved.* loco\.Checkpoints"):
+        optimizer.load_state_dict(state | {"state": {}})
+
+
+def test_what_bytes_are_predicted_from_is_resumed_and_may_be_missing() -> None:
+    optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+    optimizer._outer.habits.spread = 1.75
+    optimizer._outer.habits.entry_bytes["tight"] = 2.25
+    state = optimizer.state_dict()
+    other = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+    other.load_state_dict(state)
+    assert other._outer.habits.state() == optimizer._outer.habits.state()
+    del state["loco"]["habits"]  # as it was saved before
+    other.load_state_dict(state)
+    assert other._outer.habits.spread == 1.75

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
-from loco import outer
+from loco import site
 
 STEPS, H = 7, 2
 
@@ -43,7 +43,7 @@ def build(model: nn.Module, kind: str, topology: loco.Topology | None = None) ->
 
 
 def two_by_two(rank: int, kind: str, chunk: int) -> dict[str, Any]:
-    outer.GATHER_ELEMENTS = chunk  # this process's own
+    site.GATHER_ELEMENTS = chunk  # this process's own
     topology = loco.Topology(ranks_per_site=2)
     assert (topology.site, topology.place, topology.num_sites) == (rank // 2, rank % 2, 2)
     model = DistributedDataParallel(net(), process_group=topology.site_group)
@@ -80,11 +80,11 @@ def test_two_sites_of_two_ranks_equal_two_sites_of_one(kind: str, chunk: int) ->
         np.testing.assert_array_equal(mine.pop("weights"), whole["weights"])
         assert_same(mine, {name: whole[name][part] for name in mine})
         # Inside the site: a digest of the weights, two votes, and half of the anchor, padded to whole halves.
-        assert result["report"].site_bytes == 8 + 2 * 64 + 4 * half
-    for site in (0, 1):
-        pair = [ranks[2 * site + place]["report"] for place in (0, 1)]
+        assert result["report"].site_bytes == 16 + 2 * 64 + 4 * half
+    for which in (0, 1):
+        pair = [ranks[2 * which + place]["report"] for place in (0, 1)]
         assert sum(report.numel for report in pair) == numel
-        assert sum(report.entries for report in pair) == sites[site]["report"].entries
+        assert sum(report.entries for report in pair) == sites[which]["report"].entries
 
 
 def more_ranks_than_elements(rank: int) -> list[float]:

@@ -1,0 +1,106 @@
+"""A round whose links were lost, between sites that live, is tried again by itself."""
+
+import logging
+import time
+from typing import Any
+
+import pytest
+from scripted import Scripted, parameters
+from sites import error_of, run_ranks
+from states import assert_same, snapshot
+
+import loco
+from loco.stream import Stream
+
+
+def build(rank: int, **options: Any) -> loco.PulseLoCo:
+    topology = loco.Topology(dead_after=1.0, **options)
+    return loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=2, topology=topology)
+
+
+def kept_warnings() -> list[str]:
+    """What the outer loop warns of from now on."""
+    warnings: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    logging.getLogger("loco.outer").addHandler(Keep())
+    return warnings
+
+
+def lost_links(rank: int, repeats: int, losses: int) -> dict[str, Any]:
+    """In the second round site 1 loses its links `losses` times, once entries have arrived."""
+    clean, hurt = build(rank), build(rank, repeats=repeats)
+    for _ in range(6):
+        clean.step()
+    for _ in range(3):
+        hurt.step()
+    arrived, left = Stream.arrived, losses
+
+    def lose(self: Stream) -> Any:
+        nonlocal left
+        frames = arrived(self)
+        if rank == 1 and frames and left:
+            left -= 1
+            raise loco.TransportError("lost a link (injected)")
+        return frames
+
+    warnings = kept_warnings()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "arrived", lose)
+        error = error_of(hurt.step)
+    failed_at = hurt.round
+    while hurt.round < 2:
+        hurt.sync()
+    for _ in range(2):
+        hurt.step()
+    states = {"clean": snapshot(clean), "hurt": snapshot(hurt)}
+    return {"error": error, "failed at": failed_at, "warnings": warnings, **states}
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_a_lost_link_costs_a_warning_and_no_bit(losses: int) -> None:
+    for rank, result in enumerate(run_ranks(3, lost_links, 2, losses)):
+        assert result["error"] == ("", "nothing was raised")
+        assert result["failed at"] == 2
+        assert len(result["warnings"]) >= losses
+        assert all("The round is repeated over new links" in text for text in result["warnings"])
+        assert rank != 1 or "lost a link (injected)" in result["warnings"][0]
+        assert_same(result["clean"], result["hurt"])
+
+
+@pytest.mark.parametrize(("repeats", "losses"), [(0, 1), (2, 3)])
+def test_a_link_that_is_lost_again_and_again_is_an_error(repeats: int, losses: int) -> None:
+    for result in run_ranks(3, lost_links, repeats, losses):
+        assert result["error"][0] == "TransportError"
+        assert result["failed at"] == 1
+        assert len(result["warnings"]) == repeats
+        assert_same(result["clean"], result["hurt"])
+
+
+def never_comes(rank: int) -> tuple[tuple[str, str], list[str]]:
+    """Site 1 lives, and does not come to the round."""
+    optimizer = build(rank, patience=1.5)
+    optimizer.inner.step()
+    if rank == 1:
+        time.sleep(4.0)
+        return ("", ""), []
+    warnings = kept_warnings()
+    return error_of(optimizer.sync), warnings
+
+
+def test_who_has_been_waited_for_long_enough_is_not_waited_for_again() -> None:
+    (kind, text), warnings = run_ranks(2, never_comes)[0]
+    assert kind == "TransportError"
+    assert "no answer from site 1 within 1.5 s, which is alive" in text
+    assert not warnings  # there was one attempt
+
+
+def refused(rank: int) -> tuple[str, str]:
+    return error_of(lambda: loco.Topology(repeats=-1))
+
+
+def test_repeats_are_a_number() -> None:
+    assert run_ranks(1, refused) == [("ValueError", "repeats must be >= 0, got -1")]
