@@ -72,6 +72,7 @@ PROGRAM = launch.Program(
     worlds=worlds,
     work=work,
     finish=finish,
+    folder=_folder,
     interrupted="finished runs are kept: the same command goes on from there",
 )
 

@@ -141,6 +141,9 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """A single run's."""
 
+    save_every: int = 0  # rounds between checkpoints, in runs/<name>/checkpoints; 0: none
+    resume: bool = False  # go on from them, if there are any; torchrun's restarts do so by themselves
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(RunConfig):
@@ -265,6 +268,17 @@ def check(config: RunConfig) -> None:
         )
         _require(config.gate != "open", "an open gate sends everything: there are no entries to record")
         _require(config.method == "pulseloco", f"PULSELoCo is what is recorded, got method={config.method}")
+    if isinstance(config, TrainConfig):
+        _require(config.save_every >= 0, f"save_every must be at least 0, got {config.save_every}")
+        _require(
+            not config.save_every or (config.method != "sparseloco" and not config.momentum_before_gate),
+            "save_every needs a method that can be saved: SparseLoCo's residual and the momentum before the "
+            "gate are not kept",
+        )
+        _require(
+            bool(config.save_every) or not config.resume,
+            "resume=true goes on from checkpoints, and save_every=0 writes none: say how often, save_every=1",
+        )
     if isinstance(config, CompareConfig):
         _require(config.seeds >= 1, f"seeds must be at least 1, got {config.seeds}")
     if config.nproc is not None:

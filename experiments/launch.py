@@ -1,12 +1,16 @@
 """From a command line to ranks that train, and from every mistake to one sentence.
 
 A program either runs as one of torchrun's ranks (`RANK` is set), or it launches its own ranks through
-torchrun's Python interface (`nproc=4`). Either way a mistake ends in one sentence on stderr and a
-non-zero exit status: the first rank's sentence, not every rank's traceback.
+torchrun's Python interface (`nproc=4`). Either way a mistake ends in one sentence on stderr: the first
+rank's, not every rank's traceback, which are in the ranks' logs.
+
+Exit status: 0 when all is done; 1 after any error, upon which torchrun restarts all ranks (`--max-restarts`);
+130 after Ctrl-C. A rank that is killed ends with its signal, as ever, and one whose launcher was killed ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import logging
@@ -19,22 +23,27 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.rendezvous import rendezvous
 
 import loco
 from experiments.config import C, load, to_yaml
 from experiments.errors import ExperimentError
+from experiments.logs import RankLog
 
-_OWN_LAUNCH = "LOCO_LAUNCHED_BY_EXPERIMENTS"  # tells a rank that its parent will say what went wrong
+_OWN_LAUNCH = "LOCO_LAUNCHED_BY_EXPERIMENTS"  # of the parent, which will say what went wrong: its id
 _PATIENCE = 5.0  # seconds
 _INTERRUPTED = 130  # what shells report after Ctrl-C
+_log: RankLog | None = None  # of this process, if it is a rank
 _WARM_START_PATIENCE = timedelta(minutes=30)  # the other ranks wait while rank 0 pre-trains
 
 
@@ -50,6 +59,7 @@ class Program(Generic[C]):
     work: Callable[[C, torch.device], None]  # what every rank does
     finish: Callable[[C], None] = lambda _: None  # what one process does at the end
     interrupted: str = "no results were written"
+    folder: Callable[[C], Path] | None = None  # of the results; the ranks' logs go to its logs/
 
 
 def main(program: Program[C]) -> int:
@@ -87,7 +97,7 @@ def _launch(module: str, arguments: list[str], *, nproc: int, port: int | None) 
     port = _free_port(port)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # gloo logs what an exception says too
-    os.environ[_OWN_LAUNCH] = "1"
+    os.environ[_OWN_LAUNCH] = str(os.getpid())
     logging.disable()  # the agent logs what it does about a failure; the sentence says what failed
     config = LaunchConfig(
         min_nodes=1,
@@ -143,11 +153,15 @@ def _first_cause(failures: dict[int, ProcessFailure]) -> str:
 
 
 def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
+    global _log
     rank = int(os.environ["RANK"])
+    _end_with_parent()
     if rank != 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # dies without a word: rank 0 speaks for all
     try:
         config = load(program.config, arguments)
+        if program.folder is not None:
+            _log = RankLog(program.folder(config) / "logs", rank)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if _OWN_LAUNCH not in os.environ:  # torchrun decides
             config = dataclasses.replace(config, nproc=world)
@@ -171,6 +185,15 @@ def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
         return _leave(f"{traceback.format_exc()}{text}" if rank == 0 else text, shared=False)
     dist.destroy_process_group()
     return 0
+
+
+def _end_with_parent() -> None:
+    """A launcher that is killed can't stop its ranks, and they would train on: the kernel ends them."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+    if _OWN_LAUNCH in os.environ and os.getppid() != int(os.environ[_OWN_LAUNCH]):
+        os._exit(1)  # it was killed before that
 
 
 def _device(wanted: str) -> torch.device:
@@ -198,7 +221,12 @@ def _join(device: torch.device) -> None:
             "launch with torchrun, or unset RANK and add nproc=4"
         )
     try:
-        dist.init_process_group(_backend(device), timeout=_WARM_START_PATIENCE)
+        store, rank, world = next(rendezvous("env://", timeout=_WARM_START_PATIENCE))
+        # torchrun's restarts keep the store, where the addresses of the ranks that died would be found.
+        store = PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(
+            _backend(device), store=store, rank=rank, world_size=world, timeout=_WARM_START_PATIENCE
+        )
     except (ValueError, RuntimeError) as error:  # torch's DistNetworkError is a RuntimeError
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
         reason = str(error).splitlines()[0]
@@ -220,6 +248,8 @@ def _leave(sentence: str, *, shared: bool, consequence: bool = False, status: in
     `shared`: every rank has met the same, so rank 0 speaks. `consequence`: of another rank's failure.
     """
     sentence = sentence.strip()
+    if _log is not None:
+        _log.ended(sentence)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun prints `py_callstack` in its summary: the sentence serves better than a traceback.
         extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}

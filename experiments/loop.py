@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from experiments import machine
 from experiments.config import RunConfig
+from experiments.gathering import from_all
+from experiments.keeping import Keeper, Measured, Saving
 from experiments.ledger import ring_all_reduce_bytes
-from experiments.meter import Meter
+from experiments.meter import Meter, reports_of
 from experiments.methods import Trainee, build
 from experiments.plan import Run
 from experiments.progress import Progress
@@ -32,8 +34,17 @@ _METERED = (
 )
 
 
-def train(run: Run, task: Task, start: dict[str, Tensor], seat: Seat, *, label: str) -> Result:
-    """Train from the weights `start`. Every rank calls this together and gets the same result."""
+def train(
+    run: Run,
+    task: Task,
+    start: dict[str, Tensor],
+    seat: Seat,
+    *,
+    label: str,
+    saving: Saving | None = None,
+) -> Result:
+    """Train from the weights `start`, or from where `saving` says that the run was stopped. Every rank calls
+    this together and gets the same result."""
     config, began = run.config, time.perf_counter()
     model = task.model()
     model.load_state_dict(start)
@@ -42,42 +53,49 @@ def train(run: Run, task: Task, start: dict[str, Tensor], seat: Seat, *, label: 
     numel = sum(parameter.numel() for parameter in model.parameters())
     per_step = ring_all_reduce_bytes(numel, seat.ranks) if config.method == "ddp" else 0
     meter = Meter(seat.device, computed_bytes_per_step=per_step)
-    evaluations = [evaluate(task, model, seat)]
-    curve: list[tuple[int, int]] = [(0, 0)]  # (step, bytes sent by then)
-    rewards: list[float] = []
-    one_step_density, score = 0.0, evaluations[-1][task.metric]
+    measured = Measured()
+    keeper = Keeper(saving, run, trainee, model, seat, meter, measured) if saving else None
+    if keeper is None or not keeper.resume():
+        measured.add(0, evaluate(task, model, seat), sent_bytes=0)
+    began -= measured.seconds
+    score = measured.evaluations[-1][task.metric]
 
-    with Progress(label, total=config.steps, shown=seat.rank == 0) as progress:
-        for step in range(1, config.steps + 1):
+    with Progress(label, total=config.steps, done=measured.step, shown=seat.rank == 0) as progress:
+        for step in range(measured.step + 1, config.steps + 1):
             if (step - 1) % config.sync_every == 0:
                 with meter.rollouts():
                     reward = task.begin_round(model, (step - 1) // config.sync_every)
                 if reward is not None:
-                    rewards.append(reward)
+                    measured.rewards.append(reward)
             # One step before the last, because the last one may end a round.
             seen_before = bf16_weights(model) if step == max(1, config.steps - 1) else None
             take_step(step, run, task, trainee, model, meter)
             if seen_before is not None:
                 changed = (bf16_weights(model) != seen_before).sum().item()
-                one_step_density = changed / numel
+                measured.one_step_density = changed / numel
             if step % config.eval_every == 0 or step == config.steps:
-                evaluations.append(evaluate(task, model, seat))
-                curve.append((step, meter.sent_bytes))
-                score = evaluations[-1][task.metric]
+                measured.add(step, evaluate(task, model, seat), sent_bytes=meter.sent_bytes)
+                score = measured.evaluations[-1][task.metric]
+            measured.step, measured.seconds = step, time.perf_counter() - began
+            if keeper is not None:
+                keeper.after_step()
             progress.advance(f"{task.metric} {score:.4f}")
+    if keeper is not None:
+        keeper.close()
 
     mine: dict[str, Any] = {
-        "curve": curve,
-        "rewards": rewards,
-        "reports": meter.reports,
+        "curve": measured.curve,
+        "rewards": measured.rewards,
+        "reports": meter.state()["reports"],
         "kernel_sent": meter.kernel.sent if meter.kernel else None,
-        "one_step_density": one_step_density,
+        "one_step_density": measured.one_step_density,
     }
     mine |= {name: getattr(meter, name) for name in _METERED}
-    everyone: list[dict[str, Any]] = [{} for _ in range(seat.ranks)]
-    dist.all_gather_object(everyone, mine)
+    everyone = from_all(mine)
+    for one in everyone:
+        one["reports"] = reports_of(one["reports"])
     seconds = time.perf_counter() - began
-    return _joined(run, task, numel, evaluations, everyone, meter.source, seconds, seat)
+    return _joined(run, task, numel, measured.evaluations, everyone, meter.source, seconds, seat)
 
 
 def take_step(step: int, run: Run, task: Task, trainee: Trainee, model: nn.Module, meter: Meter) -> None:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from statistics import median
+from typing import Any
 
 import torch
 
 import loco
 from experiments.ledger import TcpBytes, tcp_bytes
 from experiments.observer import Seen
+
+_SUMS = (
+    *("_computing", "_steps", "_sent", "_received"),
+    *("rollout_seconds", "exchange_seconds", "round_seconds"),
+)
+
+Report = tuple[int, loco.SyncReport, Seen | None]  # (step, what the round did, what was seen of its gate)
 
 
 class Meter:
@@ -24,12 +33,25 @@ class Meter:
         self._began: tuple[float, TcpBytes | None] = (0.0, None)
         self._computing: list[float] = []  # seconds of each step's own work
         self._steps = 0
-        # (step, what the round did, what was seen of its gate)
-        self.reports: list[tuple[int, loco.SyncReport, Seen | None]] = []
+        self.reports: list[Report] = []
         self._sent = self._received = 0  # by the rounds
         self.rollout_seconds = 0.0
         self.exchange_seconds = 0.0
         self.round_seconds = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """All sums so far as plain data, for a run that is resumed."""
+        reports = [
+            (step, asdict(did), None if seen is None else asdict(seen)) for step, did, seen in self.reports
+        ]
+        kernel = None if self._kernel is None else asdict(self._kernel)
+        return {name: getattr(self, name) for name in _SUMS} | {"reports": reports, "kernel": kernel}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        for name in _SUMS:
+            setattr(self, name, state[name])
+        self._kernel = None if state["kernel"] is None else TcpBytes(**state["kernel"])
+        self.reports = reports_of(state["reports"])
 
     @contextmanager
     def rollouts(self) -> Iterator[None]:
@@ -95,3 +117,10 @@ class Meter:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def reports_of(state: list[tuple[int, dict[str, Any], dict[str, Any] | None]]) -> list[Report]:
+    """What `Meter.state` wrote."""
+    return [
+        (step, loco.SyncReport(**did), None if seen is None else Seen(**seen)) for step, did, seen in state
+    ]

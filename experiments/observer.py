@@ -33,6 +33,13 @@ class Observer:
         self._visible = 0.0
         optimizer.inner.register_step_post_hook(self._before_exchange)
 
+    def state(self) -> torch.Tensor:
+        """What it knows at a round's end, for a run that is resumed."""
+        return self._age
+
+    def resume(self, state: torch.Tensor) -> None:
+        self._age.copy_(state)
+
     @torch.no_grad()
     def _before_exchange(self, *_: Any) -> None:
         self._steps += 1

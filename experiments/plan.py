@@ -92,8 +92,9 @@ def runs_of(config: CompareConfig) -> list[Run]:
 
 
 def _deciding(config: dict[str, Any]) -> dict[str, Any]:
-    """Without what decides nothing: names, ports, patience."""
-    return {key: value for key, value in config.items() if key not in ("name", "port", "timeout_s")}
+    """Without what decides nothing: names, ports, patience, checkpoints."""
+    idle = ("name", "port", "timeout_s", "save_every", "resume")
+    return {key: value for key, value in config.items() if key not in idle}
 
 
 def _plain(value: Any) -> Any:

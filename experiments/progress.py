@@ -12,11 +12,13 @@ from tqdm import tqdm
 class Progress:
     """`with Progress("label", total=…) as progress: … progress.advance("loss 1.9")`."""
 
-    def __init__(self, label: str, *, total: int, shown: bool = True, every: float = 15.0) -> None:
+    def __init__(
+        self, label: str, *, total: int, done: int = 0, shown: bool = True, every: float = 15.0
+    ) -> None:
         person = shown and sys.stderr.isatty()
-        self._bar = tqdm(total=total, desc=label, disable=not person)
+        self._bar = tqdm(total=total, initial=done, desc=label, disable=not person)
         self._lines = shown and not person
-        self._label, self._total, self._done = label, total, 0
+        self._label, self._total, self._done = label, total, done
         self._every = every  # seconds between lines
         self._start = time.perf_counter()
         self._next = self._start  # the first step is shown, and the last

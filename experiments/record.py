@@ -22,6 +22,7 @@ from torch import nn
 import loco
 from experiments import launch
 from experiments.config import RecordConfig, check_world
+from experiments.gathering import from_all
 from experiments.loop import warm_up
 from experiments.methods import build
 from experiments.progress import Progress
@@ -67,8 +68,7 @@ def record(optimizer: loco.PulseLoCo, config: RecordConfig) -> Recording:
     assert outer._gate is not None
     with outer.layout.pieces(outer.start, outer.stop) as weights:
         mine = kernels.encode(outer.anchor, weights, outer.residual, outer._gate).entries.to("cpu")
-    sites: list[Entries | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(sites, mine)
+    sites = [Entries(*parts) for parts in from_all(tuple(mine))]
     about = {
         "round": outer.rounds + 1,
         "sites": len(sites),
@@ -80,7 +80,7 @@ def record(optimizer: loco.PulseLoCo, config: RecordConfig) -> Recording:
         "gate": dataclasses.asdict(outer._gate) | {"dtype": str(outer._gate.dtype).removeprefix("torch.")},
     }
     momentum = None if outer.momentum is None else outer.momentum.cpu()
-    return Recording(about, outer.anchor.cpu(), momentum, [site for site in sites if site is not None])
+    return Recording(about, outer.anchor.cpu(), momentum, sites)
 
 
 def keep(recording: Recording, params: list[torch.Tensor], config: RecordConfig) -> None:

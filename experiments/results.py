@@ -163,7 +163,11 @@ def store(result: Result, path: Path) -> None:
 
 def read(path: Path) -> Result:
     """A file that `store` wrote."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    return of_fields(json.loads(path.read_text(encoding="utf-8")))
+
+
+def of_fields(fields: dict[str, Any]) -> Result:
+    """From what `dataclasses.asdict` makes of one."""
     fields["evaluations"] = tuple(Evaluation(**one) for one in fields["evaluations"])
     fields["rounds"] = tuple(Round(**one) for one in fields["rounds"])
     fields["rewards"] = tuple(fields["rewards"])

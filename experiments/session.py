@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -9,10 +11,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from experiments.config import RunConfig
+from experiments.config import RunConfig, TrainConfig
+from experiments.gathering import from_all
+from experiments.keeping import Saving
 from experiments.loop import train
 from experiments.plan import Run
-from experiments.results import Result, read, store
+from experiments.results import Result, of_fields, read, store
 from experiments.tasks import Seat, task_of
 from experiments.tracking import track
 from experiments.warm_start import warm_start
@@ -35,12 +39,21 @@ def stored(run: Run, folder: Path) -> Result | None:
         return None
 
 
+def saving_of(config: TrainConfig, folder: Path) -> Saving | None:
+    """Of a single run. A rank that torchrun has restarted goes on, asked or not."""
+    if not config.save_every:
+        return None
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return Saving(folder=folder / "checkpoints", every=config.save_every, resume=config.resume or restarted)
+
+
 def work(runs: Sequence[Run], folder: Path, device: torch.device) -> None:
     """Every rank calls this together: whatever of `runs` is for as many ranks as there are, and missing."""
     seat = Seat(dist.get_rank(), dist.get_world_size(), device)
-    found = [{run.key: stored(run, folder) for run in runs} if seat.rank == 0 else {}]
-    dist.broadcast_object_list(found, src=0)  # the others may be on machines that do not have the files
-    results: dict[str, Result | None] = found[0]
+    mine = {run.key: stored(run, folder) for run in runs} if seat.rank == 0 else {}
+    # The others may be on machines that do not have the files.
+    found = from_all({key: result and dataclasses.asdict(result) for key, result in mine.items()})[0]
+    results = {key: fields and of_fields(fields) for key, fields in found.items()}
     for place, run in enumerate(runs, start=1):
         if run.ranks != seat.ranks or results[run.key] is not None:
             continue
@@ -51,7 +64,7 @@ def work(runs: Sequence[Run], folder: Path, device: torch.device) -> None:
             label += f", seed {run.config.seed}"
         if len(runs) > 1:
             label = f"[{place}/{len(runs)}{_time_left(runs, results)}] {label}"
-        result = train(run, task, start, seat, label=label)
+        result = train(run, task, start, seat, label=label, saving=saving_of(run.config, folder))
         results[run.key] = result
         if seat.rank == 0:
             store(result, file_of(run, folder))

@@ -152,6 +152,8 @@ class SparseLoCo(Wrapper):
             received_bytes=across.received_bytes - received,
             site_bytes=0,
             dense_bytes=2 * (across.size - 1) * 4 * numel // across.size,
+            update_norms=(),
+            left_out=(),
             residual_norm=residual_norm,
             seconds={
                 "encode": exchanging - encoding,

@@ -4,7 +4,10 @@
     python -m experiments.train nproc=4 method=diloco steps=320
 
 Any key of the configuration can follow as key=value; preset=NAME reads configs/NAME.yaml first.
-Results go to runs/<name>/; the name is the method's unless name= is given.
+Results go to runs/<name>/; the name is the method's unless name= is given. save_every=4 keeps checkpoints
+there, every 4 rounds; resume=true goes on from them, and ranks that torchrun restarts do so by themselves:
+
+    torchrun --nproc-per-node 4 --max-restarts 3 -m experiments.train save_every=4
 """
 
 from __future__ import annotations
@@ -33,14 +36,18 @@ def prepare(config: TrainConfig) -> None:
 
 def work(config: TrainConfig, device: torch.device) -> None:
     """What every rank does."""
-    folder = session.folder_of(config, default=config.method)
+    folder = _folder(config)
     session.forget([run_of(config)], folder)
     session.work([run_of(config)], folder, device)
 
 
 def finish(config: TrainConfig) -> None:
-    folder = session.folder_of(config, default=config.method)
+    folder = _folder(config)
     write_all(folder, config, session.results_of([run_of(config)], folder))
+
+
+def _folder(config: TrainConfig) -> session.Path:
+    return session.folder_of(config, default=config.method)
 
 
 PROGRAM = launch.Program(
@@ -51,6 +58,7 @@ PROGRAM = launch.Program(
     worlds=lambda config: [config.nproc or 1],
     work=work,
     finish=finish,
+    folder=_folder,
 )
 
 if __name__ == "__main__":

@@ -169,6 +169,8 @@ def reported(*, entries: int, norm: float, sent: int) -> SyncReport:
         received_bytes=sent,
         site_bytes=0,
         dense_bytes=600,
+        update_norms=(),
+        left_out=(),
         residual_norm=norm,
         seconds={"encode": 0.0, "exchange": 0.0, "apply": 0.0},
     )

@@ -243,13 +243,15 @@ def test_a_killed_rank_is_named_and_the_others_are_stopped(tmp_path: Path) -> No
     assert said.splitlines()[-1] == "error: rank 1 was killed by SIGKILL"
     assert "Traceback" not in said
     assert not any(alive(pid) for pid in ranks)
+    # Where the other one stood, when it lost its peer or was stopped for it, is in its log.
+    assert "most recent call" in (tmp_path / "runs/diloco/logs/rank-0.log").read_text()
 
 
 def test_ctrl_c_ends_in_one_sentence_and_no_rank_is_left(tmp_path: Path) -> None:
     started, ranks = started_training("experiments.train", tmp_path, "PULSELoCo")
     said = interrupted(started, ranks)
     assert said.splitlines()[-1] == "interrupted: all ranks were stopped, no results were written"
-    assert not (tmp_path / "runs/pulseloco").exists()
+    assert [path.name for path in (tmp_path / "runs/pulseloco").iterdir()] == ["logs"]
 
 
 def test_a_comparison_that_was_interrupted_goes_on_after_its_last_whole_run(

@@ -161,7 +161,7 @@ def test_names_ports_and_patience_decide_nothing_and_all_else_does(name: str) ->
     run = Run("A", TrainConfig(nproc=4))
     other = Run("B", changed(run.config, name))
     assert run.same_as(run.stored())
-    assert run.same_as(other.stored()) == (name in ("name", "port", "timeout_s"))
+    assert run.same_as(other.stored()) == (name in ("name", "port", "timeout_s", "save_every", "resume"))
     assert other.same_as(run.stored()) == run.same_as(other.stored())
 
 

@@ -132,6 +132,10 @@ class Network:
             f" && ip address add 10.0.0.{len(self._sites)}/24 dev eth0 && ip link set eth0 up",
         )
 
+    def cut(self, place: int, *, back: bool = False) -> None:
+        """Take the link of the process that was attached as number `place` down, or `back` up."""
+        _inside(self._hub.pid, f"ip link set site{place} {'up' if back else 'down'}")
+
     def shape(self, rate: float | None) -> None:
         """Let no link carry more than `rate` bytes a second in either direction; None: as fast as it goes."""
         for k, pid in enumerate(self._sites):

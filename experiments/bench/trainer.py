@@ -160,6 +160,8 @@ class Trainer:
             received_bytes=ring,
             site_bytes=0,
             dense_bytes=ring,
+            update_norms=(),
+            left_out=(),
             residual_norm=0.0,
             seconds=seconds,
         )

@@ -1,0 +1,173 @@
+"""A run's checkpoints, of every method: what a run that is resumed needs to end as if it had never stopped.
+
+Tasks are pure functions of (seed, rank, step), so at a round's end there is no state but the optimizer's, the
+weights, and what has been measured so far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import loco
+from experiments.errors import ExperimentError
+from experiments.gathering import from_all
+from experiments.meter import Meter
+from experiments.methods import Trainee
+from experiments.plan import Run
+from experiments.tasks import Seat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Where and how often a run is saved, and whether it goes on from there."""
+
+    folder: Path
+    every: int  # rounds
+    resume: bool
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What a run has found so far, beside what its meter counts."""
+
+    step: int = 0  # steps done
+    seconds: float = 0.0  # by then
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    curve: list[tuple[int, int]] = field(default_factory=list)  # (step, bytes sent by then) of each
+    rewards: list[float] = field(default_factory=list)
+    one_step_density: float = 0.0
+
+    def add(self, step: int, scores: dict[str, float], *, sent_bytes: int) -> None:
+        self.evaluations.append(scores)
+        self.curve.append((step, sent_bytes))
+
+
+class Keeper:
+    """Saves a run at the ends of rounds, and takes it up again. Every rank builds it and calls it together.
+
+    Without `saving.resume` it removes what is there.
+    """
+
+    def __init__(
+        self,
+        saving: Saving,
+        run: Run,
+        trainee: Trainee,
+        model: nn.Module,
+        seat: Seat,
+        meter: Meter,
+        measured: Measured,
+    ) -> None:
+        self._saving, self._run = saving, run
+        self._meter, self._measured, self._observer = meter, measured, trainee.observer
+        if not saving.resume:
+            if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+                shutil.rmtree(saving.folder, ignore_errors=True)
+            dist.barrier()
+        optimizer = trainee.optimizer
+        if isinstance(optimizer, loco.PulseLoCo | loco.DiLoCo):
+            self._files: _OfLoco | _OfTorch = _OfLoco(saving.folder, optimizer)
+        else:
+            self._files = _OfTorch(saving.folder, optimizer, model, seat)
+
+    def resume(self) -> bool:
+        """Go on where the run was saved, if it was."""
+        kept = self._files.load() if self._saving.resume else None
+        if kept is None:
+            return False
+        if not self._run.same_as(kept["config"]):
+            raise ExperimentError(
+                f"{self._saving.folder} is of a run that was configured otherwise: leave out resume=true to "
+                f"start anew, or give this run another name"
+            )
+        for name, value in kept["measured"].items():
+            setattr(self._measured, name, value)
+        self._meter.resume(kept["meter"])
+        if self._observer is not None:
+            self._observer.resume(kept["seen"])
+        return True
+
+    def after_step(self) -> None:
+        if self._measured.step % (self._saving.every * self._run.config.sync_every):
+            return
+        extra = {
+            "config": self._run.stored(),
+            "measured": dataclasses.asdict(self._measured),
+            "meter": self._meter.state(),
+            "seen": self._observer.state() if self._observer is not None else None,
+        }
+        self._files.save(self._measured.step, extra)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class _OfLoco:
+    def __init__(self, folder: Path, optimizer: loco.PulseLoCo | loco.DiLoCo) -> None:
+        self._checkpoints, self._optimizer = loco.Checkpoints(folder), optimizer
+
+    def save(self, step: int, extra: dict[str, Any]) -> None:
+        self._checkpoints.save(self._optimizer, extra)
+
+    def load(self) -> dict[str, Any] | None:
+        try:
+            return self._checkpoints.load(self._optimizer)
+        except ValueError as error:
+            raise ExperimentError(f"{self._checkpoints.folder}: {error}") from error
+
+    def close(self) -> None:
+        self._checkpoints.close()
+
+
+class _OfTorch:
+    """One trainer's, or DDP's, whose state is a plain optimizer's: a file for each rank, the two newest."""
+
+    def __init__(self, folder: Path, optimizer: torch.optim.Optimizer, model: nn.Module, seat: Seat) -> None:
+        self._folder, self._optimizer, self._model, self._rank = folder, optimizer, model, seat.rank
+
+    def save(self, step: int, extra: dict[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(step)
+        unfinished = path.with_suffix(".partial")
+        state = {"optimizer": self._optimizer.state_dict(), "model": self._model.state_dict()}
+        with unfinished.open("wb") as file:
+            torch.save(state | {"extra": extra}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        dist.barrier()  # all ranks have this one before any of them removes an older
+        for old in self._steps()[:-2]:
+            self._path(old).unlink()
+
+    def load(self) -> dict[str, Any] | None:
+        found: list[list[int]] = from_all(self._steps())
+        for step in sorted(set.intersection(*map(set, found)), reverse=True):
+            try:
+                state = torch.load(self._path(step), map_location="cpu", weights_only=True)
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
+                state = None
+            if all(from_all(state is not None)):
+                assert state is not None
+                self._model.load_state_dict(state["model"])
+                self._optimizer.load_state_dict(state["optimizer"])
+                return state["extra"]
+        return None
+
+    def close(self) -> None:
+        pass
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}.rank-{self._rank:05d}.pt"
+
+    def _steps(self) -> list[int]:
+        return sorted(int(p.name[5:13]) for p in self._folder.glob(f"step-*.rank-{self._rank:05d}.pt"))
