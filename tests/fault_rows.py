@@ -1,0 +1,375 @@
+"""What befalls a run, in which phases, and what must come of it: the rows of the README's table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fault_site import Setup
+
+ROUND = ("inner step", "encode", "announcement", "vote 1", "payload", "vote 2")
+END = ("voted", "decision", "apply", "applied")  # the others may have all votes by then
+AGAIN = ("reconnecting", "linking", "half linked")  # after a failed round
+
+AS_BEFORE = "as before the round, which all repeat"
+MENDED = "as before the round; mended, all repeat"
+ONE_VERDICT = "all before the round or all after it; all go on"
+RESTARTED = "as before the round; all restart from the last checkpoint"
+REFUSED = "nothing has begun"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kind of fault, and one outcome.
+
+    fault, phases: what the table calls it, and when it strikes.
+    what: the deed of `faulty` that does it.
+    flow: what is done about it, see `fault_cases.play`.
+    who, kind, says: notices it, with an error of which type, which says what; in the table.
+    by, text: those ranks that certainly do, and a pattern for the error of whoever does.
+    dead_afters: within which, in units of `dead_after`.
+    victims: the ranks that it befalls.
+    seconds: of a delay.
+    """
+
+    fault: str
+    phases: tuple[str, ...]
+    what: str
+    flow: str
+    afterwards: str
+    who: str = "the others"
+    kind: str = "TransportError"
+    says: str = ""
+    by: tuple[int, ...] = (0, 2)
+    text: str = ""
+    dead_afters: float = 1.0
+    victims: tuple[int, ...] = (1,)
+    seconds: float = 0.0
+    setup: Setup = field(default_factory=Setup)
+
+
+@dataclass(frozen=True)
+class Case:
+    row: Row
+    phase: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.fault}, {self.phase}"
+
+
+def silent(site: str = "1") -> dict[str, Any]:
+    says = f"no sign of life from site {site}"
+    return {"says": says, "text": rf".*: {says} within \S+ s: dead, stopped or cut off; last heard of: "}
+
+
+TWO = Setup(world=4, ranks_per_site=2)
+CUT = Setup(networks=True)
+STOPPED: dict[str, Any] = {"what": "SIGSTOP", "flow": "resume", "afterwards": AS_BEFORE}
+CONTINUED: dict[str, Any] = {**STOPPED, "afterwards": ONE_VERDICT}
+KILLED: dict[str, Any] = {"what": "SIGKILL", "flow": "restart", "afterwards": RESTARTED}
+LINK: dict[str, Any] = {"what": "cut", "flow": "link", "afterwards": AS_BEFORE, "setup": CUT}
+LINK_MENDED: dict[str, Any] = {**LINK, "afterwards": ONE_VERDICT}
+# A site that is cut off says what a rank of a site of two says who waits for it; neither names the other's.
+ANY_OF_TWO = r".*(lost|left|no sign of life from) ?(another )?(rank|site)|.*site \d has left"
+NO_STORE = "no answer from the process group's store"
+LATE = "no answer from site 1 within 2 s, which is alive"
+
+ROWS = (
+    Row(fault="stopped (SIGSTOP)", phases=ROUND, **STOPPED, **silent()),
+    Row(
+        fault="stopped, and continued",
+        phases=END,
+        **CONTINUED,
+        **silent(),
+        dead_afters=2,
+    ),
+    Row(fault="stopped in the repeat", phases=AGAIN, **STOPPED, **silent(), dead_afters=2),
+    Row(
+        fault="stopped, `dead_after` 5 s",
+        phases=("inner step", "payload"),
+        **STOPPED,
+        **silent(),
+        setup=Setup(dead_after=5.0),
+    ),
+    Row(
+        fault="two of three stopped",
+        phases=("payload", "voted"),
+        **CONTINUED,
+        says="no sign of life from sites 1, 2",
+        text=r".*no sign of life from (sites? 1|site 2)",
+        victims=(1, 2),
+        by=(0,),
+        dead_afters=2,
+    ),
+    Row(
+        fault="site 0 stopped",
+        phases=("payload", "voted"),
+        **CONTINUED,
+        **silent("0"),
+        victims=(0,),
+        by=(1, 2),
+        dead_afters=2,
+    ),
+    Row(
+        fault="a rank of a site of two stopped",
+        phases=("payload", "voted", "apply"),
+        **CONTINUED,
+        says="no sign of life from …",
+        text=ANY_OF_TWO,
+        by=(0, 2, 3),
+        dead_afters=3,
+        setup=TWO,
+    ),
+    Row(
+        fault="killed (SIGKILL)",
+        phases=ROUND,
+        **KILLED,
+        says="lost site 1",
+        text=r"round 2, .*: (lost site|lost another site|site \d has left)",
+    ),
+    Row(
+        fault="killed at the end of a round",
+        phases=END,
+        **KILLED,
+        says="lost site 1",
+        text=r".*(lost (site|rank|another)|site \d has left|no sign of life from (site|rank) 1)",
+        dead_afters=2,
+    ),
+    Row(
+        fault="killed in the repeat",
+        phases=AGAIN,
+        **KILLED,
+        says="no sign of life from site 1",
+        text=r".*(no sign of life from site 1|lost (site|another)|site \d has left)",
+        dead_afters=2,
+    ),
+    Row(
+        fault="killed while it saves",
+        phases=("checkpoint",),
+        **KILLED,
+        says="lost rank 1",
+        text=r"saving round 1: (lost (rank|another)|rank \d has left)",
+    ),
+    Row(
+        fault="site 0 killed",
+        phases=("inner step", "payload"),
+        **KILLED,
+        says="lost site 0",
+        text=r"round 2, .*: (lost site|lost another site|site \d has left)",
+        victims=(0,),
+        by=(1, 2),
+    ),
+    Row(
+        fault="a rank of a site of two killed",
+        phases=("payload", "apply"),
+        **KILLED,
+        says="lost …",
+        text=ANY_OF_TWO,
+        by=(0, 2, 3),
+        dead_afters=3,
+        setup=TWO,
+    ),
+    Row(
+        fault="connections closed",
+        phases=("announcement", "payload", "vote 2"),
+        what="closed",
+        flow="repeat",
+        afterwards=AS_BEFORE,
+        who="all",
+        says="lost site …",
+        text=r"round 2, .*(lost (site|another)|site \d has left)",
+        by=(0, 1, 2),
+    ),
+    Row(
+        fault="connections closed in the last vote",
+        phases=("voted",),
+        what="closed",
+        flow="repeat",
+        afterwards=ONE_VERDICT,
+        who="all, or nobody",
+        says="lost site …",
+        text=r".*(lost (site|another)|site \d has left|another rank lost its links)",
+        by=(),
+    ),
+    Row(
+        fault="a link inside a site breaks",
+        phases=("shared", "half shared"),
+        what="link error",
+        flow="repeat",
+        afterwards="all after the round; the site's ranks complete it together",
+        who="all",
+        says="lost rank of this site …",
+        text=r".*(a link broke|lost (site|rank of this site|another)|has left)",
+        by=(0, 1, 2, 3),
+        dead_afters=2,
+        setup=TWO,
+    ),
+    Row(fault="link cut", phases=("inner step", "announcement", "payload"), **LINK, **silent()),
+    Row(
+        fault="link cut, and mended",
+        phases=("voted", "decision"),
+        **LINK_MENDED,
+        **silent(),
+        dead_afters=2,
+    ),
+    Row(
+        fault="link cut",
+        phases=("as the cut-off site sees it",),
+        **LINK,
+        who="site 1",
+        says=NO_STORE,
+        text=rf"round 2, announcement: {NO_STORE} for 2 s",
+        by=(1,),
+        dead_afters=2,
+    ),
+    Row(
+        fault="3 s late, but alive",
+        phases=("inner step", "payload"),
+        what="late",
+        flow="nothing",
+        afterwards="goes through: it is waited for",
+        seconds=3.0,
+    ),
+    Row(
+        fault="later than `patience` 2 s",
+        phases=("inner step",),
+        what="late",
+        flow="repeat",
+        afterwards=AS_BEFORE,
+        says=LATE,
+        text=rf"round 2, announcement: {LATE}; last heard of: ",
+        dead_afters=2,
+        seconds=3.0,
+        setup=Setup(patience=2.0),
+    ),
+    Row(
+        fault="later than `timeout` 2 s",
+        phases=("payload",),
+        what="late",
+        flow="repeat",
+        afterwards=AS_BEFORE,
+        says=LATE,
+        text=r"round 2, .*: (no answer from site \d within 2 s, which is alive|lost|site \d has left)",
+        dead_afters=2,
+        seconds=3.0,
+        setup=Setup(timeout=2.0),
+    ),
+    Row(
+        fault="a payload damaged",
+        phases=("payload",),
+        what="damaged",
+        flow="repeat",
+        afterwards=AS_BEFORE,
+        kind="WireError",
+        says="the message of site 1 can't be read",
+        text=r"round 2.*(the message of site 1 can't be read|could not read the message of site 1)",
+    ),
+    *(
+        Row(
+            fault=f"{what} in the weights",
+            phases=("inner step",),
+            what=what,
+            flow="repeat",
+            afterwards=MENDED,
+            who="all",
+            kind="NonFiniteError",
+            says="site 1: the update of … is infinite or NaN",
+            text=r"round 2, site 1: the update of group0\.param3 is infinite or NaN",
+            by=(0, 1, 2),
+        )
+        for what in ("NaN", "Inf")
+    ),
+    Row(
+        fault="one bit of θ flipped",
+        phases=("inner step",),
+        what="flipped",
+        flow="repeat",
+        afterwards=MENDED,
+        who="all",
+        kind="ReplicaError",
+        says="the sites' anchors differ",
+        text=r"round 2: the sites' anchors differ \(site 0 holds \w+, site 1 holds \w+, site 2 holds",
+        by=(0, 1, 2),
+    ),
+    Row(
+        fault="other hyperparameters",
+        phases=("construction",),
+        what="hyperparameters",
+        flow="refuse",
+        afterwards=REFUSED,
+        who="all",
+        kind="AgreementError",
+        says="the sites differ in outer_lr",
+        text=r"the sites differ in outer_lr: site 0 has 0\.7, site 1 has 0\.5",
+        by=(0, 1, 2),
+    ),
+    Row(
+        fault="a clock an hour wrong",
+        phases=("inner step",),
+        what="clock",
+        flow="nothing",
+        afterwards="goes through",
+    ),
+    Row(
+        fault="steps a million times too large",
+        phases=("inner step",),
+        what="huge",
+        flow="nothing",
+        afterwards="goes through; the report's `update_norms` show it",
+    ),
+    Row(
+        fault="the same, `outlier_factor` 100",
+        phases=("inner step",),
+        what="huge",
+        flow="nothing",
+        afterwards="goes through without that site, whose update waits in its e",
+        setup=Setup(outlier_factor=100.0),
+    ),
+    Row(
+        fault="a disk full",
+        phases=("checkpoint",),
+        what="full disk",
+        flow="repeat",
+        afterwards="as before; the checkpoints before it are whole; all save again",
+        who="all",
+        kind="CheckpointError",
+        says="rank 1 failed: … could not be written",
+        text=r".*could not be written .*No space left on device",
+        by=(0, 1, 2),
+    ),
+    *(
+        Row(
+            fault=f"the store's host {done}",
+            phases=("inner step",),
+            what=what,
+            flow="store",
+            afterwards=afterwards,
+            says=NO_STORE,
+            # A slow rank may still be about to ask for the verdict on round 1.
+            text=rf"(round 2, announcement: {NO_STORE} for 2 s|the process group's store does not answer)",
+            dead_afters=2,
+            seconds=6.0,
+        )
+        for done, what, afterwards in (
+            ("stopped", "SIGSTOP", AS_BEFORE),
+            ("killed", "SIGKILL", RESTARTED),
+        )
+    ),
+)
+
+CASES = tuple(Case(row, phase) for row in ROWS for phase in row.phases)
+
+
+def table(seconds: Mapping[int, Sequence[float]]) -> str:
+    """The README's; `seconds` from the fault to each error, as measured, by the row's number."""
+    lines = [
+        "| what happens | in which phases | who raises, and what | after, s | state |",
+        "|---|---|---|---|---|",
+    ]
+    for number, row in enumerate(ROWS):
+        raised = f"{row.who}: `{row.kind}`, “{row.says}”" if row.says else "nobody"
+        times = seconds.get(number, [])
+        ends = [f"{end:.1f}" for end in (min(times), max(times))] if times else ["–"]
+        within = "–".join(dict.fromkeys(ends))
+        lines.append(f"| {row.fault} | {', '.join(row.phases)} | {raised} | {within} | {row.afterwards} |")
+    return "\n".join(lines)

@@ -1,0 +1,206 @@
+"""A rank of the fault harness: it trains by a script, fails as it is told to, and tells what it sees."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import faulty
+import numpy as np
+import torch
+import torch.distributed as dist
+from faulty import Fault
+from scripted import Scripted, parameters
+from states import Snapshot, snapshot
+from torch._C._distributed_c10d import TCPStore
+
+import loco
+from experiments.bench.namespaces import die_with_parent, leave_network
+from loco import frames
+
+NUMEL = 1003
+STEPS = 2  # inner steps per round
+
+
+@dataclass(frozen=True)
+class Setup:
+    world: int = 3
+    ranks_per_site: int = 1
+    rounds: int = 3
+    dead_after: float = 2.0
+    patience: float = 40.0
+    timeout: float = 40.0
+    outlier_factor: float | None = None
+    networks: bool = False  # every process in a network namespace of its own
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error of a rank."""
+
+    at: float  # by the machine's monotonic clock, which all processes share
+    kind: str
+    text: str
+    round: int  # which was attempted
+    unchanged: bool  # θ, m, e and w are what they were before it
+
+
+def live(rank: int, setup: Setup, faults: tuple[Fault, ...], folder: str, end: Connection) -> None:
+    """The whole life of a process; rank −1 hosts the store."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        if setup.networks:
+            os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+            leave_network()
+            end.send(None)
+            end.recv()
+        if rank < 0:
+            store = TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
+            end.send(store.port)
+            time.sleep(3600)
+        host, port = end.recv()
+        store = TCPStore(host, port, setup.world, False, timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=setup.world)
+        Site(rank, setup, faults, folder, port, end).train()
+    except SystemExit:
+        raise
+    except BaseException:
+        with suppress(OSError):
+            end.send(("failed", traceback.format_exc()))
+        raise
+
+
+class Site:
+    """One rank. It waits for a word of the harness after each error, and before it ends."""
+
+    def __init__(
+        self, rank: int, setup: Setup, faults: tuple[Fault, ...], folder: str, port: int, end: Connection
+    ) -> None:
+        frames.LEAST = frames.MOST = 256  # a payload of several frames
+        self.setup = setup
+        self.end = end
+        self._port = port
+        self._folder = f"{folder}/{rank}"
+        self._mends: list[Callable[[], object]] = []
+        mine = [fault for fault in faults if fault.rank == rank]
+        early = [fault for fault in mine if fault.at == "construction"]
+        self._built = early[0].what if early else ""
+        self._may_refuse = any(fault.at == "construction" for fault in faults)
+        topology = loco.Topology(
+            ranks_per_site=setup.ranks_per_site,
+            dead_after=setup.dead_after,
+            patience=setup.patience,
+            timeout=setup.timeout,
+            repeats=0,  # each error is to be seen
+        )
+        self.inner = Scripted(parameters(3, NUMEL), 3, topology.site)
+        self.optimizer = self._build(topology)
+        self.checkpoints = loco.Checkpoints(self._folder) if folder else None
+        if self.checkpoints is not None:
+            self.checkpoints.load(self.optimizer)
+            self.inner.count = STEPS * self.optimizer.round + self.optimizer.local_step
+        for fault in mine:
+            if fault.at != "construction":
+                faulty.arm(fault, lambda: self.optimizer.round, lambda fault=fault: self._do(fault))
+        self.states = [snapshot(self.optimizer)]
+        self.reports: list[Any] = []
+
+    def train(self) -> None:
+        while self.optimizer.round < self.setup.rounds:
+            for _ in range(STEPS - 1):
+                self.optimizer.step()
+            self._through(self.optimizer.round + 1)
+            if self.checkpoints is not None:
+                self._save()
+        self._say_goodbye()
+        if self.end.recv() != "end":
+            raise AssertionError("an unknown word")
+
+    def _through(self, number: int) -> None:
+        """The last inner step and the round, which is repeated until it is done."""
+        before: list[Snapshot] = []
+        sync = self.optimizer.sync
+
+        def noted() -> Any:
+            before.append(snapshot(self.optimizer))
+            return sync()
+
+        self.optimizer.sync = noted
+        attempt: Callable[[], Any] = self.optimizer.step
+        while self.optimizer.round < number:
+            try:
+                attempt()
+            except loco.LocoError as error:
+                self._tell(error, number, before[0])
+            attempt = sync
+        self.optimizer.sync = sync
+        self.states.append(snapshot(self.optimizer))
+        self.reports.append(self.optimizer.last_report)
+
+    def _save(self) -> None:
+        assert self.checkpoints is not None
+        before, saved = snapshot(self.optimizer), False
+        while not saved:
+            try:
+                self.checkpoints.save(self.optimizer, blocking=True)
+                saved = True
+            except loco.LocoError as error:
+                self._tell(error, self.optimizer.round, before)
+
+    def _tell(self, error: loco.LocoError, number: int, before: Snapshot) -> None:
+        now, after = time.monotonic(), snapshot(self.optimizer)
+        same = all(np.array_equal(before[name], after[name]) for name in before)
+        self.end.send(("raised", Raised(now, type(error).__name__, str(error), number, same)))
+        if self.end.recv() == "end":
+            self._say_goodbye()
+            raise SystemExit(0)
+        while self._mends:
+            self._mends.pop()()
+
+    def _say_goodbye(self) -> None:
+        """θ, and how many rounds it has seen, tell whether all agreed on the last one."""
+        last = self.optimizer.round, self.optimizer._outer.start, snapshot(self.optimizer)["anchor"].tobytes()
+        self.end.send(("ended", (self.states, self.reports, last)))
+
+    def _build(self, topology: loco.Topology) -> loco.PulseLoCo:
+        options: dict[str, Any] = {"sync_every": STEPS, "outlier_factor": self.setup.outlier_factor}
+        if self._built:
+            self.end.send(("struck", (time.monotonic(), self._built)))
+            options["outer_lr"] = 0.5
+        before = _flat(self.inner)
+        try:
+            return loco.PulseLoCo(self.inner, topology=topology, **options)
+        except loco.LocoError as error:
+            if not self._may_refuse:
+                raise
+            same = np.array_equal(before, _flat(self.inner))
+            self.end.send(("raised", Raised(time.monotonic(), type(error).__name__, str(error), 0, same)))
+            self.end.recv()
+            self.end.send(("ended", ([], [], None)))
+            raise SystemExit(0) from None
+
+    def _do(self, fault: Fault) -> None:
+        self.end.send(("struck", (time.monotonic(), fault.what)))
+        if fault.what == "cut":
+            self.end.recv()
+        elif fault.what == "closed":
+            faulty.close_links(self._port)
+        elif fault.what == "late":
+            time.sleep(fault.seconds)
+        elif fault.what == "full disk":
+            self._mends.append(faulty.fill(self._folder))
+        else:
+            mend = faulty.DEEDS[fault.what](self.optimizer)
+            if mend is not None:
+                self._mends.append(mend)
+
+
+def _flat(inner: Scripted) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in inner.param_groups[0]["params"]]).numpy()

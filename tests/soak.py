@@ -1,0 +1,323 @@
+"""Thousands of rounds of a small model under random faults, and then: is every bit where it belongs, and did
+nothing grow?
+
+    python tests/soak.py rounds=5000 sites=3 seed=1 faults=0.2
+
+Sites are real processes. In a share `faults` of the rounds something happens to one of them; a kill restarts
+all from their checkpoints. Every round is checked for conservation, and the end is compared, bit for bit,
+with the same training without any fault.
+"""
+
+import gc
+import hashlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from scripted import Scripted, bits, parameters
+from sites import context
+from states import snapshot
+from torch._C._distributed_c10d import TCPStore
+
+import loco
+from loco.exchange import Exchange
+from loco.frames import Framing
+from loco.outer import OuterLoop
+from loco.stream import Stream
+
+NUMEL, STEPS = 2003, 2
+DEAD_AFTER = 1.0  # seconds
+SAVED_EVERY = 20  # rounds
+KINDS = (
+    *("memory", "unread", "hang up", "last vote sent", "last vote not sent", "interrupt"),
+    *("not a number", "flipped bit", "late"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    rounds: int = 5000
+    sites: int = 3
+    seed: int = 1
+    faults: float = 0.2  # share of rounds
+    stops: int = 10  # SIGSTOP, until the others have noticed; spread over the run
+    kills: int = 5  # SIGKILL; in the first third, so that the rest tells what one process grows by
+
+    def fault(self, number: int) -> tuple[str, int] | None:
+        """What happens to whom in a round."""
+        chance = np.random.default_rng((self.seed, number))
+        victim = int(chance.integers(self.sites))
+        if number in self._spread(self.kills, self.rounds // 3):
+            return "kill", victim
+        if number in self._spread(self.stops, self.rounds):
+            return "stop", victim
+        if chance.random() < self.faults:
+            return KINDS[int(chance.integers(len(KINDS)))], victim
+        return None
+
+    def _spread(self, count: int, over: int) -> set[int]:
+        return {5 + k * (over - 5) // count for k in range(count)} if count else set()
+
+
+@dataclass
+class Told:
+    """What a site came to."""
+
+    state: str  # a hash of θ, m, e and w
+    errors: Counter[str]
+    checked: int  # rounds whose conservation was checked
+    grown: list[tuple[int, int, int, int]]  # now and then: round, resident bytes, open files, threads
+
+
+def soak(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> dict[int, Told]:
+    """Run it -> what each site came to."""
+    with tempfile.TemporaryDirectory() as folder:
+        while True:
+            told = _generation(plan, folder, tell)
+            if told is not None:
+                return told
+            tell("a site was killed: all restart from their checkpoints")
+
+
+def _generation(plan: Plan, folder: str, tell: Callable[[str], None]) -> dict[int, Told] | None:
+    """All sites' processes, until they have ended or one was killed. -> None if one was"""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    links: dict[Connection, int] = {}
+    processes = []
+    for rank in range(plan.sites):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_site, args=(rank, store.port, plan, folder, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        links[ours] = rank
+        processes.append(process)
+    told: dict[int, Told] = {}
+    wake: list[tuple[float, int]] = []
+    try:
+        while len(told) < plan.sites:
+            for link in wait(list(links), 0.05):
+                assert isinstance(link, Connection)
+                try:
+                    word = link.recv()
+                except EOFError:
+                    return None
+                if isinstance(word, Told):
+                    told[links.pop(link)] = word
+                elif isinstance(word, Exception):
+                    raise word
+                elif word[0] == "stop":
+                    os.kill(word[1], signal.SIGSTOP)
+                    wake.append((time.monotonic() + 1.5 * DEAD_AFTER, word[1]))
+                else:
+                    tell(word[1])
+            for at, pid in [w for w in wake if w[0] < time.monotonic()]:
+                os.kill(pid, signal.SIGCONT)
+                wake.remove((at, pid))
+        return told
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _site(rank: int, port: int, plan: Plan, folder: str, link: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.sites)
+        link.send(_train(rank, plan, folder, link))
+    except BaseException as error:
+        link.send(RuntimeError(f"site {rank}: {type(error).__name__}: {error}"))
+    threading.Event().wait()  # the parent ends all at once: who left early would be missed by the others
+
+
+def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
+    inner = Scripted(parameters(plan.seed, NUMEL), plan.seed, rank)
+    topology = loco.Topology(timeout=30.0, patience=30.0, dead_after=DEAD_AFTER)
+    optimizer = loco.PulseLoCo(inner, sync_every=STEPS, topology=topology)
+    checkpoints = loco.Checkpoints(folder)
+    inner.count = (checkpoints.load(optimizer) or {"count": 0})["count"]
+    told = Told("", Counter(), 0, [])
+    struck = Path(folder) / f"struck-{rank}"  # what has happened does not happen again after a restart
+    began = time.monotonic()
+    with _conservation_checked(told):
+        while optimizer.round < plan.rounds:
+            number = optimizer.round + 1
+            fault = plan.fault(number)
+            befalls = fault is not None and fault[1] == rank and not Path(f"{struck}-{number}").exists()
+            if fault is not None and befalls:
+                Path(f"{struck}-{number}").touch()
+            for _ in range(STEPS - 1):
+                optimizer.step()
+            inner.step()  # the last step, without its round
+            with _befallen(fault[0] if fault and befalls else "", optimizer, link):
+                _attempt(optimizer, told)
+            while optimizer.round < number:
+                _attempt(optimizer, told)
+            if number % SAVED_EVERY == 0:
+                checkpoints.save(optimizer, {"count": inner.count})
+            if number % max(plan.rounds // 50, 1) == 0:
+                gc.collect()
+                told.grown.append((number, *_resources()))
+                if rank == 0:
+                    pace = (time.monotonic() - began) / 60
+                    link.send(
+                        ("say", f"round {number} of {plan.rounds}, {pace:.1f} min, {dict(told.errors)}")
+                    )
+    checkpoints.wait()
+    state = snapshot(optimizer)
+    told.state = hashlib.sha256(b"".join(state[name].tobytes() for name in sorted(state))).hexdigest()
+    return told
+
+
+def _attempt(optimizer: loco.PulseLoCo, told: Told) -> None:
+    try:
+        optimizer.sync()
+    except (loco.LocoError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
+        told.errors[type(error).__name__] += 1
+
+
+@contextmanager
+def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection) -> Iterator[None]:
+    """One attempt of a round, in which `kind` happens to this site."""
+    anchor, weight = optimizer._outer.anchor, optimizer._outer.layout.params[-1].data
+    arrived, vote = Stream.arrived, Exchange._vote
+    confirmed = False
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left (injected)")
+
+    def damage(self: Stream) -> Any:
+        frames = arrived(self)
+        for _, body in frames.values():
+            body[-1] ^= 0x40
+        return frames
+
+    def lose(self: Stream) -> Any:
+        if arrived(self):
+            raise loco.TransportError("lost a link (injected)")
+        return {}
+
+    def last_vote(sent: bool, error: BaseException) -> Callable[..., None]:
+        def cut(self: Exchange, problem: Any, round: int, number: int) -> None:
+            nonlocal confirmed
+            if number == 1 or confirmed:
+                return vote(self, problem, round, number)
+            confirmed = True
+            if sent:
+                vote(self, problem, round, number)
+            raise error
+
+        return cut
+
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "memory":
+            place = np.random.default_rng(optimizer.round).choice(["seal", "open"])
+            patch.setattr(Framing, str(place), fail)
+        elif kind == "unread":
+            patch.setattr(Stream, "arrived", damage)
+        elif kind == "hang up":
+            patch.setattr(Stream, "arrived", lose)
+        elif kind == "last vote sent":
+            patch.setattr(Exchange, "_vote", last_vote(True, loco.TransportError("lost a link (injected)")))
+        elif kind == "last vote not sent":
+            patch.setattr(Exchange, "_vote", last_vote(False, loco.TransportError("lost a link (injected)")))
+        elif kind == "interrupt":
+            patch.setattr(Exchange, "_vote", last_vote(True, KeyboardInterrupt()))
+        elif kind == "late":
+            time.sleep(0.1)
+        elif kind == "stop":
+            link.send(("stop", os.getpid()))
+            time.sleep(0.2)  # until the parent has done it
+        elif kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        kept = weight[7].clone()
+        if kind == "not a number":
+            weight[7] = float("nan")
+        elif kind == "flipped bit":
+            anchor.view(torch.int32)[11] ^= 1
+        yield
+        if kind == "not a number":
+            weight[7] = kept
+        elif kind == "flipped bit":
+            anchor.view(torch.int32)[11] ^= 1
+
+
+@contextmanager
+def _conservation_checked(told: Told) -> Iterator[None]:
+    """Around every round that is applied: what was sent and what is withheld are s, bit for bit."""
+    apply = OuterLoop._apply
+
+    def checked(self: OuterLoop, round: Any) -> None:
+        assert self.residual is not None
+        w = torch.cat([p.detach().reshape(-1).float() for p in self.layout.params])
+        update = (self.anchor - w) + self.residual
+        apply(self, round)
+        sent, own = torch.zeros_like(update), round.outcome.own
+        sent[own.indices()] = own.values
+        assert not ((sent != 0) & (self.residual != 0)).any()
+        np.testing.assert_array_equal(bits(sent + self.residual), bits(update + 0.0))
+        told.checked += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OuterLoop, "_apply", checked)
+        yield
+
+
+def _resources() -> tuple[int, int, int]:
+    """Resident bytes, open files, threads of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return (
+        pages * os.sysconf("SC_PAGE_SIZE"),
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+    )
+
+
+def main() -> int:
+    values = dict(argument.split("=") for argument in sys.argv[1:])
+    kinds = {name: type(value) for name, value in vars(Plan()).items()}
+    plan = Plan(**{name: kinds[name](value) for name, value in values.items()})
+
+    def tell(word: str) -> None:
+        print(word, flush=True)
+
+    began = time.monotonic()
+    told = soak(plan, tell)
+    took = time.monotonic() - began
+    clean = soak(replace(plan, faults=0.0, stops=0, kills=0))
+    happened = Counter(fault[0] for n in range(1, plan.rounds + 1) if (fault := plan.fault(n)))
+    errors: Counter[str] = sum((one.errors for one in told.values()), Counter())
+    print(f"{plan.rounds} rounds of {plan.sites} sites in {took / 60:.1f} min; injected {dict(happened)}")
+    print(f"errors raised since the last restart: {dict(errors)}")
+    for rank, one in told.items():
+        same = one.state == clean[rank].state
+        seen = one.grown[len(one.grown) // 10 :: max(len(one.grown) // 6, 1)] + one.grown[-1:]
+        memory = ", ".join(f"{size / 2**20:.1f}" for _, size, *_ in seen)
+        print(
+            f"site {rank}: {'the same bits as' if same else 'NOT the bits of'} a run without faults; "
+            f"conserved in {one.checked} rounds; from round {seen[0][0]} to {seen[-1][0]} MiB {memory}; "
+            f"files {seen[0][2]} to {seen[-1][2]}, threads {seen[0][3]} to {seen[-1][3]}"
+        )
+    return 0 if all(one.state == clean[rank].state for rank, one in told.items()) else 1
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main())
+    sys.exit(130)
