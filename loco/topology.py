@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+import threading
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -131,7 +132,13 @@ class Topology:
         """
         built: list[dist.ProcessGroup] = []
         losses: list[Loss] = []
-        with self.heartbeat.watching(self._others, losses.append, reunion=True):
+        lost = threading.Event()
+
+        def alarm(loss: Loss) -> None:
+            losses.append(loss)
+            lost.set()
+
+        with self.heartbeat.watching(self._others, alarm, reunion=True):
             # All have met, and have nothing else to do.
             store = Patient(self.store, limit=2 * self.dead_after, hopeful=lambda: not losses)
             try:
@@ -145,7 +152,8 @@ class Topology:
                 for group in built:
                     dist.destroy_process_group(group)
                 why = first_line(error)
-                if losses:
+                # Whoever could not be reached may have died just now, which its silence has yet to show.
+                if lost.wait(self.dead_after):
                     why = self.heartbeat.describe(losses[0], self._named)
                 raise TransportError(f"connecting: {why}", lasting=bool(losses)) from error
         across, inside = built[-1], built[0] if self.ranks_per_site > 1 else self.site_group

@@ -322,11 +322,14 @@ def children(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process still runs; the launcher may take a moment to collect it."""
-    for _ in range(20):
+    """Whether the process still runs after a while. One that has ended may wait long for its collection."""
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
         try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state in "ZX":
             return False
         time.sleep(0.1)
     return True
