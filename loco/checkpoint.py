@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .election import swap_notes
 from .errors import CheckpointError
 from .formats import FORMATS
 from .manifest import Manifest, Position, manifest_of
+from .notes import swap_or_fail
 from .optimizer import LowCommunicationOptimizer
 from .plain import host_copy
 from .resume import resume
@@ -79,6 +79,7 @@ class Checkpoints:
             CheckpointError: on all ranks: this or the last checkpoint could not be saved on one of them
                 (a full disk, say), or the folder holds another training's. Nothing else is lost by it:
                 training can go on, and `save` be called again.
+            TransportError: on all ranks: one of them is dead, stopped or cut off, or did not come. As above.
         """
         topology = optimizer.topology
         shelf = _shelf_of(self.folder, topology)
@@ -99,7 +100,7 @@ class Checkpoints:
             failure = error
         mine = {"position": position, "save": uuid.uuid4().hex}
         mine["held"] = [[*m.position, m.save] for m in held if m.world == shelf.world]
-        notes = _tell(topology, mine, failure, f"saving {position}")
+        notes = swap_or_fail(topology.notes, mine, failure, f"saving {position}")
         if any(note["position"] != [*position] for note in notes):
             at = ", ".join(f"rank {r} at {Position(*n['position'])}" for r, n in enumerate(notes))
             raise CheckpointError(f"save() must be called at the same place on all ranks, and came from {at}")
@@ -133,7 +134,7 @@ class Checkpoints:
                 self.wait()
             except Exception as error:
                 failure = error
-            _tell(topology, {}, failure, f"saving {position}")
+            swap_or_fail(topology.notes, {}, failure, f"after saving {position}")
 
     def _outdated(
         self, shelf: Shelf, position: Position, held: list[Manifest], all_held: list[list[list[Any]]]
@@ -222,17 +223,3 @@ class Checkpoints:
 def _shelf_of(folder: Path, topology: Topology) -> Shelf:
     everyone = topology.everyone()
     return Shelf(folder, everyone.rank, everyone.size)
-
-
-def _tell(
-    topology: Topology, mine: dict[str, Any], failure: Exception | None, phase: str
-) -> list[dict[str, Any]]:
-    """What every rank says. If one of them failed, all raise."""
-    mine["failure"] = None if failure is None else f"{failure}"
-    notes = swap_notes(topology.everyone(), mine, phase)
-    if failure is not None:
-        raise failure
-    for rank, note in enumerate(notes):
-        if note["failure"] is not None:
-            raise CheckpointError(f"{phase}: rank {rank} failed: {note['failure']}")
-    return notes

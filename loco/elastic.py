@@ -13,6 +13,7 @@ from .errors import AgreementError
 from .heartbeat import Heartbeat
 from .lighthouse import HOW_TO_START, Lighthouse
 from .links import Links, LinkTransport, host_store
+from .notes import Alone
 from .quorum import Claim, Member, Plan, plan
 from .topology import Topology
 from .transport import Transport
@@ -94,6 +95,7 @@ class ElasticTopology(Topology):
         self._lighthouse = Lighthouse(
             lighthouse, id=self.id, name=self.name, store=where, timeout=self.connect_timeout
         )
+        self.notes = Alone()  # what a site keeps is its own
         self._links: Links | None = None
         self._members: tuple[Member, ...] = ()
 

@@ -25,6 +25,7 @@ from .problem import Problem
 from .quorum import Claim, Plan
 from .recovery import Head, digest_of, give, take, take_head
 from .report import SyncReport
+from .sealing import Words
 from .settings import Settings
 from .wire import VERSION
 
@@ -188,7 +189,7 @@ class ElasticLoop(OuterLoop):
         if self._store_of_round is None:  # alone
             return wish == COMMIT
         assert self._plan is not None
-        return decide(self._store_of_round, f"verdict/{self._plan.attempt}", wish) == COMMIT
+        return decide(self._store_of_round, f"verdict/{self._plan.attempt}", wish, Words()) == COMMIT
 
     def _apply(self, round: Any) -> None:
         super()._apply(round)

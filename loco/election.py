@@ -1,18 +1,16 @@
 """Which checkpoint to take up: the newest of which every rank sees what it needs. All ranks choose alike."""
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from .errors import CheckpointError
 from .manifest import Position
 from .membership import Roster
+from .notes import Notes
 from .optimizer import LowCommunicationOptimizer
 from .shelf import Shelf
 from .state import check_same
-from .transport import Transport
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +26,7 @@ class Save:
 
 
 def all_saves(
-    everyone: Transport, shelf: Shelf, sites: Sequence[int | None] | None, lost: Sequence[int]
+    notes: Notes, shelf: Shelf, sites: Sequence[int | None] | None, lost: Sequence[int]
 ) -> tuple[dict[str, Save], bool]:
     """-> what all ranks can see together, by the save's name; whether anything was damaged."""
     whole = shelf.whole(of_all=True)
@@ -37,19 +35,19 @@ def all_saves(
         "saves": [[*m.position, m.save, m.num_sites, m.ranks_per_site, m.rank] for m in whole],
         "damaged": len([m for m in whole if m.rank == shelf.rank]) < len(shelf.positions(own=True)),
     }
-    notes = swap_notes(everyone, mine, "looking for checkpoints")
-    for rank, note in enumerate(notes):
-        if note["call"] != notes[0]["call"]:
+    told = notes.swap(mine, "looking for checkpoints")
+    for rank, note in enumerate(told):
+        if note["call"] != told[0]["call"]:
             raise ValueError(
-                f"load() must be called alike on all ranks: rank 0 says sites, lost = {notes[0]['call']}, "
+                f"load() must be called alike on all ranks: rank 0 says sites, lost = {told[0]['call']}, "
                 f"rank {rank} {note['call']}"
             )
     saves: dict[str, Save] = {}
-    for rank, note in enumerate(notes):
+    for rank, note in enumerate(told):
         for round, step, name, num_sites, each, old in note["saves"]:
             save = saves.setdefault(name, Save(Position(round, step), num_sites, each))
             save.seen.setdefault(old, []).append(rank)
-    return saves, any(note["damaged"] for note in notes)
+    return saves, any(note["damaged"] for note in told)
 
 
 def newest(
@@ -109,8 +107,3 @@ def nothing(saves: dict[str, Save], damaged: bool, shelf: Shelf) -> None:
         f"{shelf.folder} holds checkpoints, but none whole on all ranks (found {found or 'damaged ones'}): "
         f"give every rank the folder that it saved to, or empty it on all to start anew"
     )
-
-
-def swap_notes(everyone: Transport, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
-    """Every rank's note, by rank."""
-    return [json.loads(blob) for blob in everyone.swap_blobs(json.dumps(note).encode(), phase=phase)]

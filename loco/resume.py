@@ -10,16 +10,16 @@ from torch import Tensor
 
 from loco import kernels
 
-from .election import Save, all_saves, newest, nothing, swap_notes
+from .election import Save, all_saves, newest, nothing
 from .errors import CheckpointError, ReplicaError
 from .formats import FORMATS
 from .manifest import Manifest, Position, read_manifest
 from .membership import Roster, hand_over, send_to_joining, update_of
+from .notes import swap_or_fail
 from .optimizer import LowCommunicationOptimizer
 from .outer import OuterLoop
 from .shelf import Shelf
 from .state import identity
-from .transport import Transport
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ def resume(
     lost: Sequence[int],
 ) -> Any:
     """See `Checkpoints.load`."""
-    everyone = optimizer.topology.everyone()
-    saves, damaged = all_saves(everyone, shelf, sites, lost)
+    notes = optimizer.topology.notes
+    saves, damaged = all_saves(notes, shelf, sites, lost)
     passed_over: set[str] = set()
     while chosen := newest(saves, passed_over, shelf, optimizer, sites, lost):
         name, roster = chosen
@@ -54,7 +54,7 @@ def resume(
         except Exception as error:
             verdict, text = "foreign" if isinstance(error, ValueError) else "failed", str(error)
         at = saves[name].position
-        verdicts = swap_notes(everyone, {"verdict": verdict, "text": text}, f"reading {at}")
+        verdicts = notes.swap({"verdict": verdict, "text": text}, f"reading {at}")
         for rank, theirs in enumerate(verdicts):
             if theirs["verdict"] == "foreign":
                 raise ValueError(f"rank {rank}: {theirs['text']}")
@@ -62,7 +62,7 @@ def resume(
                 raise CheckpointError(f"rank {rank}: {theirs['text']}")
         bad = [theirs["text"] for theirs in verdicts if theirs["verdict"] == "damaged"]
         if not bad:
-            return _take_up(optimizer, everyone, roster, read, at)
+            return _take_up(optimizer, roster, read, at)
         _log.warning("the checkpoint of %s is passed over: %s", at, "; ".join(bad))
         passed_over.add(name)
     return nothing(saves, damaged or bool(passed_over), shelf)
@@ -141,13 +141,12 @@ def _check_tensors(own: dict[str, Any], manifest: Manifest, outer: OuterLoop) ->
 
 def _take_up(
     optimizer: LowCommunicationOptimizer,
-    everyone: Transport,
     roster: Roster,
     read: _Read,
     position: Position,
 ) -> Any:
     """Everything has been read and found whole: now the ranks change."""
-    outer = optimizer._outer
+    outer, everyone = optimizer._outer, optimizer.topology.everyone()
     tree = read.tree
     if roster.joining:
         tree = send_to_joining(everyone, roster, tree, outer)
@@ -172,13 +171,8 @@ def _take_up(
         "local_step": optimizer.local_step,
     }
     mine["digest"] = f"{kernels.digest(outer.anchor):016x}"
-    mine["failure"] = None if failure is None else str(failure)
-    notes = swap_notes(everyone, mine, f"after loading {position}")
-    if failure is not None:
-        raise failure
+    notes = swap_or_fail(optimizer.topology.notes, mine, failure, f"taking up {position}")
     for rank, note in enumerate(notes):
-        if note["failure"] is not None:
-            raise CheckpointError(f"rank {rank} could not take up {position}: {note['failure']}")
         if note != notes[rank % roster.ranks_per_site]:
             raise ReplicaError(f"what rank {rank} has loaded is not what site 0 has: {note} and {notes[0]}")
     _log.info("resumed at %s", position)

@@ -8,6 +8,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from .errors import AuthenticationError
+
 SEAL_BYTES = 16
 LEAST_KEY_BYTES = 16
 
@@ -55,8 +57,30 @@ class Seals:
         return hashed.digest()
 
 
-def sealed_word(key: bytes, session: bytes, place: str, word: str) -> str:
-    """A word that only who has the key can have put in this place."""
-    secret = hashlib.blake2b(key, digest_size=32, person=b"loco word").digest()
-    made = hashlib.blake2b(f"{place}={word}".encode(), key=secret, salt=session[:16], digest_size=16)
-    return f"{word} {made.hexdigest()}"
+class Words:
+    """What ranks write into the store, each word with its seal, if they share a key.
+
+    Args:
+        key, session: as of `Seals`; without a key a word is what it says.
+    """
+
+    def __init__(self, key: bytes | None = None, session: bytes = b"") -> None:
+        self._secret = key and hashlib.blake2b(key, digest_size=32, person=b"loco word").digest()
+        self._session = session
+
+    def write(self, place: str, word: str) -> str:
+        """What to put in this place, so that only who has the key can have done it."""
+        if self._secret is None:
+            return word
+        said, salt = f"{place}={word}".encode(), self._session[:16]
+        return f"{word} {hashlib.blake2b(said, key=self._secret, salt=salt, digest_size=16).hexdigest()}"
+
+    def read(self, place: str, found: str) -> str:
+        """
+        Raises:
+            AuthenticationError: somebody without the key has written it, or for another place.
+        """
+        word = found if self._secret is None else found.rpartition(" ")[0]
+        if not hmac.compare_digest(self.write(place, word).encode(), found.encode()):
+            raise AuthenticationError(f"{place} in the store was not written by a rank of this run")
+        return word

@@ -17,7 +17,8 @@ from .heartbeat import Heartbeat, Loss
 from .line import Line
 from .linking import TRIES, Patient, link, only_gloo
 from .meeting import meet
-from .sealing import LEAST_KEY_BYTES, Seals
+from .notes import Notes
+from .sealing import LEAST_KEY_BYTES, Seals, Words
 from .transport import Transport, any_device, listed
 
 _OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, chance
@@ -54,6 +55,7 @@ class Topology:
         site: this rank's site, 0 … R−1.
         place: this rank's place inside its site, 0 … ranks_per_site−1.
         site_group: the ranks of this site, for DDP.
+        notes: by which all ranks agree outside of rounds.
 
     Raises:
         ValueError: no process group, or a world that can't be divided so.
@@ -110,6 +112,17 @@ class Topology:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
         self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
         self._heartbeat = heartbeat
+        self._words = Words(key, self._session)
+        self.notes = Notes(
+            self.store,
+            self._words,
+            heartbeat,
+            self._session.hex(),
+            rank=dist.get_rank(),
+            world=world,
+            patience=self.patience,
+            named=self._named,
+        )
 
         self.site_group: dist.ProcessGroup = self._groups(inside=True)
 
@@ -282,7 +295,7 @@ class Topology:
 
     def verdict(self, place: str, wish: str) -> str:
         """What the first rank wished that came to this place; see `decision`."""
-        return decide(self.store, place, wish, self._key, self._session)
+        return decide(self.store, place, wish, self._words)
 
     def __repr__(self) -> str:
         return (

@@ -15,6 +15,7 @@ MENDED = "as before the round; mended, all repeat"
 ONE_VERDICT = "all before the round or all after it; all go on"
 RESTARTED = "as before the round; all restart from the last checkpoint"
 REFUSED = "nothing has begun"
+SAVED_AGAIN = "as before; the checkpoints before it are whole; all save again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,13 @@ ROWS = (
         **silent(),
         dead_afters=2,
     ),
+    Row(
+        fault="stopped while it saves",
+        phases=("checkpoint",),
+        **{**STOPPED, "afterwards": SAVED_AGAIN},
+        says="no sign of life from site 1",
+        text=r"after saving round 1: no sign of life from site 1 .* \(so site \d gave it up\)",
+    ),
     Row(fault="stopped in the repeat", phases=AGAIN, **STOPPED, **silent(), dead_afters=2),
     Row(
         fault="stopped, `dead_after` 5 s",
@@ -147,8 +155,8 @@ ROWS = (
         fault="killed while it saves",
         phases=("checkpoint",),
         **KILLED,
-        says="lost rank 1",
-        text=r"saving round 1: (lost (rank|another)|rank \d has left)",
+        says="no sign of life from site 1",
+        text=r"after saving round 1: no sign of life from site 1 .* \(so site \d gave it up\)",
     ),
     Row(
         fault="site 0 killed",
@@ -171,7 +179,7 @@ ROWS = (
     ),
     Row(
         fault="connections closed",
-        phases=("announcement", "payload", "vote 2"),
+        phases=ROUND,
         what="closed",
         flow="repeat",
         afterwards=AS_BEFORE,
@@ -204,7 +212,14 @@ ROWS = (
         dead_afters=2,
         setup=TWO,
     ),
-    Row(fault="link cut", phases=("inner step", "announcement", "payload"), **LINK, **silent()),
+    Row(fault="link cut", phases=ROUND, **LINK, **silent()),
+    Row(
+        fault="link cut while it saves",
+        phases=("checkpoint",),
+        **{**LINK, "afterwards": SAVED_AGAIN},
+        says="no sign of life from site 1",
+        text=r"after saving round 1: no sign of life from site 1 .* \(so site \d gave it up\)",
+    ),
     Row(
         fault="link cut, and mended",
         phases=("voted", "decision"),
@@ -224,7 +239,7 @@ ROWS = (
     ),
     Row(
         fault="3 s late, but alive",
-        phases=("inner step", "payload"),
+        phases=ROUND,
         what="late",
         flow="nothing",
         afterwards="goes through: it is waited for",
@@ -330,7 +345,7 @@ ROWS = (
         phases=("checkpoint",),
         what="full disk",
         flow="repeat",
-        afterwards="as before; the checkpoints before it are whole; all save again",
+        afterwards=SAVED_AGAIN,
         who="all",
         kind="CheckpointError",
         says="rank 1 failed: … could not be written",

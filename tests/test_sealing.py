@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 import loco
 from loco.decision import ABORT, COMMIT, decide
 from loco.errors import AuthenticationError
-from loco.sealing import SEAL_BYTES, Seals
+from loco.sealing import SEAL_BYTES, Seals, Words
 from loco.transport import Posted, Transport
 
 KEY = b"sixteen bytes and a few"
@@ -162,13 +162,13 @@ def test_a_seal_is_of_the_message_and_of_its_place() -> None:
 
 
 def test_a_verdict_is_taken_only_from_ranks() -> None:
-    store, session = HashStore(), bytes(range(16))
-    assert decide(store, "round/1", COMMIT, KEY, session) == COMMIT
-    assert decide(store, "round/1", ABORT, KEY, session) == COMMIT  # the first one counts
+    store, words = HashStore(), Words(KEY, bytes(range(16)))
+    assert decide(store, "round/1", COMMIT, words) == COMMIT
+    assert decide(store, "round/1", ABORT, words) == COMMIT  # the first one counts
     for forged in (COMMIT, store.get("round/1").decode(), "nonsense"):
         store.set("round/2", forged)
         with pytest.raises(AuthenticationError, match="was not written by a rank of this run"):
-            decide(store, "round/2", COMMIT, KEY, session)
+            decide(store, "round/2", COMMIT, words)
 
 
 def first_anchor(rank: int) -> np.ndarray:

@@ -1,0 +1,214 @@
+"""What all ranks tell each other outside of rounds: everyone reads everything, or all learn why not."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from loco.elastic import Silence
+from loco.errors import AuthenticationError, CheckpointError, TransportError
+from loco.heartbeat import Loss
+from loco.notes import Alone, Notes, swap_or_fail
+from loco.sealing import Words
+
+KEY = b"sixteen bytes and a few"
+LONG = 60.0  # seconds: nothing here waits for it
+
+
+class Ear(Silence):
+    """Hears of losses what the test tells."""
+
+    def __init__(self) -> None:
+        self.told: list[Callable[[Loss], None]] = []
+        self.listening = threading.Event()
+
+    @contextmanager
+    def watching(self, ranks: Sequence[int], alarm: Any, **_: Any) -> Iterator[None]:
+        self.told.append(alarm)
+        self.listening.set()
+        yield
+
+    def lose(self, loss: Loss) -> None:
+        assert self.listening.wait(LONG)
+        self.told[-1](loss)
+
+    def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
+        return f"no sign of life from {name(loss.silent)}"
+
+    def last_words(self, rank: int) -> str:
+        return "computing"
+
+
+class Unsteady(HashStore):
+    """Does not answer some questions."""
+
+    def __init__(self, store: HashStore) -> None:
+        super().__init__()
+        self.store: Any = store
+        self.mute: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("compare_set", "get", "multi_get", "delete_key"):
+            if name in self.mute:
+                raise RuntimeError("no answer within 1 s")
+            return getattr(self.store, name)
+        return super().__getattribute__(name)
+
+
+class Ranks:
+    """The notes of some ranks, each in a thread of its own."""
+
+    def __init__(self, world: int = 3, *, patience: float = LONG, key: bytes | None = None) -> None:
+        self.store = HashStore()
+        self.ears = [Ear() for _ in range(world)]
+        self.stores = [Unsteady(self.store) for _ in range(world)]
+        self.notes = [
+            Notes(
+                self.stores[rank],
+                Words(key, bytes(16)),
+                self.ears[rank],
+                "run",
+                rank=rank,
+                world=world,
+                patience=patience,
+                named=lambda ranks: f"site {', '.join(map(str, ranks))}",
+            )
+            for rank in range(world)
+        ]
+
+    def swap(self, call: str, ranks: Sequence[int] = (0, 1, 2)) -> list[Any]:
+        """What came of a call, by rank: all notes, or the error."""
+
+        def one(rank: int) -> Any:
+            try:
+                return self.notes[rank].swap({"rank": rank, "call": call}, call)
+            except TransportError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(one, ranks))
+
+
+def all_of(call: str) -> list[dict[str, Any]]:
+    return [{"rank": rank, "call": call} for rank in range(3)]
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_every_rank_reads_every_note_of_every_call_and_the_store_does_not_fill_up(key: bytes | None) -> None:
+    ranks, keys = Ranks(key=key), []
+    for number in range(5):
+        assert ranks.swap(f"call {number}") == [all_of(f"call {number}")] * 3
+        keys.append(ranks.store.num_keys())
+    assert keys == [4] * 5  # a note of each, and the roll
+
+
+def test_who_gives_up_does_so_for_all_also_for_who_comes_later() -> None:
+    """And the next call is the same one for all ranks again."""
+    ranks = Ranks()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks.swap, "saving", [0, 2])
+        ranks.ears[0].lose(Loss(silent=(1,)))
+        early = waiting.result(LONG)
+    late = ranks.swap("saving", [1])
+    for text in early + late:
+        assert text == "saving: no sign of life from site 1 (so site 0 gave it up)"
+    assert ranks.swap("again") == [all_of("again")] * 3
+    assert ranks.swap("and again") == [all_of("and again")] * 3
+    assert ranks.store.num_keys() == 4
+
+
+def test_who_is_alive_but_does_not_come_is_waited_for_only_so_long() -> None:
+    early = Ranks(patience=0.3).swap("saving", [0, 2])
+    for text in early:
+        assert re.fullmatch(
+            r"saving: no answer from site 1 within 0\.3 s, though alive; last heard of: computing "
+            r"\(so site [02] gave it up\)",
+            text,
+        )
+    assert len(set(early)) == 1
+
+
+@pytest.mark.parametrize("question", ["get", "multi_get", "compare_set"])
+def test_for_whom_the_store_did_not_answer_the_next_call_is_the_same_one(question: str) -> None:
+    """It may have been only its answer that was lost, and the others went on with what it said."""
+    ranks = Ranks()
+    ranks.stores[1].mute = {question}
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(ranks.swap, "saving", [0, 2])
+        (error,) = ranks.swap("saving", [1])
+        assert error == "saving: the process group's store does not answer (no answer within 1 s)"
+        ranks.stores[1].mute = set()
+        assert ranks.swap("saving", [1]) == [all_of("saving")]
+        assert others.result(LONG) == [all_of("saving")] * 2
+    assert ranks.swap("next") == [all_of("next")] * 3
+
+
+@pytest.mark.parametrize("come", [False, True])
+def test_a_call_whose_end_was_not_heard_is_not_taken_for_another_one(come: bool) -> None:
+    ranks = Ranks()
+    ranks.stores[1].mute = {"get"}
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(ranks.swap, "saved", [0, 2])
+        if not come:  # they give it up
+            ranks.ears[0].lose(Loss(silent=(1,)))
+            others.result(LONG)
+        ranks.swap("saved", [1])
+        others.result(LONG)
+    ranks.stores[1].mute = set()
+    assert ranks.swap("saving again") == [all_of("saving again")] * 3
+
+
+def test_an_interrupted_rank_calls_off_what_the_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks.notes[1], "_meet", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.notes[1].swap({}, "saving")
+    monkeypatch.undo()
+    assert ranks.swap("saving", [0, 2]) == ["saving: KeyboardInterrupt (so site 1 gave it up)"] * 2
+    assert ranks.swap("again") == [all_of("again")] * 3
+
+
+@pytest.mark.parametrize("forge", [lambda text: text, lambda text: text.replace("1", "2")])
+def test_with_a_key_only_ranks_can_have_written_a_note(forge: Callable[[str], str]) -> None:
+    """Another call's, and a changed one."""
+    ranks = Ranks(key=KEY)
+    for number in range(2):
+        ranks.swap(f"call {number}")
+    old = ranks.store.get("loco/run/notes/1/1").decode()
+    ranks.store.set("loco/run/notes/2/1", forge(old))  # the first to be written counts
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(notes.swap, {}, "call 2") for notes in ranks.notes]
+        for future in futures:
+            with pytest.raises(AuthenticationError, match="notes/2/1 in the store was not written by a rank"):
+                future.result(LONG)
+
+
+def test_a_failure_of_one_is_all_ranks() -> None:
+    ranks, own = Ranks(), OSError("disk full")
+
+    def one(rank: int) -> Exception | None:
+        try:
+            swap_or_fail(ranks.notes[rank], {}, own if rank == 1 else None, "saving")
+        except (OSError, CheckpointError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(one, range(3)))
+    assert errors[1] is own
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, CheckpointError)
+        assert str(error) == "saving: rank 1 failed: disk full"
+
+
+def test_a_rank_that_is_alone_reads_its_own_note() -> None:
+    assert Alone().swap({"a": (1, 2)}, "saving") == [{"a": [1, 2]}]
