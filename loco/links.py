@@ -21,7 +21,6 @@ from .errors import TransportError, first_line
 from .heartbeat import Heartbeat, Loss
 from .line import Line
 from .transport import NEVER, Transport, listed
-from .waiter import Waiter
 
 _POLL = 0.05  # seconds
 
@@ -159,20 +158,17 @@ class LinkTransport(Transport):
     """
 
     def __init__(self, links: Links | None, places: Sequence[int], place: int, *, timeout: float) -> None:
+        super().__init__(
+            None,
+            places,
+            places.index(place),
+            device=torch.device("cpu"),  # gloo sends no other memory
+            heartbeat=None if links is None else links.heartbeat,
+            timeout=timeout,
+            patience=timeout,  # whoever is in a quorum has come to its round
+            member="site",
+        )
         self.links = links
-        self.group = None
-        self.device = torch.device("cpu")  # gloo sends no other memory
-        self.heartbeat = None if links is None else links.heartbeat
-        self.rank, self.size = list(places).index(place), len(places)
-        self.timeout = self.patience = timeout  # whoever is in a quorum has come to its round
-        self.member = "site"
-        self.link = ""
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self._ranks = list(places)
-        self._seals = None
-        self._reunion = False
-        self._waiter = Waiter()
 
     def _by_gloo(self) -> bool:
         return True

@@ -19,7 +19,7 @@ from .linking import TRIES, Patient, link, only_gloo
 from .meeting import meet
 from .notes import Notes
 from .sealing import LEAST_KEY_BYTES, Seals, Words
-from .transport import Transport, any_device, listed
+from .transport import Transport, any_device, listed, wire_device
 
 _OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, chance
 
@@ -269,7 +269,9 @@ class Topology:
     ) -> Transport:
         return Transport(
             group,
-            device=device,
+            dist.get_process_group_ranks(group),
+            dist.get_rank(group),
+            device=wire_device(group, device),
             heartbeat=self._heartbeat,
             timeout=self.timeout,
             patience=self.patience,

@@ -27,12 +27,13 @@ MOST_BLOB_BYTES = 1 << 28
 
 
 class Transport:
-    """The members of `group` as seen by this rank.
+    """The members of a group as seen by one of them, who are called 0 … size−1 here.
 
     Args:
-        group: the process group; its members are called 0 … size−1 here.
-        device: where the caller's tensors live. Messages must be on `self.device`, which is the same,
-            or the CPU where the group can only send CPU memory (gloo).
+        group: torch's process group; None: what a subclass has instead.
+        ranks: the members', in the order of their numbers.
+        rank: this member's number.
+        device: where messages must lie.
         heartbeat: who is alive; a member that is not ends a wait at once. None: nobody knows yet.
         timeout: seconds to wait for a message of one that is.
         patience: seconds to wait for one to come to a round.
@@ -44,7 +45,9 @@ class Transport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        rank: int,
         *,
         device: torch.device,
         heartbeat: Heartbeat | None,
@@ -55,10 +58,9 @@ class Transport:
         link: str = "",
         reunion: bool = False,
     ) -> None:
-        self.group: dist.ProcessGroup | None = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.device = _wire_device(group, device)
+        self.group = group
+        self.rank, self.size = rank, len(ranks)
+        self.device = device
         self.heartbeat = heartbeat
         self.timeout = timeout
         self.patience = patience
@@ -66,7 +68,7 @@ class Transport:
         self.link = link
         self._seals = seals
         self._reunion = reunion
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = list(ranks)
         self._waiter = Waiter()
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -367,8 +369,8 @@ def any_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device(next(iter(_backends(group))))
 
 
-def _wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where messages must lie for this group to send them."""
+def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where messages must lie for this group to send them, for a caller whose tensors live on `device`."""
     backends = _backends(group)
     if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
         return device
