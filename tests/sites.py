@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,16 @@ def error_of(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", "nothing was raised"
+
+
+def tell(word: str) -> None:
+    """Let ranks go on that `hear` it."""
+    dist.distributed_c10d._get_default_store().set(f"tests/{word}", "")
+
+
+def hear(word: str) -> None:
+    """Wait until another rank tells it: a test that slept instead would fail on a machine that is busy."""
+    dist.distributed_c10d._get_default_store().wait([f"tests/{word}"], timedelta(seconds=60))
 
 
 def _collect(ends: list[Connection], timeout: float) -> list[Any]:

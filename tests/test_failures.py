@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
-from sites import error_of, run_ranks
+from sites import error_of, hear, run_ranks, tell
 from states import assert_same, small_model, snapshot, train
 from torch import nn
 from torch._C._distributed_c10d import HashStore
@@ -273,8 +273,10 @@ def silent_site(rank: int) -> dict[str, Any]:
     optimizer.inner.step()
     before = snapshot(optimizer)
     if rank == 1:
+        hear("given up")
         return {}
     error = error_of(optimizer.sync)
+    tell("given up")
     return {"error": error, "before": before, "after": snapshot(optimizer)}
 
 
@@ -303,7 +305,7 @@ def late_site(rank: int) -> dict[str, Any]:
     before = snapshot(hurt)
     dist.barrier()
     if rank == 1:
-        time.sleep(2.5)
+        hear("site 0 has given up")
     errors = []
     while hurt.round == 0:
         try:
@@ -311,6 +313,8 @@ def late_site(rank: int) -> dict[str, Any]:
         except loco.TransportError as error:
             errors.append(str(error))
             assert_same(before, snapshot(hurt))
+            if rank == 0 and len(errors) == 2:  # in the round, and while it waited to reconnect
+                tell("site 0 has given up")
     for _ in range(2):
         hurt.step()
     assert len(dist.distributed_c10d._world.pg_map) == groups  # what broke was given back

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from scripted import Scripted, parameters
-from sites import run_ranks
+from sites import hear, run_ranks, tell
 from states import assert_same, snapshot
 from torch._C._distributed_c10d import FileStore
 
@@ -100,28 +100,25 @@ def test_ctrl_c_in_the_middle_of_a_round_loses_nothing(vote: str) -> None:
         assert_same(result["interrupted"], result["clean"])
 
 
-def interrupted_wait(rank: int) -> tuple[str, float]:
-    """Ctrl-C while site 0 waits for site 1, which computes for a while."""
+def interrupted_wait(rank: int) -> str:
+    """Ctrl-C while site 0 waits for site 1, which computes until then."""
     optimizer = built(rank)
     dist.barrier()
-    if rank == 0:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    else:
-        time.sleep(8)
-        return "", 0.0  # site 0 does not come back
-    start = time.monotonic()
+    if rank == 1:
+        hear("interrupted")
+        return ""
     try:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         optimizer.sync()
     except (KeyboardInterrupt, loco.LocoError) as error:
-        return type(error).__name__, time.monotonic() - start
-    return "", 0.0
+        tell("interrupted")
+        return type(error).__name__
+    return "went through"
 
 
 def test_ctrl_c_ends_a_wait_for_another_site_at_once() -> None:
-    """gloo's own wait would end with its message, or after `patience`."""
-    name, seconds = run_ranks(2, interrupted_wait)[0]
-    assert name == "KeyboardInterrupt"
-    assert seconds < 6.0  # long before site 1 comes
+    """gloo's own wait would end with its message, or after `patience`: site 1 would wait in vain."""
+    assert run_ranks(2, interrupted_wait)[0] == "KeyboardInterrupt"
 
 
 def test_a_machine_that_was_halted_accuses_nobody_when_it_goes_on(

@@ -1,12 +1,11 @@
 """A round whose links were lost, between sites that live, is tried again by itself."""
 
 import logging
-import time
 from typing import Any
 
 import pytest
 from scripted import Scripted, parameters
-from sites import error_of, run_ranks
+from sites import error_of, hear, run_ranks, tell
 from states import assert_same, snapshot
 
 import loco
@@ -85,10 +84,12 @@ def never_comes(rank: int) -> tuple[tuple[str, str], list[str]]:
     optimizer = build(rank, patience=1.5)
     optimizer.inner.step()
     if rank == 1:
-        time.sleep(4.0)
+        hear("given up")
         return ("", ""), []
     warnings = kept_warnings()
-    return error_of(optimizer.sync), warnings
+    error = error_of(optimizer.sync)
+    tell("given up")
+    return error, warnings
 
 
 def test_who_has_been_waited_for_long_enough_is_not_waited_for_again() -> None:
