@@ -79,27 +79,27 @@ def plan(attempt: str, quorum: Sequence[Member]) -> Plan:
     """
     1. A site in doubt about an attempt that another has committed will commit it too: it counts as done.
     2. The run is what most of the sites that are ready hold, of those who are furthest: rounds first, then
-       numbers, then the first site. If none is ready (a start, or a restart), of all.
+       numbers, then the first site. If none that is ready has done a round (a start, or a restart), of all:
+       a site that has lost its checkpoints may be ready before the others have brought theirs.
     3. Ready sites that hold it run a round. All others are given its result: that of the round, if there is
        one, so that who has done no steps is not counted among the R of a round.
     """
     everyone = _settled(sorted(quorum, key=lambda member: member.id))
     ready = [member for member in everyone if member.claim.ready]
-    lead = _furthest(ready or everyone)
+    lead = _furthest([member for member in ready if member.claim.round > 0] or everyone)
     members = tuple(member for member in everyone if member.claim.setup == lead.setup)
     strangers = tuple(member for member in everyone if member.claim.setup != lead.setup)
 
     holding = [k for k, member in enumerate(members) if _state(member.claim) == _state(lead)]
-    workers = [k for k in holding if members[k].claim.ready] or holding
+    at_work = [k for k in holding if members[k].claim.ready]
+    workers = at_work or holding  # and nobody who holds θ already needs it
     others = [k for k in range(len(members)) if k not in workers]
-    if not ready:  # who holds θ already needs none
-        others = [k for k in others if k not in holding]
     return Plan(
         attempt=attempt,
         members=members,
         workers=tuple(workers),
         newcomers={place: workers[k % len(workers)] for k, place in enumerate(others)},
-        runs=bool(ready),
+        runs=bool(at_work),
         keep_links=bool(lead.links) and {member.claim.links for member in members} == {lead.links},
         strangers=strangers,
     )
@@ -118,9 +118,10 @@ def _settled(members: list[Member]) -> list[Member]:
 
 
 def _furthest(members: list[Member]) -> Claim:
-    states = [_state(member.claim) for member in members]
-    best = max(states, key=lambda state: (state[0], states.count(state)))  # of equals, the first
-    return members[states.index(best)].claim
+    """Of equals, who is ready; then what most of them hold; then the first."""
+    claims = [member.claim for member in members]
+    states = [_state(claim) for claim in claims]
+    return max(claims, key=lambda claim: (claim.round, claim.ready, states.count(_state(claim))))
 
 
 def _state(claim: Claim) -> tuple[int, str, str]:

@@ -1,7 +1,5 @@
 """What the sites of a quorum do is decided from what they say, by each of them alike."""
 
-from dataclasses import replace
-
 from loco.quorum import Claim, Member, Plan, plan
 
 
@@ -45,6 +43,21 @@ def test_who_only_arrives_is_not_one_of_the_round_even_if_it_holds_the_same() ->
 def test_who_arrives_with_more_rounds_does_not_take_over_a_run() -> None:
     decided = plan("q", [site("a", 9, ready=False), site("b", 3)])
     assert given(decided) == {"a": "b"}
+
+
+def test_who_is_ready_and_has_done_no_round_does_not_undo_what_another_brings() -> None:
+    """A restart, in which one site has lost its checkpoints and so has nothing to load."""
+    decided = plan("q", [site("a", 0, "new"), site("b", 9, ready=False), site("c", 9, ready=False)])
+    assert names(decided, decided.workers) == ["b", "c"]
+    assert given(decided) == {"a": "b"}
+    assert not decided.runs
+
+
+def test_in_the_first_round_who_joins_is_given_what_the_others_hold() -> None:
+    decided = plan("q", [site("a", 0, "new", ready=False), site("b", 0)])
+    assert names(decided, decided.workers) == ["b"]
+    assert given(decided) == {"a": "b"}
+    assert decided.runs
 
 
 def test_at_a_start_the_first_site_gives_its_state_and_no_round_is_run() -> None:
@@ -105,5 +118,6 @@ def test_who_was_set_up_differently_is_left_out() -> None:
 
 def test_a_hollow_state_is_never_given() -> None:
     hollow = site("a", -1, "half")
-    decided = plan("q", [hollow, replace(site("b", 0, "w"), id="b:1")])
-    assert given(decided) == {"a": "b"}
+    for ready in (True, False):
+        decided = plan("q", [hollow, site("b", 0, "w", ready=ready)])
+        assert given(decided) == {"a": "b"}
