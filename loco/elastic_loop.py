@@ -45,7 +45,9 @@ class ElasticLoop(OuterLoop):
     What a site that comes finds: θ, m and the number of rounds are the others', bit for bit; w = cast(θ). Its
     residual is kept if the last round it took part in is the last one it knows of: if it was stopped, or out
     of reach, or brought its own checkpoint of that round. Otherwise part of it may have been sent since, and
-    it starts empty: what a dead process withheld is lost. So are inner steps that no round has taken up.
+    it starts empty, with a warning: what a dead process withheld is lost. So are inner steps that no round
+    has taken up. A whole run that is started again is no different: the checkpoint of the latest round leads,
+    and who brings it, or another of that round, goes on from its very step.
     """
 
     topology: ElasticTopology
@@ -105,7 +107,7 @@ class ElasticLoop(OuterLoop):
 
     def come_back(self, state: Mapping[str, Any]) -> bool:
         """Come to the others with a state that was loaded: if they are further, θ and m are theirs."""
-        self._took_part, self._committed = dict(state.get("took_part", {})), ""
+        self._took_part, self._committed, self._hollow = dict(state.get("took_part", {})), "", False
         return self._arrive()
 
     @torch.no_grad()
@@ -225,12 +227,12 @@ class ElasticLoop(OuterLoop):
         self._hollow = False
         with self.rewritten(), self.layout.pieces(self.start, self.stop, write=True) as weights:
             kernels.write_weights(self.anchor, weights)
-            lost = self._keep_or_empty_residual(head)
+            dropped = self._keep_or_empty_residual(head)
             self.rounds, self._took_part = head.round, dict(head.took_part)
             self._committed = ""
-        _logger.warning(
-            "took round %d from %s%s", head.round, plan.members[server].name, lost and f"; {lost}"
-        )
+        _logger.warning("took round %d from %s", head.round, plan.members[server].name)
+        if dropped:
+            _logger.warning("%s", dropped)
         numel = self.stop - self.start
         return SyncReport(
             round=self.rounds,
@@ -252,12 +254,18 @@ class ElasticLoop(OuterLoop):
 
     def _keep_or_empty_residual(self, head: Head) -> str:
         """What is withheld may be sent once, if this site has not taken part in a round that it can't
-        remember. -> what was lost."""
-        if self.residual is None or head.took_part.get(self.topology.name, 0) == self.rounds:
+        remember. -> what was dropped, and why."""
+        last = head.took_part.get(self.topology.name, 0)
+        if self.residual is None or last == self.rounds:
             return ""
         norm = float(self.residual.double().norm())
         self.residual.zero_()
-        return f"what was withheld since round {self.rounds} is lost (norm {norm:.3g})" if norm else ""
+        if not norm:
+            return ""
+        return (
+            f"this site's residual of round {self.rounds} (norm {norm:.3g}) is dropped: the last round it "
+            f"took part in is {last}, and a part of it may have been sent"
+        )
 
     def _give_up(self, plan: Plan, error: LocoError, failed: list[Plan]) -> None:
         """Hang up, so that the others learn of it, and leave it to the next quorum.
