@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import CheckpointError
 from .formats import FORMATS
-from .manifest import Manifest, Position, manifest_of
+from .manifest import Manifest, Position, manifest_of, name_of
 from .notes import swap_or_fail
 from .optimizer import LowCommunicationOptimizer
 from .plain import host_copy
@@ -37,6 +37,9 @@ class Checkpoints:
     A folder is written beside its place, flushed to the disk, and moved there last, so that a crash never
     leaves half of one. A rank removes an old checkpoint only when it has heard that all ranks hold a newer
     one: there is one that all of them hold at any time, however many die, and whenever.
+
+    Sites that come and go (`ElasticTopology`) save and load each on its own, whenever it likes, in a folder
+    of its own, `Checkpoints(folder / name)`. Two that share one are told so.
 
     Args:
         folder: where to save; made if it is missing.
@@ -77,8 +80,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on all ranks: this or the last checkpoint could not be saved on one of them
-                (a full disk, say), or the folder holds another training's. Nothing else is lost by it:
-                training can go on, and `save` be called again.
+                (a full disk, say), or the folder holds another training's or site's. Nothing else is lost
+                by it: training can go on, and `save` be called again.
             TransportError: on all ranks: one of them is dead, stopped or cut off, or did not come. As above.
         """
         topology = optimizer.topology
@@ -179,6 +182,11 @@ class Checkpoints:
         bit; where no FP32 holds a sum exactly it is rounded, and a warning counts such elements. From then on
         g is the mean over the new number of sites.
 
+        A site that comes and goes loads the newest checkpoint of its own, and comes to the others with it. If
+        one of them is further, θ, m and the round are theirs, w = cast(θ), and a new round begins; `extra` is
+        as this site saved it. Its residual is kept only if the checkpoint is of the last round it took part
+        in: of an older one a part may have been sent since, and it is dropped with a warning.
+
         Args:
             optimizer: built as the saved one was: same settings, parameters and ranks per site.
             sites: the old site that each new site continues, or None where a new one joins; without it the
@@ -193,7 +201,8 @@ class Checkpoints:
             ValueError: on all ranks: the checkpoint is of another training (other settings, parameters, wire
                 version, ranks per site), or `sites` and `lost` don't fit it; nothing was changed.
             CheckpointError: on all ranks: there are checkpoints, but none that all ranks hold, or the files
-                of a site that leaves can't be seen; nothing was changed.
+                of a site that leaves can't be seen, or they are another site's that comes and goes; nothing
+                was changed.
             ReplicaError: what was loaded is not the same on all sites.
         """
         with suppress(CheckpointError):  # which was logged
@@ -222,4 +231,4 @@ class Checkpoints:
 
 def _shelf_of(folder: Path, topology: Topology) -> Shelf:
     everyone = topology.everyone()
-    return Shelf(folder, everyone.rank, everyone.size)
+    return Shelf(folder, everyone.rank, everyone.size, name_of(topology))

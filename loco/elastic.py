@@ -174,8 +174,9 @@ class ElasticTopology(Topology):
             link.close()
 
     def seat(self) -> dict[str, Any]:
-        """A site is known by its name: its number is another one in every quorum."""
-        return {"site": self.name, "num_sites": self.sites, "place": 0, "ranks_per_site": 1}
+        """A site is known by its name: its number is another one in every quorum. To its state and to its
+        checkpoints it is alone."""
+        return {"name": self.name, "site": 0, "num_sites": 1, "place": 0, "ranks_per_site": 1}
 
     def meet(self, name: str) -> int:
         raise AssertionError("sites that come and go meet in the next quorum")

@@ -63,13 +63,13 @@ def newest(
     Raises:
         ValueError, CheckpointError: as `Checkpoints.load`.
     """
-    topology = optimizer.topology
-    each, unseen, withholds = topology.ranks_per_site, None, optimizer._outer.residual is not None
+    each, unseen = optimizer.topology.ranks_per_site, None
+    withholds = optimizer._outer.residual is not None
     for name, save in sorted(saves.items(), key=lambda item: (item[1].position, item[0]), reverse=True):
         if name in passed_over:
             continue
         check_same("ranks_per_site", save.ranks_per_site, each)
-        roster = Roster.of(sites, lost, old=save.num_sites, new=topology.num_sites, each=each)
+        roster = Roster.of(sites, lost, old=save.num_sites, new=shelf.world // each, each=each)
         needed = {r: roster.old_rank(r) for r in range(shelf.world)}
         if any(old is not None and r not in save.seen.get(old, []) for r, old in needed.items()):
             continue

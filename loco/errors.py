@@ -48,5 +48,5 @@ class PeerError(LocoError):
 
 
 class CheckpointError(LocoError):
-    """A checkpoint could not be written, or none that all ranks hold can be read. The training's state is
-    what it was, and so are the checkpoints that were there."""
+    """A checkpoint could not be written, or none that all ranks hold can be read, or it is another site's.
+    The training's state is what it was, and so are the checkpoints that were there."""

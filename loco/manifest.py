@@ -12,6 +12,7 @@ from loco import kernels
 
 from .outer import OuterLoop
 from .state import check_same, identity
+from .topology import Topology
 from .wire import VERSION
 
 NAME = "manifest.json"
@@ -37,6 +38,7 @@ class Manifest:
     ranks_per_site: int
     site: int
     place: int
+    name: str = ""  # of a site that comes and goes, which its number does not tell
     settings: dict[str, Any]
     wire_version: int
     parameters: list[Any]  # names, shapes and dtypes
@@ -64,6 +66,7 @@ class Manifest:
             ValueError: says what differs.
         """
         check_same("wire version", self.wire_version, VERSION)
+        check_same("name", self.name, name_of(outer.topology))
         check_same("ranks_per_site", self.ranks_per_site, outer.topology.ranks_per_site)
         check_same("settings", self.settings, vars(outer.settings))
         check_same("parameters", self.parameters, outer.layout.describe())
@@ -102,6 +105,11 @@ def manifest_of(
         },
         loco=__version__,
     )
+
+
+def name_of(topology: Topology) -> str:
+    """What a manifest calls this site; "" if its number says who it is."""
+    return topology.seat().get("name", "")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .errors import CheckpointError
 from .manifest import Manifest, Position, read_manifest
 
 _log = logging.getLogger(__name__)
@@ -27,10 +28,12 @@ class Shelf:
 
     Ranks that are no more, of a time when there were more of them, leave folders behind: rank r looks after
     those of all k with k mod world = r.
+
+    name: of a site that comes and goes. It is the only rank of its folder.
     """
 
-    def __init__(self, folder: Path, rank: int, world: int) -> None:
-        self.folder, self.rank, self.world = folder, rank, world
+    def __init__(self, folder: Path, rank: int, world: int, name: str = "") -> None:
+        self.folder, self.rank, self.world, self.name = folder, rank, world, name
 
     def path(self, position: Position, rank: int) -> Path:
         step = f"-step-{position.local_step:05d}" if position.local_step else ""
@@ -49,6 +52,9 @@ class Shelf:
         """The complete checkpoints of this rank, or of all ranks that can be seen from here, oldest first.
 
         What of this rank's is damaged is passed over with a warning.
+
+        Raises:
+            CheckpointError: this site has a name, and the folder holds what another one saved.
         """
         found = []
         for position, rank, path in self._folders():
@@ -62,6 +68,12 @@ class Shelf:
                 if rank == self.rank:
                     _log.warning("a checkpoint is passed over: %s", error)
                 continue
+            if self.name and manifest.name != self.name:
+                raise CheckpointError(
+                    f"{path} is of {f'site {manifest.name}' if manifest.name else 'a run of fixed sites'}, "
+                    f"and this is site {self.name}: give each site a folder of its own, and the same name "
+                    f"whenever it comes back"
+                )
             found.append(manifest)
         return sorted(found, key=lambda manifest: manifest.position)
 
@@ -70,6 +82,7 @@ class Shelf:
 
         Raises:
             OSError: it could not be written; nothing is there of it.
+            CheckpointError: as `whole`; nothing is there of it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         partial, replaced = self._partial(), self._partial()
@@ -84,6 +97,7 @@ class Shelf:
                 place.parent.mkdir(exist_ok=True)
                 try:
                     if place.exists():  # of a run that went another way from an older checkpoint
+                        self.whole()  # or of another site, which saved here since it was looked at
                         place.rename(replaced)
                     partial.rename(place)
                     break

@@ -1,10 +1,11 @@
 """Sites that come and go: each a process that trains a small model and does what the test orders."""
 
+import logging
 import os
 import pickle
 import signal
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,11 +15,11 @@ from sites import context
 from states import Snapshot, small_model, snapshot, train
 
 import loco
-from loco import elastic_loop, exchange
+from loco import elastic_loop, exchange, recovery
 from loco.errors import TransportError
 
 PATIENCE = 90.0  # seconds; no test is about time
-HEARTBEAT = 1500  # milliseconds without a sign of life after which the lighthouse counts a site as dead
+HEARTBEAT = 1500
 
 
 @dataclass
@@ -38,17 +39,23 @@ class Told:
     gave_up: list[Snapshot] = field(default_factory=list)
     exchange: str = ""
     error: str = ""
+    extra: Any = None  # of the checkpoint that was loaded
+    warned: str = ""
 
 
 class Fleet:
-    """A lighthouse in this process, and the sites that were started. Use it in a `with`."""
+    """A lighthouse in this process, and the sites that were started. Use it in a `with`.
 
-    def __init__(self, sites: int) -> None:
+    heartbeat: milliseconds without a sign of life after which the lighthouse counts a site as dead. Every
+        death costs a test so long; where none dies, it may as well be more than any machine is ever busy.
+    """
+
+    def __init__(self, sites: int, *, heartbeat: int = HEARTBEAT) -> None:
         from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
 
         self.sites = sites
         self._lighthouse = LighthouseServer(
-            "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=HEARTBEAT
+            "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=heartbeat
         )
         # It calls itself by the host's name, at which it may not listen.
         port = self._lighthouse.address().rpartition(":")[2]
@@ -143,6 +150,7 @@ class _Site:
         self.optimizer = loco.PulseLoCo(inner, topology=topology, **{"sync_every": 10_000, **options})
         self.loop: Any = self.optimizer._outer
         self.gave_up: list[Snapshot] = []
+        self.checkpoints: dict[str, loco.Checkpoints] = {}  # by folder
         give_up = self.loop._give_up
 
         def give_up_and_tell(*args: Any) -> None:
@@ -186,15 +194,50 @@ class _Site:
         self.optimizer.load_state_dict(torch.load(path))
         return Told(self.optimizer.round, after=snapshot(self.optimizer))
 
+    def train(self, begin: int, end: int) -> Told:
+        """These inner steps, and the rounds that fall due, as a training loop has them."""
+        train(self.net, self.optimizer, self.seed, range(begin, end))
+        return Told(self.optimizer.round, after=snapshot(self.optimizer))
+
+    def keep(self, folder: str) -> Told:
+        """A checkpoint, by loco.Checkpoints."""
+        at = {"round": self.optimizer.round, "local_step": self.optimizer.local_step}
+        return self._watched(lambda: self._in(folder).save(self.optimizer, at, blocking=True))
+
+    def resume(self, folder: str) -> Told:
+        """Load the newest one."""
+        return self._watched(lambda: self._in(folder).load(self.optimizer))
+
+    def _in(self, folder: str) -> loco.Checkpoints:
+        return self.checkpoints.setdefault(folder, loco.Checkpoints(folder))
+
+    def _watched(self, act: Callable[[], Any]) -> Told:
+        """Do it, and tell what it returned, raised or warned of."""
+        warned: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: warned.append(record.getMessage())
+        logging.getLogger("loco").addHandler(handler)
+        extra, error = None, ""
+        try:
+            extra = act()
+        except (loco.LocoError, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        logging.getLogger("loco").removeHandler(handler)
+        after = snapshot(self.optimizer)
+        return Told(self.optimizer.round, after=after, error=error, extra=extra, warned="\n".join(warned))
+
     def spoil(self) -> None:
         """A NaN, as from a loss that ran away."""
         with torch.no_grad():
             next(self.net.parameters()).view(-1)[0] = float("nan")
 
     def die_when(self, moment: str) -> None:
-        """In the next round: while sites send their entries, or when they vote on what arrived."""
+        """In the next round: while sites send their entries, or when they vote on what arrived; or when this
+        site has given another one θ and not yet m."""
         if moment == "voting":
             exchange.Exchange.confirm = _die
+        elif moment == "giving":
+            elastic_loop.give = _give_half
         else:
             exchange.gather = exchange.owner_reduce = _die
 
@@ -217,6 +260,11 @@ class _Site:
 
         self.cut = True
         exchange.Exchange.confirm, elastic_loop.decide = lose, no_answer
+
+
+def _give_half(link: Any, peer: int, head: Any, tensors: list[torch.Tensor]) -> None:
+    recovery.give(link, peer, head, tensors[:1])
+    _die()
 
 
 def _die(*args: Any, **kwargs: Any) -> Any:
