@@ -23,10 +23,11 @@ from .exchange import Exchange, Wire
 from .outer import OuterLoop
 from .problem import Problem
 from .quorum import Claim, Plan
-from .recovery import Head, digest_of, give, take, take_head
+from .recovery import Head, give, take, take_head
 from .report import SyncReport
 from .sealing import Words
 from .settings import Settings
+from .state import digest_of
 from .wire import VERSION
 
 MOST = 3  # rounds that fail among the same sites before it is said: repeating mends only who is gone

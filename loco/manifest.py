@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loco import kernels
-
 from .outer import OuterLoop
-from .state import check_same, identity
+from .state import check_same, digest_of, identity
 from .topology import Topology
 from .wire import VERSION
 
@@ -97,7 +95,7 @@ def manifest_of(
         **who,
         settings=mine["settings"],
         wire_version=VERSION,
-        digest=f"{kernels.digest(mine['anchor']):016x}",
+        digest=digest_of(mine["anchor"]),
         format=format,
         files={
             path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}

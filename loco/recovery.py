@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from loco import kernels
-
 from .errors import TransportError
+from .state import digest_of
 from .transport import Transport, as_bytes
 
 CHUNK = 1 << 20  # elements of one message: 4 MiB
@@ -26,10 +25,6 @@ class Head:
     round: int
     digests: list[str]
     took_part: dict[str, int] = field(default_factory=dict)
-
-
-def digest_of(tensor: Tensor) -> str:
-    return f"{kernels.digest(tensor):016x}"
 
 
 def give(link: Transport, peer: int, head: Head, tensors: list[Tensor]) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from loco import kernels
-
 from .election import Save, all_saves, newest, nothing
 from .errors import CheckpointError, ReplicaError
 from .formats import FORMATS
@@ -19,7 +17,7 @@ from .notes import swap_or_fail
 from .optimizer import LowCommunicationOptimizer
 from .outer import OuterLoop
 from .shelf import Shelf
-from .state import identity
+from .state import digest_of, identity
 
 _log = logging.getLogger(__name__)
 
@@ -132,10 +130,7 @@ def _check_tensors(own: dict[str, Any], manifest: Manifest, outer: OuterLoop) ->
     """The data are those that the manifest speaks of."""
     if Position(own["round"], own["local_step"]) != manifest.position:
         raise ValueError(f"its data are of {Position(own['round'], own['local_step'])}")
-    if (
-        f"{kernels.digest(own['anchor']):016x}" != manifest.digest
-        or own["anchor"].shape != outer.anchor.shape
-    ):
+    if digest_of(own["anchor"]) != manifest.digest or own["anchor"].shape != outer.anchor.shape:
         raise ValueError("its anchor is another than when it was saved")
 
 
@@ -170,7 +165,7 @@ def _take_up(
         "round": outer.rounds,
         "local_step": optimizer.local_step,
     }
-    mine["digest"] = f"{kernels.digest(outer.anchor):016x}"
+    mine["digest"] = digest_of(outer.anchor)
     notes = swap_or_fail(optimizer.topology.notes, mine, failure, f"taking up {position}")
     for rank, note in enumerate(notes):
         if note != notes[rank % roster.ranks_per_site]:
