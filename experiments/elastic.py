@@ -124,6 +124,11 @@ def run(config: ElasticConfig, folder: Path, *, disturbed: bool) -> list[Event]:
     title = "with a site that dies and comes back" if disturbed else "undisturbed"
     print(f"{config.sites} sites, {title}", flush=True)
     events: list[Event] = []
+
+    def note(done: str, round: int) -> None:
+        events.append({"site": f"site-{VICTIM}", "event": done, "time": time.time(), "round": round})
+        _show(events[-1], config)
+
     with Processes(config, folder) as processes:
         for number in range(config.sites):
             processes.start(number)
@@ -140,17 +145,11 @@ def run(config: ElasticConfig, folder: Path, *, disturbed: bool) -> list[Event]:
             if not killed and round >= config.dies:
                 processes.kill(VICTIM)
                 killed = True
-                events.append(
-                    {"site": f"site-{VICTIM}", "event": "killed", "time": time.time(), "round": round}
-                )
-                _show(events[-1], config)
+                note("killed", round)
             if not started and round >= config.returns:
                 processes.start(VICTIM)
                 started = True
-                events.append(
-                    {"site": f"site-{VICTIM}", "event": "started", "time": time.time(), "round": round}
-                )
-                _show(events[-1], config)
+                note("started", round)
     return events
 
 

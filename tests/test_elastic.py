@@ -52,6 +52,13 @@ def started(fleet: Fleet) -> Survivors:
     return Survivors(start["s0"])
 
 
+def joined(fleet: Fleet, run: Survivors, name: str, *others: str) -> Told:
+    """The others' rounds, until a site that comes has what they have -> what it tells then."""
+    for round in fleet.rounds_until_joined(name, *others):
+        run.check(round)
+    return fleet.hear(name)
+
+
 # The first site hosts the store that the others meet by; the last one hosts nothing.
 @pytest.mark.parametrize("victim", ["s0", "s2"])
 @pytest.mark.parametrize("moment", ["sending", "voting"])
@@ -125,9 +132,7 @@ def test_a_site_that_was_never_there_can_join() -> None:
         run = started(fleet)
         run.check(fleet.round(*ALL))
         fleet.start("s3")
-        for round in fleet.rounds_until_joined("s3", *ALL):
-            run.check(round)
-        fleet.hear("s3")
+        joined(fleet, run, "s3", *ALL)
         run.residuals["s3"] = np.zeros_like(run.residuals["s0"])
         round = fleet.round(*ALL, "s3")
         assert round["s3"].sites == (*ALL, "s3")
@@ -142,9 +147,7 @@ def test_a_site_that_was_stopped_keeps_what_it_withheld() -> None:
         run.check(fleet.round("s0", "s1"))
         fleet.send("s2", signal.SIGCONT)
         fleet.order("s2", "round", 2)  # it is behind, and finds out
-        for round in fleet.rounds_until_joined("s2", "s0", "s1"):
-            run.check(round)
-        back = fleet.hear("s2")
+        back = joined(fleet, run, "s2", "s0", "s1")
         assert back.exchange == "rejoin"
         np.testing.assert_array_equal(floats(back, "anchor"), run.paper.anchor)
         np.testing.assert_array_equal(floats(back, "residual"), run.residuals["s2"])
@@ -190,13 +193,9 @@ def test_a_site_with_its_own_last_checkpoint_keeps_what_it_withheld(tmp_path: Pa
         fleet.kill("s1")
         run.check(fleet.round("s0", "s2"))
         fleet.start("s1")
-        for round in fleet.rounds_until_joined("s1", "s0", "s2"):
-            run.check(round)
-        fleet.hear("s1")
+        joined(fleet, run, "s1", "s0", "s2")
         fleet.order("s1", "load", str(tmp_path / "s1.pt"))
-        for round in fleet.rounds_until_joined("s1", "s0", "s2"):
-            run.check(round)
-        back = fleet.hear("s1")
+        back = joined(fleet, run, "s1", "s0", "s2")
         np.testing.assert_array_equal(floats(back, "anchor"), run.paper.anchor)
         np.testing.assert_array_equal(floats(back, "residual"), run.residuals["s1"])
         assert floats(back, "residual").any()
@@ -211,9 +210,7 @@ def test_what_an_older_checkpoint_withheld_is_not_sent_twice(tmp_path: Path) -> 
         fleet.hear("s1")
         run.check(fleet.round(*ALL))  # in which it sends some of it
         fleet.order("s1", "load", str(tmp_path / "s1.pt"))
-        for round in fleet.rounds_until_joined("s1", "s0", "s2"):
-            run.check(round)
-        back = fleet.hear("s1")
+        back = joined(fleet, run, "s1", "s0", "s2")
         np.testing.assert_array_equal(floats(back, "anchor"), run.paper.anchor)
         assert not floats(back, "residual").any()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fleet import Fleet, Told, told_by
 from states import assert_same
-from test_elastic import ALL, Survivors, floats, started
+from test_elastic import ALL, Survivors, floats, joined, started
 
 import loco
 from loco.manifest import Manifest, Position
@@ -127,13 +127,9 @@ def test_a_site_that_was_killed_sends_what_its_checkpoint_withheld_once_at_most(
         fleet.kill("s1")
         run.check(fleet.round("s0", "s2"))
         fleet.start("s1")
-        for round in fleet.rounds_until_joined("s1", "s0", "s2"):
-            run.check(round)
-        fleet.hear("s1")
+        joined(fleet, run, "s1", "s0", "s2")
         fleet.order("s1", "resume", str(tmp_path / "s1"))
-        for round in fleet.rounds_until_joined("s1", "s0", "s2"):
-            run.check(round)
-        back = fleet.hear("s1")
+        back = joined(fleet, run, "s1", "s0", "s2")
         assert back.extra == {"round": 1, "local_step": 0}
         np.testing.assert_array_equal(floats(back, "anchor"), run.paper.anchor)
         np.testing.assert_array_equal(floats(back, "momentum"), run.paper.momentum)
