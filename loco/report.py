@@ -16,7 +16,7 @@ class SyncReport:
     entries: int  # of which it sent
     density: float  # entries / numel
     wire: str  # the code of what it sent: tight, fast, float32, bfloat16 or int8
-    # gather, owner or dense: chosen by predicted bytes unless the user did; rejoin: an elastic site was given θ
+    # gather, owner or dense: chosen by predicted bytes unless the user did. rejoin: it was given θ instead
     exchange: str
     payload_bytes: int  # this site's coded entries, with headers, but for a slice that it sums itself
     sent_bytes: int  # across the sites: payloads, headers and votes

@@ -54,7 +54,7 @@ class Run:
     """
 
     def __init__(
-        self, setup: Setup, faults: Sequence[Fault] = (), *, folder: str = "", limit: float = 60.0
+        self, setup: Setup, faults: Sequence[Fault] = (), *, folder: str = "", limit: float = 120.0
     ) -> None:
         self.setup = setup
         self.told = Told(raised={r: [] for r in range(setup.world)})

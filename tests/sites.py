@@ -32,7 +32,7 @@ context.set_forkserver_preload(
 )
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
     """`function(rank, *args)` on every rank of a fresh process group -> results by rank.
 
     An exception on any rank ends all of them and is raised here with that rank's traceback.

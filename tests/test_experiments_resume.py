@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes import children, gone, variables
 from sites import run_ranks
-from test_experiments_runs import PYTHON, alive, children, environment, run, started_training
+from test_experiments_runs import PYTHON, environment, run, started_training
 
 from experiments import train
 from experiments.config import TrainConfig, load
@@ -174,11 +175,6 @@ def test_under_torchrun_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> 
     assert "most recent call" in log  # where it stood when it lost its peer, or was stopped for it
 
 
-def variables(pid: int) -> dict[str, str]:
-    pairs = (Path("/proc") / str(pid) / "environ").read_text().split("\0")
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-
-
 def until(holds: Callable[[], bool], started: "subprocess.Popen[Any]") -> None:
     for _ in range(1200):
         if holds():
@@ -192,7 +188,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
     started, ranks = started_training("experiments.train", tmp_path, "PULSELoCo")
     os.kill(started.pid, signal.SIGKILL)
     started.communicate(timeout=60)
-    assert not any(alive(pid) for pid in ranks)
+    assert gone(ranks)
 
 
 def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path) -> None:
@@ -212,7 +208,7 @@ def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path) -> None:
         assert len(ranks) == 2
         os.kill(started.pid, signal.SIGKILL)
         started.wait(60)
-    assert not any(alive(pid) for pid in ranks)
+    assert gone(ranks)
 
 
 def test_a_failed_rank_exits_with_1_and_its_traceback_is_in_its_log(tmp_path: Path) -> None:

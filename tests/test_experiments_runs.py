@@ -5,12 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from processes import children, gone, variables
 from sites import run_ranks
 
 from experiments import compare, launch, train
@@ -242,7 +242,7 @@ def test_a_killed_rank_is_named_and_the_others_are_stopped(tmp_path: Path) -> No
     assert started.returncode == 1
     assert said.splitlines()[-1] == "error: rank 1 was killed by SIGKILL"
     assert "Traceback" not in said
-    assert not any(alive(pid) for pid in ranks)
+    assert gone(ranks)
     # Where the other one stood, when it lost its peer or was stopped for it, is in its log.
     assert "most recent call" in (tmp_path / "runs/diloco/logs/rank-0.log").read_text()
 
@@ -285,7 +285,7 @@ def interrupted(started: subprocess.Popen[str], ranks: dict[int, int]) -> str:
     assert started.returncode == 130
     assert "Traceback" not in said
     assert "Received" not in said  # nor the agent's own log
-    assert not any(alive(pid) for pid in ranks)
+    assert gone(ranks)
     return said
 
 
@@ -308,28 +308,6 @@ def started_training(
     for line in started.stderr:
         if line.startswith(method):  # its first step is done
             break
-    ranks = {}
-    for pid in children(started.pid):
-        pairs = (Path("/proc") / str(pid) / "environ").read_text().split("\0")
-        variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        ranks[pid] = int(variables["RANK"])
+    ranks = {pid: int(variables(pid)["RANK"]) for pid in children(started.pid)}
     assert sorted(ranks.values()) == [0, 1]
     return started, ranks
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    """Whether the process still runs after a while. One that has ended may wait long for its collection."""
-    deadline = time.monotonic() + 30.0
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        if state in "ZX":
-            return False
-        time.sleep(0.1)
-    return True
