@@ -12,7 +12,7 @@ from typing import Any
 from .errors import CheckpointError
 from .formats import FORMATS
 from .manifest import Manifest, Position, manifest_of, name_of
-from .notes import swap_or_fail
+from .notes import Notes, swap_or_fail
 from .optimizer import LowCommunicationOptimizer
 from .plain import host_copy
 from .resume import resume
@@ -61,6 +61,7 @@ class Checkpoints:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
         self.folder, self.keep, self.format = Path(folder), keep, format
         self._at_home = False  # what lies in the folder is of this training
+        self._took_up = False  # and this process went on from there
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
 
@@ -70,7 +71,8 @@ class Checkpoints:
         """Save all of `optimizer`, and `extra`, on every rank at the same place of the training loop.
 
         The state is copied to host memory, and written while training goes on, by one thread; the next
-        `save` waits for it. It takes as much memory as the state.
+        `save` waits for it. It takes as much memory as the state. What all ranks have saved at this place
+        already stays as it is.
 
         Args:
             optimizer: a loco optimizer, between two steps: inside a round, too.
@@ -84,13 +86,22 @@ class Checkpoints:
                 by it: training can go on, and `save` be called again.
             TransportError: on all ranks: one of them is dead, stopped or cut off, or did not come. As above.
         """
-        topology = optimizer.topology
-        shelf = _shelf_of(self.folder, topology)
-        position = Position(optimizer.round, optimizer.local_step)
+        notes, shelf = optimizer.topology.notes, _shelf_of(self.folder, optimizer.topology)
         tree: dict[str, Any] = {}
         held: list[Manifest] = []
         failure: Exception | None = None
         try:
+            optimizer._settle()  # a round whose end was cut off decides where this is
+        except Exception as error:
+            failure = error
+        position = Position(optimizer.round, optimizer.local_step)
+        what = f"saving {position}{self._named(notes)}"
+        if blocking and failure is None and notes.missed(f"after {what}"):
+            swap_or_fail(notes, {}, None, f"after {what}")  # all had written
+            return
+        try:
+            if failure is not None:
+                raise failure
             self.wait()
             tree = host_copy({"optimizer": optimizer.state_dict(), "extra": extra})
             held = shelf.whole()
@@ -101,26 +112,28 @@ class Checkpoints:
                 )
         except Exception as error:
             failure = error
-        mine = {"position": position, "save": uuid.uuid4().hex}
+        mine: dict[str, Any] = {"save": uuid.uuid4().hex}
         mine["held"] = [[*m.position, m.save] for m in held if m.world == shelf.world]
-        notes = swap_or_fail(topology.notes, mine, failure, f"saving {position}")
-        if any(note["position"] != [*position] for note in notes):
-            at = ", ".join(f"rank {r} at {Position(*n['position'])}" for r, n in enumerate(notes))
-            raise CheckpointError(f"save() must be called at the same place on all ranks, and came from {at}")
+        told = swap_or_fail(notes, mine, failure, what)
         self._at_home = True
-
-        gone = self._outdated(shelf, position, held, [note["held"] for note in notes])
+        all_held = [note["held"] for note in told]
+        common = [one for one in all_held[0] if all(one in of_rank for of_rank in all_held)]
+        if any(Position(*one[:2]) == position for one in common):
+            return  # one of this place is whole on all ranks: to replace it would put it at risk
 
         def write(folder: Path) -> None:
             FORMATS[self.format][0](tree, folder)
             outer, state = optimizer._outer, tree["optimizer"]
-            manifest_of(outer, state, save=notes[0]["save"], format=self.format, folder=folder).write(folder)
+            manifest_of(outer, state, save=told[0]["save"], format=self.format, folder=folder).write(folder)
 
         def work() -> None:
             try:
                 shelf.sweep()
-                shelf.drop(gone)
+                shelf.drop(self._outdated(shelf, position, held, common))
                 shelf.put(position, write)
+            except CheckpointError as error:
+                _log.error("%s", error)
+                raise
             except Exception as error:
                 path = shelf.path(position, shelf.rank)
                 failed = CheckpointError(
@@ -137,20 +150,24 @@ class Checkpoints:
                 self.wait()
             except Exception as error:
                 failure = error
-            swap_or_fail(topology.notes, {}, failure, f"after saving {position}")
+            swap_or_fail(notes, {}, failure, f"after {what}")
+
+    def _named(self, notes: Notes) -> str:
+        """Of several folders that a training saves to, the later ones are called by their numbers."""
+        number = notes.number_of(self)
+        return f" to folder {number + 1}" if number else ""
 
     def _outdated(
-        self, shelf: Shelf, position: Position, held: list[Manifest], all_held: list[list[list[Any]]]
+        self, shelf: Shelf, position: Position, held: list[Manifest], common: list[list[Any]]
     ) -> list[Position]:
-        """What may go before `position` is written, by what each rank holds."""
-        common = [held for held in all_held[0] if all(held in of_rank for of_rank in all_held)]
+        """What may go before `position` is written, by what this rank and all of them hold."""
         newest = max((Position(*at[:2]) for at in common if (at[0], at[1]) < position), default=None)
         stay = [m.position for m in held if m.position < position][-(self.keep - 1) :]
         return [
             at
             for at in shelf.positions()
-            # What lies ahead is of a training that went on from here, and was not taken up again.
-            if at > position or (newest is not None and at < newest and at not in stay)
+            # What lies ahead is of a training that went on from here, and was passed over by `load`.
+            if (at > position and self._took_up) or (newest is not None and at < newest and at not in stay)
         ]
 
     def wait(self) -> None:
@@ -207,8 +224,10 @@ class Checkpoints:
         """
         with suppress(CheckpointError):  # which was logged
             self.wait()
-        found = resume(optimizer, _shelf_of(self.folder, optimizer.topology), sites, lost)
+        shelf, name = _shelf_of(self.folder, optimizer.topology), self._named(optimizer.topology.notes)
+        found = resume(optimizer, shelf, sites, lost, name)
         self._at_home = True
+        self._took_up = Position(optimizer.round, optimizer.local_step) > Position(0, 0)
         return found
 
     def close(self) -> None:

@@ -5,12 +5,54 @@ all votes and went on. So who has them all writes COMMIT before it applies the r
 ABORT, and the first one to be written counts.
 """
 
+from contextlib import suppress
+
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from .errors import AuthenticationError, TransportError, first_line
 from .sealing import Words
 
 COMMIT, ABORT = "commit", "abort"
+
+
+class Verdicts:
+    """On the rounds over one set of links, one after the other.
+
+    Args:
+        place: in the store, of these links only.
+        clears_up: one rank removes what nobody can ask for any more.
+    """
+
+    def __init__(self, store: Store, words: Words, place: str, *, clears_up: bool) -> None:
+        self._store = store
+        self._words = words
+        self._place = place
+        self._clears_up = clears_up
+        self._last = 0  # round that has one
+
+    def prepare(self, number: int) -> None:
+        """Before this rank votes on a round. If a state was loaded, the round may have a verdict already; all
+        ranks that knew of it remove it before they vote, and so before there can be another one.
+
+        Raises:
+            TransportError: the store does not answer.
+        """
+        if number > self._last:
+            return
+        try:
+            self._store.delete_key(f"{self._place}/round/{number}")
+        except RuntimeError as error:
+            text = f"round {number}: the process group's store does not answer ({first_line(error)})"
+            raise TransportError(text, lasting=True) from error
+
+    def on(self, number: int, wish: str) -> str:
+        """As `decide`."""
+        verdict = decide(self._store, f"{self._place}/round/{number}", wish, self._words)
+        self._last = number
+        if self._clears_up and verdict == COMMIT:
+            with suppress(RuntimeError):  # a slow store may keep it
+                self._store.delete_key(f"{self._place}/round/{number - 1}")
+        return verdict
 
 
 def decide(store: Store, place: str, wish: str, words: Words) -> str:

@@ -26,7 +26,7 @@ class Save:
 
 
 def all_saves(
-    notes: Notes, shelf: Shelf, sites: Sequence[int | None] | None, lost: Sequence[int]
+    notes: Notes, shelf: Shelf, sites: Sequence[int | None] | None, lost: Sequence[int], name: str
 ) -> tuple[dict[str, Save], bool]:
     """-> what all ranks can see together, by the save's name; whether anything was damaged."""
     whole = shelf.whole(of_all=True)
@@ -35,7 +35,7 @@ def all_saves(
         "saves": [[*m.position, m.save, m.num_sites, m.ranks_per_site, m.rank] for m in whole],
         "damaged": len([m for m in whole if m.rank == shelf.rank]) < len(shelf.positions(own=True)),
     }
-    told = notes.swap(mine, "looking for checkpoints")
+    told = notes.swap(mine, f"looking for checkpoints{name}")
     for rank, note in enumerate(told):
         if note["call"] != told[0]["call"]:
             raise ValueError(
@@ -94,10 +94,9 @@ def newest(
 
 def nothing(saves: dict[str, Save], damaged: bool, shelf: Shelf) -> None:
     """No checkpoint that all ranks hold: fine where none was ever finished, and only there."""
-    positions = sorted({save.position for save in saves.values()})
-    if not damaged and len(positions) <= 1:
-        if positions:
-            _log.warning("the first checkpoint, of %s, was not finished: starting anew", positions[0])
+    if not damaged and len(saves) <= 1:
+        for save in saves.values():
+            _log.warning("the first checkpoint, of %s, was not finished: starting anew", save.position)
         return
     found = "; ".join(
         f"{save.position} of {', '.join(f'rank {old}' for old in sorted(save.seen))}"

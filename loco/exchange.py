@@ -236,8 +236,8 @@ class Exchange:
             try:
                 votes = [self._read_vote(raw, k, transport, round, number) for k, raw in enumerate(raws)]
             except WireError as error:
-                if transport is self.across:
-                    raise  # there is no other vote to put it to
+                if transport is self.across or number == 2:
+                    raise  # there is no other vote to put it to, and others may have all votes
                 seen = WireError(f"{phase}: {error}")
                 problem = Problem(Status.UNREADABLE, self.across.rank, seen)
                 vote = replace(vote, status=problem.status, subject=problem.subject)

@@ -8,24 +8,38 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from .errors import CheckpointError, TransportError, first_line
+from .errors import CheckpointError, LocoError, TransportError, first_line
 from .heartbeat import Heartbeat, Loss
 from .sealing import Words
 
-_ALL, _OFF = "all have come", "off: "  # what may become of a call
+_ALL = "all"  # have come
 _POLL = 0.02  # seconds
+
+
+@dataclass(frozen=True)
+class _Off:
+    """A call that was called off."""
+
+    phase: str  # of who did it
+    why: str
 
 
 class Notes:
     """The notes of the ranks 0 … world−1.
 
     A call is for all ranks, and has one verdict: all have come, and everyone reads everyone's note; or it is
-    called off, by the first rank that can't wait any longer, and whoever comes to it later learns why. Only
-    for whom the store does not answer the verdict is open: it asks again in its next call.
+    called off, by the first rank that can't wait any longer, and whoever comes later for the same thing is
+    told so. Calls are counted in the store and not by the ranks, so that they meet again whatever one of them
+    has missed. For whom the store does not answer, the verdict stays open until its next call.
+
+    In the store: `call`, the number of the call that is open; under each number the roll, which is
+    "0,2" (who has come), "all" or why it is off, and beside it a note of each rank that has come.
 
     Args:
         store: answers within a limit.
@@ -51,103 +65,159 @@ class Notes:
         self._store = store
         self._words = words
         self._heartbeat = heartbeat
-        self._name = name
+        self._place = f"loco/{name}/notes"
         self._rank = rank
         self._world = world
         self._patience = patience
         self._named = named
-        self._call = 0
-        self._open: tuple[dict[str, Any], str] | None = None  # of this call, if its verdict is not known
-        self._used: list[str] = []  # keys in the store that some rank may still have to read
+        self._through = -1  # the last call whose verdict this rank knows
+        self._open: tuple[int, str] | None = None  # a call whose verdict it could not ask for, and its phase
+        self._used: list[str] = []  # keys that some rank may still have to read
+        self._first_roll = 0  # that may still be there
+        self._users: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._known = 0
 
     def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         """Every rank's note, by rank.
 
         Raises:
             TransportError: a rank is dead, stopped, cut off, or did not come within `patience`: names it.
+            CheckpointError: on all ranks: they came for different things.
         """
-        if self._open is not None and self._open[1] != phase:
-            with suppress(TransportError):  # which this rank has raised already
-                self._swap(*self._open)
-        return self._swap(note, phase)
-
-    def _swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         self._heartbeat.say(phase)
-        roll = f"loco/{self._name}/notes/{self._call}"
-        keys = [f"{roll}/{rank}" for rank in range(self._world)]
-        mine = keys[self._rank]
-        own = [mine, roll] if self._rank == 0 else [mine]
         try:
-            # If the store was out of reach in this call before, others may have read what was written then.
-            self._store.compare_set(mine, "", self._words.write(mine, json.dumps(note)))
-            self._meet(roll, phase)
-            texts = self._store.multi_get(keys)
-        except TransportError:
-            self._over(own)
+            texts = self._call(note, phase)
+        except LocoError:
             raise
         except RuntimeError as error:
-            self._open = note, phase
-            raise TransportError(
-                f"{phase}: the process group's store does not answer ({first_line(error)})", lasting=True
-            ) from error
+            raise _no_store(phase, error) from error
+        told = [json.loads(text) for text in texts]
+        if any(came != phase for came, _ in told):
+            found = ", ".join(f"rank {rank} for {came!r}" for rank, (came, _) in enumerate(told))
+            raise CheckpointError(f"save() and load() belong at one place on all ranks, but came {found}")
+        return [theirs for _, theirs in told]
+
+    def number_of(self, user: Any) -> int:
+        """Tells apart who uses these notes, by the order in which they first came: alike on all ranks."""
+        if user not in self._users:
+            self._users[user] = self._known
+            self._known += 1
+        return self._users[user]
+
+    def missed(self, phase: str) -> bool:
+        """Whether all came to this rank's last call, and only the store's answer to it was lost.
+
+        Raises:
+            TransportError: the store still does not answer.
+        """
+        if self._open is None or self._open[1] != phase:
+            return False
+        try:
+            return self._verdict(self._open[0]) == _ALL
+        except RuntimeError as error:
+            raise _no_store(phase, error) from error
+
+    def _call(self, note: dict[str, Any], phase: str) -> list[str]:
+        asked, self._open = self._open, None
+        if asked is not None and asked[1] == phase and self._verdict(asked[0]) == _ALL:
+            return self._read(asked[0])  # the others went on with it
+        number = self._number()
+        last = self._verdict(number - 1) if number - 1 > self._through else None
+        if isinstance(last, _Off) and last.phase == phase:
+            self._through = number - 1
+            raise TransportError(f"{phase}: {last.why}", lasting=True)
+        try:
+            mine = f"{self._place}/{number}/{self._rank}"
+            self._used.append(mine)
+            self._store.compare_set(mine, "", self._words.write(mine, json.dumps([phase, note])))
+            self._meet(number, phase)
+            return self._read(number)
+        except LocoError:
+            raise
+        except RuntimeError:
+            self._open = number, phase
+            raise
         except BaseException as error:  # Ctrl-C, say
             with suppress(RuntimeError):
-                self._call_off(roll, type(error).__name__)
-                self._over(own)
+                self._call_off(number, _Off(phase, type(error).__name__))
             raise
-        # All came to this call, so they are through with those before it.
-        used, self._used = self._used, []
-        self._over(own)
-        with suppress(RuntimeError):  # a slow store may keep them
-            for key in used:
-                self._store.delete_key(key)
-        found = [self._words.read(key, text.decode()) for key, text in zip(keys, texts, strict=True)]
-        return [json.loads(text) for text in found]
 
-    def _over(self, keys: list[str]) -> None:
-        self._call += 1
-        self._open = None
-        self._used += keys
-
-    def _meet(self, roll: str, phase: str) -> None:
+    def _meet(self, number: int, phase: str) -> None:
         """Return once all ranks have come; or call it off, for all of them."""
         deadline = time.monotonic() + self._patience
         losses: list[Loss] = []
         others = [rank for rank in range(self._world) if rank != self._rank]
-        self._change(roll, self._with_me)
+        verdict = self._decide(number, self._with_me)
         with self._heartbeat.watching(others, losses.append, reunion=True):
-            while (now := self._store.get(roll).decode()) != _ALL:
-                if not now.startswith(_OFF) and (losses or time.monotonic() > deadline):
-                    why = self._heartbeat.describe(losses[0], self._named) if losses else self._late(now)
-                    now = self._call_off(roll, why)
-                if now.startswith(_OFF):
-                    raise TransportError(f"{phase}: {now.removeprefix(_OFF)}", lasting=True)
+            while verdict is None:
                 time.sleep(_POLL)
+                verdict = self._verdict(number)
+                if verdict is None and losses:
+                    lost = self._heartbeat.describe(losses[0], self._named)
+                    verdict = self._call_off(number, _Off(phase, lost))
+                elif verdict is None and time.monotonic() > deadline:
+                    verdict = self._call_off(number, _Off(phase, self._late(number)))
+        self._through = number
+        if isinstance(verdict, _Off):
+            raise TransportError(f"{phase}: {verdict.why}", lasting=True)
 
-    def _with_me(self, now: str) -> str:
-        come = _ranks(now) | {self._rank}
-        return _ALL if len(come) == self._world else ",".join(map(str, sorted(come)))
+    def _read(self, number: int) -> list[str]:
+        """What all wrote to a call to which all came, so that they are through with those before it."""
+        keys = [f"{self._place}/{number}/{rank}" for rank in range(self._world)]
+        if not self._store.check(keys):  # the store would wait for them
+            raise RuntimeError("it has lost a note, or somebody else writes to it")
+        texts = self._store.multi_get(keys)
+        used, self._used = self._used, [keys[self._rank]]
+        if self._rank == 0:
+            used += [f"{self._place}/{k}" for k in range(self._first_roll, number)]
+            self._first_roll = number
+        with suppress(RuntimeError):  # a slow store may keep them
+            for key in used:
+                if key != keys[self._rank]:
+                    self._store.delete_key(key)
+        return [self._words.read(key, text.decode()) for key, text in zip(keys, texts, strict=True)]
 
-    def _late(self, now: str) -> str:
-        missing = sorted(set(range(self._world)) - _ranks(now))
+    def _number(self) -> int:
+        """Of the call that is open."""
+        number, key = 0, f"{self._place}/call"
+        while True:
+            number = int(self._store.compare_set(key, "", str(number)))
+            if self._verdict(number) is None:
+                return number
+            self._store.compare_set(key, str(number), str(number + 1))
+
+    def _verdict(self, number: int) -> "str | _Off | None":
+        """What has become of a call; None: it is open."""
+        key = f"{self._place}/{number}"
+        return _read(self._store.get(key).decode() if self._store.check([key]) else "")[1]
+
+    def _with_me(self, come: set[int]) -> str:
+        everyone = come | {self._rank}
+        return _ALL if len(everyone) == self._world else ",".join(map(str, sorted(everyone)))
+
+    def _call_off(self, number: int, off: _Off) -> "str | _Off | None":
+        """-> what has become of it: all may have come just now."""
+        off = _Off(off.phase, f"{off.why} (so {self._named([self._rank])} gave it up)")
+        return self._decide(number, lambda _: json.dumps(vars(off)))
+
+    def _decide(self, number: int, change: Callable[[set[int]], str]) -> "str | _Off | None":
+        """Replace what the roll says, unless the call is decided -> its verdict, if there is one now."""
+        key, now = f"{self._place}/{number}", ""
+        while True:
+            wish = change(_read(now)[0])
+            found = self._store.compare_set(key, now, wish).decode()
+            verdict = _read(found)[1]
+            if found == wish or verdict is not None:
+                return verdict
+            now = found
+
+    def _late(self, number: int) -> str:
+        come = _read(self._store.get(f"{self._place}/{number}").decode())[0]
+        missing = sorted(set(range(self._world)) - come) or [self._rank]
         return (
             f"no answer from {self._named(missing)} within {self._patience:g} s, though alive; "
             f"last heard of: {self._heartbeat.last_words(missing[0])}"
         )
-
-    def _call_off(self, roll: str, why: str) -> str:
-        """-> what has become of the call: all may have come just now."""
-        return self._change(roll, lambda _: f"{_OFF}{why} (so {self._named([self._rank])} gave it up)")
-
-    def _change(self, roll: str, change: Callable[[str], str]) -> str:
-        """Replace what the roll says, unless the call is decided -> what it says now."""
-        now = ""
-        while True:
-            wish = change(now)
-            found = self._store.compare_set(roll, now, wish).decode()
-            if found in (wish, _ALL) or found.startswith(_OFF):
-                return found
-            now = found
 
 
 class Alone(Notes):
@@ -155,6 +225,12 @@ class Alone(Notes):
 
     def __init__(self) -> None:
         pass
+
+    def number_of(self, user: Any) -> int:
+        return 0
+
+    def missed(self, phase: str) -> bool:
+        return False
 
     def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         return [json.loads(json.dumps(note))]
@@ -168,9 +244,9 @@ def swap_or_fail(
     Raises:
         Exception: `failure`, this rank's own.
         CheckpointError: another rank's.
-        TransportError: as `Notes.swap`.
+        TransportError, CheckpointError: as `Notes.swap`.
     """
-    note["failure"] = None if failure is None else str(failure)
+    note["failure"] = None if failure is None else str(failure) or type(failure).__name__
     told = notes.swap(note, phase)
     if failure is not None:
         raise failure
@@ -180,5 +256,15 @@ def swap_or_fail(
     return told
 
 
-def _ranks(roll: str) -> set[int]:
-    return {int(rank) for rank in roll.split(",") if rank}
+def _no_store(phase: str, error: RuntimeError) -> TransportError:
+    text = f"{phase}: the process group's store does not answer ({first_line(error)})"
+    return TransportError(text, lasting=True)
+
+
+def _read(roll: str) -> "tuple[set[int], str | _Off | None]":
+    """Who has come, and the verdict, if there is one."""
+    if roll == _ALL:
+        return set(), _ALL
+    if roll.startswith("{"):
+        return set(), _Off(**json.loads(roll))
+    return {int(rank) for rank in roll.split(",") if rank}, None

@@ -5,7 +5,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,7 @@ class OuterLoop:
         self._heartbeat.say(f"round {number}, encoding")
         if not self._connected:
             self._connect(again=True)
+        self._verdicts.prepare(number)
         before, began = self._bytes(), time.perf_counter()
         # 2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send
         encoded, norm, problem = self._encode()
@@ -258,13 +259,7 @@ class OuterLoop:
 
     def _counts(self, number: int, wish: str) -> bool:
         """Whether all ranks apply the round, or none."""
-        key = f"loco/{self._name}/{self._meeting}/round/"
-        if self.topology.verdict(f"{key}{number}", wish) != COMMIT:
-            return False
-        if self.topology.site == self.topology.place == 0:
-            with suppress(RuntimeError):  # nobody can ask for it any more; a slow store may keep it
-                self.topology.store.delete_key(f"{key}{number - 1}")
-        return True
+        return self._verdicts.on(number, wish) == COMMIT
 
     def _apply(self, round: "_Exchanged") -> None:
         """5. e = what was not sent   6. g = Σ / R   7. m and θ   8. w = cast(θ)"""
@@ -321,6 +316,7 @@ class OuterLoop:
         if again:
             self._meeting = self.topology.meet(self._name)
         self._across, self._inside = self.topology.connect(self._device, f"{self._name}/{self._meeting}")
+        self._verdicts = self.topology.verdicts(f"loco/{self._name}/{self._meeting}")
         self._exchange = Exchange(self._across, self._inside, self.layout.name_of, self._wire, self._habits)
         self._connected = True
         if again and self._inside.size > 1:

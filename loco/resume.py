@@ -36,22 +36,24 @@ def resume(
     shelf: Shelf,
     sites: Sequence[int | None] | None,
     lost: Sequence[int],
+    name: str,
 ) -> Any:
-    """See `Checkpoints.load`."""
+    """See `Checkpoints.load`; `name` tells apart several folders of one training."""
     notes = optimizer.topology.notes
-    saves, damaged = all_saves(notes, shelf, sites, lost)
+    saves, damaged = all_saves(notes, shelf, sites, lost, name)
     passed_over: set[str] = set()
     while chosen := newest(saves, passed_over, shelf, optimizer, sites, lost):
-        name, roster = chosen
+        save, roster = chosen
         read = _Read()
         try:
-            _read_all(read, shelf, saves[name], roster, optimizer._outer)
+            _read_all(read, shelf, saves[save], roster, optimizer._outer)
             verdict, text = "whole", ""
         except _DamagedError as error:
             verdict, text = "damaged", str(error)
         except Exception as error:
-            verdict, text = "foreign" if isinstance(error, ValueError) else "failed", str(error)
-        at = saves[name].position
+            verdict = "foreign" if isinstance(error, ValueError) else "failed"
+            text = str(error) or type(error).__name__
+        at = saves[save].position
         verdicts = notes.swap({"verdict": verdict, "text": text}, f"reading {at}")
         for rank, theirs in enumerate(verdicts):
             if theirs["verdict"] == "foreign":
@@ -62,7 +64,7 @@ def resume(
         if not bad:
             return _take_up(optimizer, roster, read, at)
         _log.warning("the checkpoint of %s is passed over: %s", at, "; ".join(bad))
-        passed_over.add(name)
+        passed_over.add(save)
     return nothing(saves, damaged or bool(passed_over), shelf)
 
 

@@ -6,6 +6,7 @@ folder/.partial-rank-00003-…/                    being written, or being remov
 """
 
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ from .manifest import Manifest, Position, read_manifest
 _log = logging.getLogger(__name__)
 _POSITION = re.compile(r"round-(\d{8,})(?:-step-(\d{5,}))?")
 _RANK = re.compile(r"rank-(\d{5,})")
-_PARTIAL = re.compile(r"\.partial-rank-(\d{5,})-.*")
+_PARTIAL = re.compile(r"\.partial-rank-(\d{5,})-[0-9a-f]{32}([0-9a-f]*)")
 
 
 class Shelf:
@@ -34,6 +35,8 @@ class Shelf:
 
     def __init__(self, folder: Path, rank: int, world: int, name: str = "") -> None:
         self.folder, self.rank, self.world, self.name = folder, rank, world, name
+        # Of sites that share a folder by mistake none may sweep away what another one is just writing.
+        self._tag = hashlib.blake2b(name.encode(), digest_size=4).hexdigest() if name else ""
 
     def path(self, position: Position, rank: int) -> Path:
         step = f"-step-{position.local_step:05d}" if position.local_step else ""
@@ -86,13 +89,13 @@ class Shelf:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         partial, replaced = self._partial(), self._partial()
+        place = self.path(position, self.rank)
         partial.mkdir()
         try:
             write(partial)
             for path in partial.iterdir():
                 _flush(path)
             _flush(partial)
-            place = self.path(position, self.rank)
             while True:
                 place.parent.mkdir(exist_ok=True)
                 try:
@@ -108,6 +111,8 @@ class Shelf:
             _flush(place.parent)
             _flush(self.folder)
         finally:
+            if replaced.exists() and not place.exists():
+                replaced.rename(place)
             for left in (partial, replaced):
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -128,7 +133,7 @@ class Shelf:
         """Remove what writers that died have left."""
         for path in self.folder.glob(".partial-rank-*"):
             match = _PARTIAL.fullmatch(path.name)
-            if match and self._looks_after(int(match[1])):
+            if match and self._looks_after(int(match[1])) and match[2] == self._tag:
                 shutil.rmtree(path)
 
     def room(self) -> str:
@@ -142,7 +147,7 @@ class Shelf:
         return rank % self.world == self.rank
 
     def _partial(self) -> Path:
-        return self.folder / f".partial-rank-{self.rank:05d}-{uuid.uuid4().hex}"
+        return self.folder / f".partial-rank-{self.rank:05d}-{uuid.uuid4().hex}{self._tag}"
 
     def _folders(self) -> Iterator[tuple[Position, int, Path]]:
         """Every rank's folder that can be seen."""
@@ -151,7 +156,11 @@ class Shelf:
         for at in list(self.folder.iterdir()):
             if match := _POSITION.fullmatch(at.name):
                 position = Position(int(match[1]), int(match[2] or 0))
-                for path in list(at.iterdir()) if at.is_dir() else []:
+                try:
+                    folders = list(at.iterdir())
+                except (FileNotFoundError, NotADirectoryError):  # another rank may have removed it just now
+                    continue
+                for path in folders:
                     if of := _RANK.fullmatch(path.name):
                         yield position, int(of[1]), path
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .decision import decide
+from .decision import Verdicts
 from .errors import AgreementError, TransportError, first_line
 from .heartbeat import Heartbeat, Loss
 from .line import Line
@@ -295,9 +295,9 @@ class Topology:
         names = ("site", "num_sites", "place", "ranks_per_site")
         return {name: getattr(self, name) for name in names}
 
-    def verdict(self, place: str, wish: str) -> str:
-        """What the first rank wished that came to this place; see `decision`."""
-        return decide(self.store, place, wish, self._words)
+    def verdicts(self, place: str) -> Verdicts:
+        """Of the rounds over one set of links; the place in the store is theirs alone."""
+        return Verdicts(self.store, self._words, place, clears_up=self.site == self.place == 0)
 
     def __repr__(self) -> str:
         return (

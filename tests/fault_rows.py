@@ -361,7 +361,7 @@ ROWS = (
             afterwards=afterwards,
             says=NO_STORE,
             # A slow rank may still be about to ask for the verdict on round 1.
-            text=rf"(round 2, announcement: {NO_STORE} for 2 s|the process group's store does not answer)",
+            text=rf"(round 2, announcement: {NO_STORE} for 2 s|.*the process group's store does not answer)",
             dead_afters=2,
             seconds=6.0,
         )

@@ -16,7 +16,7 @@ import torch
 from scripted import Scripted, move
 
 import loco
-from loco import kernels, meeting, topology
+from loco import decision, kernels, meeting, topology
 from loco.errors import TransportError
 from loco.exchange import Exchange
 from loco.frames import Frame, Framing
@@ -88,7 +88,7 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
     elif fault.at == "voted":
         before(Posted, "wait", lambda self, *_: "vote 2" in self._phase and self.sent > 0)
     elif fault.at == "decision":
-        before(topology, "decide")
+        before(decision, "decide")
     elif fault.at == "apply":
         before(kernels, "apply")
     elif fault.at == "shared":  # inside a site; the others' parts may still be on their way

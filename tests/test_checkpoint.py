@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
+from loco import decision
+from loco.line import Line
 
 
 def built(seed: int = 0, *, kind: str = "PulseLoCo", each: int = 1, **options: Any) -> tuple[nn.Module, Any]:
@@ -232,7 +234,9 @@ def interrupted_first(rank: int, folder: str) -> Any:
         checkpoints.save(optimizer)
     torch.distributed.barrier()
     if rank == 0:
-        (Path(folder) / "round-00000001" / "rank-00001").rename(Path(folder) / ".partial-rank-00001-x")
+        (Path(folder) / "round-00000001" / "rank-00001").rename(
+            Path(folder) / f".partial-rank-00001-{'0' * 32}"
+        )
     torch.distributed.barrier()
     other = built()[1]
     checkpoints = loco.Checkpoints(folder)
@@ -245,7 +249,8 @@ def interrupted_first(rank: int, folder: str) -> Any:
 def test_a_first_checkpoint_that_was_not_finished_is_none(tmp_path: Path) -> None:
     for found, files in run_ranks(2, interrupted_first, str(tmp_path)):
         assert found is None
-        assert files == ["round-00000000"]
+        # What rank 0 had finished goes when all hold something newer: its files may be all that somebody has.
+        assert files == ["round-00000000", "round-00000001"]
 
 
 def two_trainings(rank: int, folder: str) -> Any:
@@ -273,6 +278,8 @@ def out_of_step(rank: int, folder: str) -> Any:
     train(net, optimizer, rank, range(1 + rank))
     checkpoints = loco.Checkpoints(folder)
     one = error_of(checkpoints.save, optimizer)
+    if rank == 0:
+        train(net, optimizer, rank, range(1, 2))
     failing: Callable[[], Any] = optimizer.state_dict
     if rank == 1:
         optimizer.state_dict = lambda: 1 / 0
@@ -284,13 +291,102 @@ def out_of_step(rank: int, folder: str) -> Any:
 def test_ranks_that_save_at_different_places_or_fail_all_learn_of_it(tmp_path: Path) -> None:
     for rank, (one, other, exists) in enumerate(run_ranks(2, out_of_step, str(tmp_path / "x"))):
         assert one[0] == "CheckpointError"
-        assert "came from rank 0 at round 0, step 1, rank 1 at round 0, step 2" in one[1]
+        assert "rank 0 for 'saving round 0, step 1', rank 1 for 'saving round 0, step 2'" in one[1]
         assert other == (
             ("ZeroDivisionError", "division by zero")
             if rank
-            else ("CheckpointError", "saving round 0, step 1: rank 1 failed: division by zero")
+            else ("CheckpointError", "saving round 0, step 2: rank 1 failed: division by zero")
         )
         assert not exists
+
+
+def saved_when_the_verdict_was_cut_off(rank: int, folder: Path, cut_off: list[int]) -> Any:
+    """The store does not answer whether a round counts, and a careful program saves before all else."""
+    optimizer = built(sync_every=2)[1]
+    optimizer.step()
+    decide, cut = decision.decide, rank in cut_off
+
+    def unheard(*args: Any) -> str:
+        nonlocal cut
+        verdict = decide(*args)
+        if cut:
+            cut = False
+            raise loco.TransportError("the store does not answer (injected)", lasting=True)
+        return verdict
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decision, "decide", unheard)
+        kind = error_of(optimizer.step)[0]
+        with loco.Checkpoints(folder / str(rank)) as checkpoints:
+            checkpoints.save(optimizer, blocking=True)
+    again = built(sync_every=2)[1]
+    loco.Checkpoints(folder / str(rank)).load(again)
+    return kind, (again.round, again.local_step)
+
+
+@pytest.mark.parametrize("cut_off", [[0, 1], [1]])
+def test_what_is_saved_after_a_round_whose_end_was_cut_off_is_of_after_it(
+    tmp_path: Path, cut_off: list[int]
+) -> None:
+    for rank, (kind, position) in enumerate(
+        run_ranks(2, saved_when_the_verdict_was_cut_off, tmp_path, cut_off)
+    ):
+        assert kind == ("TransportError" if rank in cut_off else "")
+        assert position == (1, 0)
+
+
+def saved_twice(rank: int, folder: Path) -> tuple[list[str], Any]:
+    optimizer = built(sync_every=1)[1]
+    optimizer.sync()
+    with loco.Checkpoints(folder) as checkpoints:
+        names = []
+        for extra in ("first", "second"):
+            checkpoints.save(optimizer, extra, blocking=True)
+            path = folder / f"round-00000001/rank-{rank:05d}"
+            names.append(json.loads((path / "manifest.json").read_text())["save"])
+    return names, loco.Checkpoints(folder).load(built(sync_every=1)[1])
+
+
+def test_what_all_ranks_hold_is_not_put_at_risk_to_save_the_same_again(tmp_path: Path) -> None:
+    for (first, second), extra in run_ranks(2, saved_twice, tmp_path):
+        assert first == second
+        assert extra == "first"
+
+
+def two_folders(rank: int, folder: Path) -> Any:
+    """Once, rank 1 does not hear what came of the one folder's save."""
+    optimizer = built(sync_every=1)[1]
+    pair = [loco.Checkpoints(folder / name / str(rank)) for name in ("fast", "safe")]
+    mute, multi_get = rank == 1, Line.multi_get
+
+    def unheard(self: Line, keys: list[str]) -> Any:
+        nonlocal mute
+        if mute and "/notes/" in keys[0]:
+            mute = False
+            raise RuntimeError("no answer (injected)")
+        return multi_get(self, keys)
+
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Line, "multi_get", unheard)
+        for _ in range(3):
+            optimizer.sync()
+            errors.append([error_of(checkpoints.save, optimizer)[0] for checkpoints in pair])
+    for checkpoints in pair:
+        checkpoints.close()
+    rounds = []
+    for checkpoints in pair:
+        again = built(sync_every=1)[1]
+        loco.Checkpoints(checkpoints.folder).load(again)
+        rounds.append(again.round)
+    return errors, rounds
+
+
+def test_one_folders_save_is_not_taken_for_anothers(tmp_path: Path) -> None:
+    results = run_ranks(2, two_folders, tmp_path)
+    assert results[1][0] == [["TransportError", ""], ["", ""], ["", ""]]
+    for _, rounds in results:
+        assert rounds == [3, 3]
 
 
 def test_arguments_out_of_range_are_refused() -> None:

@@ -1,5 +1,6 @@
 """What a crash, a full disk or a malicious file does to checkpoints: nothing but cost the newest."""
 
+import errno
 import io
 import os
 import pickle
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import loco
 from loco.formats import FORMATS
+from loco.manifest import Position
 from loco.plain import host_copy
+from loco.shelf import Shelf
 
 
 def saving(rank: int, folder: str, cut: int, before: int) -> int:
@@ -104,6 +108,35 @@ def test_what_a_killed_writer_left_is_gone_after_the_next_save(tmp_path: Path) -
     assert any(path.name.startswith(".partial") for path in tmp_path.iterdir())
     run_ranks(1, saving, str(tmp_path), 0, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000002", "round-00000003"]
+
+
+def test_a_checkpoint_that_was_to_be_replaced_is_there_if_it_can_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf, rename, renames = Shelf(tmp_path, 0, 1), Path.rename, 0
+
+    def write(what: bytes) -> Callable[[Path], None]:
+        def fill(folder: Path) -> None:
+            (folder / "data").write_bytes(what)
+
+        return fill
+
+    shelf.put(Position(5, 0), write(b"old"))
+
+    def fail_once(self: Path, target: Path) -> Path:
+        nonlocal renames
+        renames += 1
+        if renames == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        shelf.put(Position(5, 0), write(b"new"))
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [
+        "round-00000005/rank-00000/data"
+    ]
+    assert (shelf.path(Position(5, 0), 0) / "data").read_bytes() == b"old"
 
 
 @pytest.mark.root

@@ -1,5 +1,6 @@
 """A round whose links were lost, between sites that live, is tried again by itself."""
 
+import copy
 import logging
 from typing import Any
 
@@ -10,6 +11,7 @@ from states import assert_same, snapshot
 
 import loco
 from loco.stream import Stream
+from loco.transfer import Transfer
 
 
 def build(rank: int, **options: Any) -> loco.PulseLoCo:
@@ -97,6 +99,39 @@ def test_who_has_been_waited_for_long_enough_is_not_waited_for_again() -> None:
     assert kind == "TransportError"
     assert "no answer from site 1 within 1.5 s, which is alive" in text
     assert not warnings  # there was one attempt
+
+
+def taken_back(rank: int) -> dict[str, Any]:
+    """All go back to an older state, and in the round that they run again site 1 loses its link when it has
+    sent all, and not received all."""
+    clean, hurt = build(rank, repeats=0), build(rank, repeats=2, patience=20.0)
+    hurt.sync()
+    saved = copy.deepcopy(hurt.state_dict())
+    hurt.step()
+    hurt.sync()  # the second round
+    hurt.load_state_dict(saved)
+    clean.load_state_dict(saved)
+    wait, waits = Transfer.wait, 0
+
+    def lose(self: Transfer, posted: Any) -> None:
+        nonlocal waits
+        wait(self, posted)
+        waits += 1
+        if rank == 1 and waits == 3:
+            raise loco.TransportError("lost a link (injected)")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "wait", lose)
+        error = error_of(hurt.sync)
+    clean.sync()
+    return {"error": error, "waits": waits, "clean": snapshot(clean), "hurt": snapshot(hurt)}
+
+
+def test_a_verdict_of_before_a_load_does_not_count_for_the_round_that_is_run_again() -> None:
+    for result in run_ranks(2, taken_back):
+        assert result["error"] == ("", "nothing was raised")
+        assert result["waits"] > 3
+        assert_same(result["clean"], result["hurt"])
 
 
 def refused(rank: int) -> tuple[str, str]:

@@ -1,0 +1,99 @@
+"""A line to the store: every question is answered within a limit or given up, and a cut one is laid again."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import ClassVar
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from loco import line
+from loco.line import Line
+
+
+@pytest.fixture
+def host() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+
+
+def cut(port: int) -> int:
+    """Close all of this process's connections to the store's host, as a router that forgets them does."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError, IndexError), socket.socket(fileno=os.dup(int(name))) as end:
+            if end.getpeername()[1] == port:
+                end.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def test_a_connection_that_was_cut_is_laid_again(host: TCPStore) -> None:
+    asked = Line(PrefixStore("p", host), limit=20.0)
+    asked.set("a", "1")
+    for _ in range(3):
+        assert cut(host.port) > 0
+        assert asked.get("a") == b"1"
+        assert asked.compare_set("a", "1", "1") == b"1"
+
+
+def test_a_host_that_is_gone_is_an_error_and_not_a_wait() -> None:
+    host = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=300), wait_for_workers=False)
+    client = TCPStore("127.0.0.1", host.port, None, False, timedelta(seconds=300))
+    asked, port = Line(client, limit=20.0), host.port
+    del host
+    cut(port)
+    with pytest.raises(RuntimeError, match=f"127.0.0.1:{port} can't be reached"):
+        asked.check(["a"])
+
+
+class Stuck(HashStore):
+    """Its connections wait without end when they are asked, unless they are told otherwise."""
+
+    made = 0
+    silent: ClassVar[set[int]] = set()
+    ended = threading.Event()
+
+    def clone(self) -> "Connection":
+        Stuck.made += 1
+        return Connection(Stuck.made)
+
+
+class Connection:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def check(self, keys: list[str]) -> bool:
+        if self.number in Stuck.silent:
+            Stuck.ended.wait(60.0)
+        return True
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    Stuck.made, Stuck.silent, Stuck.ended = 0, {1, 2}, threading.Event()
+    yield Stuck()
+    Stuck.ended.set()
+
+
+def test_a_thread_that_waits_without_end_is_replaced_now_and_then(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, before = Line(stuck, limit=0.2), threading.active_count()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s"):
+            asked.check(["a"])
+    assert Stuck.made == 2  # at once, but not again and again
+    monkeypatch.setattr(line, "_AGAIN", 0.0)
+    with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s"):
+        asked.check(["a"])
+    assert asked.check(["a"])
+    Stuck.ended.set()
+    deadline = time.monotonic() + 30.0
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before  # those that were left to themselves end
