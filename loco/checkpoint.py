@@ -12,7 +12,7 @@ from typing import Any
 from .errors import CheckpointError
 from .formats import FORMATS
 from .manifest import Manifest, Position, manifest_of, name_of
-from .notes import Notes, swap_or_fail
+from .notes import NeededError, Notes, swap_or_fail
 from .optimizer import LowCommunicationOptimizer
 from .plain import host_copy
 from .resume import resume
@@ -86,6 +86,14 @@ class Checkpoints:
                 by it: training can go on, and `save` be called again.
             TransportError: on all ranks: one of them is dead, stopped or cut off, or did not come. As above.
         """
+        while True:
+            try:
+                return self._save(optimizer, extra, blocking=blocking)
+            except NeededError as error:
+                _log.warning("%s. They are met first", error)
+                optimizer._outer.come()
+
+    def _save(self, optimizer: LowCommunicationOptimizer, extra: Any, *, blocking: bool) -> None:
         notes, shelf = optimizer.topology.notes, _shelf_of(self.folder, optimizer.topology)
         tree: dict[str, Any] = {}
         held: list[Manifest] = []
@@ -114,7 +122,7 @@ class Checkpoints:
             failure = error
         mine: dict[str, Any] = {"save": uuid.uuid4().hex}
         mine["held"] = [[*m.position, m.save] for m in held if m.world == shelf.world]
-        told = swap_or_fail(notes, mine, failure, what)
+        told = swap_or_fail(notes, mine, failure, what, optimizer._outer.is_called)
         self._at_home = True
         all_held = [note["held"] for note in told]
         common = [one for one in all_held[0] if all(one in of_rank for of_rank in all_held)]
@@ -150,7 +158,7 @@ class Checkpoints:
                 self.wait()
             except Exception as error:
                 failure = error
-            swap_or_fail(notes, {}, failure, f"after {what}")
+            swap_or_fail(notes, {}, failure, f"after {what}", optimizer._outer.is_called)
 
     def _named(self, notes: Notes) -> str:
         """Of several folders that a training saves to, the later ones are called by their numbers."""

@@ -57,6 +57,11 @@ def meet(
         raise TransportError(text, lasting=True) from error
 
 
+def is_called(store: Store, key: str) -> bool:
+    """Whether ranks wait there to meet."""
+    return store.check([key]) and bool(_parse(store.get(key).decode())[1])
+
+
 def _arrive(store: Store, key: str, rank: int, world: int) -> int:
     """Count this rank in -> the number of the meeting it belongs to. The last rank to come ends it."""
     store.compare_set(key, "", "0::")

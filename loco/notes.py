@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,11 @@ class _Off:
 
     phase: str  # of who did it
     why: str
+    elsewhere: bool = False  # they are needed
+
+
+class NeededError(TransportError):
+    """Others wait elsewhere, and can't come before this rank has been there."""
 
 
 class Notes:
@@ -77,16 +82,22 @@ class Notes:
         self._users: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._known = 0
 
-    def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    def swap(
+        self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None = None
+    ) -> list[dict[str, Any]]:
         """Every rank's note, by rank.
 
+        Args:
+            needed: tells whether ranks wait elsewhere for those who wait here.
+
         Raises:
+            NeededError: it said so, to this rank or to another one that waits here.
             TransportError: a rank is dead, stopped, cut off, or did not come within `patience`: names it.
             CheckpointError: on all ranks: they came for different things.
         """
         self._heartbeat.say(phase)
         try:
-            texts = self._call(note, phase)
+            texts = self._call(note, phase, needed)
         except LocoError:
             raise
         except RuntimeError as error:
@@ -117,20 +128,20 @@ class Notes:
         except RuntimeError as error:
             raise _no_store(phase, error) from error
 
-    def _call(self, note: dict[str, Any], phase: str) -> list[str]:
+    def _call(self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None) -> list[str]:
         asked, self._open = self._open, None
         if asked is not None and asked[1] == phase and self._verdict(asked[0]) == _ALL:
             return self._read(asked[0])  # the others went on with it
         number = self._number()
         last = self._verdict(number - 1) if number - 1 > self._through else None
-        if isinstance(last, _Off) and last.phase == phase:
+        if isinstance(last, _Off) and last.phase == phase and not last.elsewhere:
             self._through = number - 1
             raise TransportError(f"{phase}: {last.why}", lasting=True)
         try:
             mine = f"{self._place}/{number}/{self._rank}"
             self._used.append(mine)
             self._store.compare_set(mine, "", self._words.write(mine, json.dumps([phase, note])))
-            self._meet(number, phase)
+            self._meet(number, phase, needed)
             return self._read(number)
         except LocoError:
             raise
@@ -142,7 +153,7 @@ class Notes:
                 self._call_off(number, _Off(phase, type(error).__name__))
             raise
 
-    def _meet(self, number: int, phase: str) -> None:
+    def _meet(self, number: int, phase: str, needed: Callable[[], bool] | None) -> None:
         """Return once all ranks have come; or call it off, for all of them."""
         deadline = time.monotonic() + self._patience
         losses: list[Loss] = []
@@ -155,11 +166,14 @@ class Notes:
                 if verdict is None and losses:
                     lost = self._heartbeat.describe(losses[0], self._named)
                     verdict = self._call_off(number, _Off(phase, lost))
+                elif verdict is None and needed is not None and needed():
+                    verdict = self._call_off(number, _Off(phase, "others wait for it elsewhere", True))
                 elif verdict is None and time.monotonic() > deadline:
                     verdict = self._call_off(number, _Off(phase, self._late(number)))
         self._through = number
         if isinstance(verdict, _Off):
-            raise TransportError(f"{phase}: {verdict.why}", lasting=True)
+            error = NeededError if verdict.elsewhere else TransportError
+            raise error(f"{phase}: {verdict.why}", lasting=True)
 
     def _read(self, number: int) -> list[str]:
         """What all wrote to a call to which all came, so that they are through with those before it."""
@@ -197,7 +211,7 @@ class Notes:
 
     def _call_off(self, number: int, off: _Off) -> "str | _Off | None":
         """-> what has become of it: all may have come just now."""
-        off = _Off(off.phase, f"{off.why} (so {self._named([self._rank])} gave it up)")
+        off = replace(off, why=f"{off.why} (so {self._named([self._rank])} gave it up)")
         return self._decide(number, lambda _: json.dumps(vars(off)))
 
     def _decide(self, number: int, change: Callable[[set[int]], str]) -> "str | _Off | None":
@@ -232,22 +246,28 @@ class Alone(Notes):
     def missed(self, phase: str) -> bool:
         return False
 
-    def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    def swap(
+        self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None = None
+    ) -> list[dict[str, Any]]:
         return [json.loads(json.dumps(note))]
 
 
 def swap_or_fail(
-    notes: Notes, note: dict[str, Any], failure: Exception | None, phase: str
+    notes: Notes,
+    note: dict[str, Any],
+    failure: Exception | None,
+    phase: str,
+    needed: Callable[[], bool] | None = None,
 ) -> list[dict[str, Any]]:
     """Every rank's note, if none of them failed before.
 
     Raises:
         Exception: `failure`, this rank's own.
         CheckpointError: another rank's.
-        TransportError, CheckpointError: as `Notes.swap`.
+        TransportError, NeededError, CheckpointError: as `Notes.swap`.
     """
     note["failure"] = None if failure is None else str(failure) or type(failure).__name__
-    told = notes.swap(note, phase)
+    told = notes.swap(note, phase, needed)
     if failure is not None:
         raise failure
     for rank, theirs in enumerate(told):

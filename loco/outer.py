@@ -298,6 +298,18 @@ class OuterLoop:
     def habits(self) -> Habits:
         return self._habits
 
+    def is_called(self) -> bool:
+        """Whether ranks of this run wait to connect anew. Those of a site of several may after a round that
+        counts, if they lost each other before they had shared θ; and only all ranks can connect."""
+        return self.topology.ranks_per_site > 1 and self.topology.is_called(self._name)
+
+    def come(self) -> None:
+        """Connect anew with those who wait for it."""
+        if self._connected:
+            self._connected = False
+            self.topology.disconnect(self._across, self._inside)
+        self._connect(again=True)
+
     @contextmanager
     def rewritten(self) -> Iterator[None]:
         """Around what replaces the whole state: torn until it is done."""

@@ -16,7 +16,7 @@ from .errors import AgreementError, TransportError, first_line
 from .heartbeat import Heartbeat, Loss
 from .line import Line
 from .linking import TRIES, Patient, link, only_gloo
-from .meeting import meet
+from .meeting import is_called, meet
 from .notes import Notes
 from .sealing import LEAST_KEY_BYTES, Seals, Words
 from .transport import Transport, any_device, listed, wire_device
@@ -229,6 +229,10 @@ class Topology:
                     raise
                 sentence = self.heartbeat.describe(losses[0], self._named)
                 raise TransportError(f"reconnecting: {sentence}", lasting=True) from error
+
+    def is_called(self, name: str) -> bool:
+        """Whether ranks wait to `meet` under this name."""
+        return is_called(self.store, f"loco/{name}")
 
     def _named(self, ranks: Sequence[int]) -> str:
         if self.ranks_per_site == 1:

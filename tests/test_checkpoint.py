@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import loco
 from loco import decision
 from loco.line import Line
+from loco.transport import Transport
 
 
 def built(seed: int = 0, *, kind: str = "PulseLoCo", each: int = 1, **options: Any) -> tuple[nn.Module, Any]:
@@ -387,6 +388,37 @@ def test_one_folders_save_is_not_taken_for_anothers(tmp_path: Path) -> None:
     assert results[1][0] == [["TransportError", ""], ["", ""], ["", ""]]
     for _, rounds in results:
         assert rounds == [3, 3]
+
+
+def saved_while_a_site_reconnects(rank: int, folder: Path) -> tuple[list[str], Snapshot, Any]:
+    """The link inside site 0 breaks when a round counts already, so that site 1 goes on, and saves."""
+    optimizer = built(each=2, sync_every=1)[1]
+    gather, broken = Transport.gather, rank != 1
+
+    def lose(self: Transport, *args: Any, **options: Any) -> Any:
+        nonlocal broken
+        if optimizer.round == 1 and not broken:
+            broken = True
+            raise loco.TransportError("anchor inside the site: a link broke (injected)")
+        return gather(self, *args, **options)
+
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "gather", lose)
+        while optimizer.round < 1 or (errors and not errors[-1].startswith("nothing")):
+            errors.append(error_of(optimizer.sync)[1])
+        with loco.Checkpoints(folder / str(rank)) as checkpoints:
+            checkpoints.save(optimizer, blocking=True)
+    state = snapshot(optimizer)
+    again = built(each=2, sync_every=1)[1]
+    loco.Checkpoints(folder / str(rank)).load(again)
+    return errors, state, snapshot(again)
+
+
+def test_who_saves_comes_to_those_who_must_connect_anew_first(tmp_path: Path) -> None:
+    """They can't come to save before, and nobody else would ever come to connect."""
+    for _, saved, loaded in run_ranks(4, saved_while_a_site_reconnects, tmp_path):
+        assert_same(saved, loaded)
 
 
 def test_arguments_out_of_range_are_refused() -> None:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from loco.elastic import Silence
 from loco.errors import AuthenticationError, CheckpointError, TransportError
 from loco.heartbeat import Loss
-from loco.notes import Alone, Notes, swap_or_fail
+from loco.notes import Alone, NeededError, Notes, swap_or_fail
 from loco.sealing import Words
 
 KEY = b"sixteen bytes and a few"
@@ -133,6 +133,24 @@ def test_who_missed_a_call_altogether_meets_the_others_in_the_next_one() -> None
         for ear in ranks.ears:
             ear.listening.clear()
     assert ranks.swap("saving 3") == [all_of("saving 3")] * 3
+
+
+def test_who_is_needed_elsewhere_goes_there_and_the_next_call_is_for_all() -> None:
+    ranks, needed = Ranks(), threading.Event()
+
+    def one(rank: int) -> str:
+        try:
+            ranks.notes[rank].swap({}, "saving", needed.is_set if rank == 2 else None)
+        except NeededError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(one, rank) for rank in (0, 2)]
+        needed.set()
+        for future in waiting:
+            assert future.result(LONG) == "saving: others wait for it elsewhere (so site 2 gave it up)"
+    assert ranks.swap("saving") == [all_of("saving")] * 3  # who was not there needs not be told
 
 
 def test_ranks_that_come_for_different_things_are_told_so() -> None:
