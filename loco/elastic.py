@@ -8,13 +8,16 @@ import uuid
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore
 
+from .decision import Verdicts
 from .errors import AgreementError
 from .heartbeat import Heartbeat
 from .lighthouse import HOW_TO_START, Lighthouse
 from .links import Links, LinkTransport, host_store
 from .notes import Alone
 from .quorum import Claim, Member, Plan, plan
+from .sealing import Words
 from .topology import Topology
 from .transport import Transport
 
@@ -172,6 +175,10 @@ class ElasticTopology(Topology):
     def disconnect(self, *links: Transport) -> None:
         for link in links:
             link.close()
+
+    def verdicts(self, place: str) -> Verdicts:
+        """Of a site that is alone; those of a quorum are in the store of its links."""
+        return Verdicts(HashStore(), Words(), place, clears_up=True)
 
     def seat(self) -> dict[str, Any]:
         """A site is known by its name: its number is another one in every quorum. To its state and to its
