@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import CheckpointError
 from .manifest import Position
 from .membership import Roster
-from .notes import Notes
+from .notes import Notes, swap_or_fail
 from .optimizer import LowCommunicationOptimizer
 from .shelf import Shelf
 from .state import check_same
@@ -29,13 +30,15 @@ def all_saves(
     notes: Notes, shelf: Shelf, sites: Sequence[int | None] | None, lost: Sequence[int], name: str
 ) -> tuple[dict[str, Save], bool]:
     """-> what all ranks can see together, by the save's name; whether anything was damaged."""
-    whole = shelf.whole(of_all=True)
-    mine = {
-        "call": [None if sites is None else list(sites), sorted(lost)],
-        "saves": [[*m.position, m.save, m.num_sites, m.ranks_per_site, m.rank] for m in whole],
-        "damaged": len([m for m in whole if m.rank == shelf.rank]) < len(shelf.positions(own=True)),
-    }
-    told = notes.swap(mine, f"looking for checkpoints{name}")
+    mine: dict[str, Any] = {"call": [None if sites is None else list(sites), sorted(lost)]}
+    failure: Exception | None = None
+    try:
+        whole = shelf.whole(of_all=True)
+        mine["saves"] = [[*m.position, m.save, m.num_sites, m.ranks_per_site, m.rank] for m in whole]
+        mine["damaged"] = len([m for m in whole if m.rank == shelf.rank]) < len(shelf.positions(own=True))
+    except (OSError, CheckpointError) as error:
+        failure = error
+    told = swap_or_fail(notes, mine, failure, f"looking for checkpoints{name}")
     for rank, note in enumerate(told):
         if note["call"] != told[0]["call"]:
             raise ValueError(

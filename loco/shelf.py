@@ -151,7 +151,7 @@ class Shelf:
 
     def _folders(self) -> Iterator[tuple[Position, int, Path]]:
         """Every rank's folder that can be seen."""
-        if not self.folder.is_dir():
+        if not self.folder.exists():
             return
         for at in list(self.folder.iterdir()):
             if match := _POSITION.fullmatch(at.name):

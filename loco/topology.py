@@ -178,7 +178,8 @@ class Topology:
     def disconnect(self, *links: Transport) -> None:
         """Give up links that are of no use any more, so that peers who wait on them learn of it at once."""
         for one in links:
-            if one.group is not self.site_group:
+            if one.group is not None and one.group is not self.site_group:
+                self._seals.pop(one.group.group_name, None)
                 one.close()
 
     def everyone(self) -> Transport:

@@ -421,6 +421,18 @@ def test_who_saves_comes_to_those_who_must_connect_anew_first(tmp_path: Path) ->
         assert_same(saved, loaded)
 
 
+def loaded_from(rank: int, folder: Path) -> tuple[str, str]:
+    return error_of(loco.Checkpoints(folder / str(rank)).load, built()[1])
+
+
+def test_a_folder_that_is_none_is_found_before_anything_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "1").write_text("a file")
+    one, other = run_ranks(2, loaded_from, tmp_path)
+    assert other[0] == "NotADirectoryError"
+    assert one[0] == "CheckpointError"
+    assert one[1].startswith("looking for checkpoints: rank 1 failed: [Errno 20] Not a directory: ")
+
+
 def test_arguments_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="keep must be >= 2, got 1"):
         loco.Checkpoints("x", keep=1)
