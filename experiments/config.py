@@ -383,6 +383,7 @@ def _read_yaml(name: str) -> Any:
     if not path.is_file():
         path = PRESETS / f"{name}.yaml"  # the short form: preset=two_sites
     if not path.is_file():
+        _require(not Path(name).suffix, f"there is no file {name}")
         known = sorted(file.stem for file in PRESETS.glob("*.yaml"))
         raise ExperimentError(f"no preset '{name}'{_nearest(Path(name).stem, known)}")
     try:

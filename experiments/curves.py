@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
@@ -22,6 +23,7 @@ from experiments.table import Scale
 
 Points = Sequence[tuple[float, float]]
 BANDS = 6  # where there are more lines, only the broad ones have one: a few dozen hide all lines
+_FEW = 6  # points, which a line alone would hide
 _ROUNDS_OF_REWARD = 5  # in a moving average: a round's rewards are those of a few hundred answers
 
 
@@ -108,10 +110,14 @@ def gate(comparison: Comparison) -> Figure | None:
     about = comparison.pulse or shown[0]
     row = comparison.row(about)
     panels: list[tuple[str, str, str]] = [
-        ("density", "entries a site sends ÷ all", f"{about.label} sends {row.density:.0%} of the entries")
+        (
+            "density",
+            "entries a site sends ÷ all",
+            f"{about.label} sends {_share(row.density or 0.0)} of the entries",
+        )
     ]
     if row.union_density is not None:
-        said = f"Its sites together send {row.union_density:.0%}"
+        said = f"Its sites together send {_share(row.union_density)}"
         panels.append(("union_density", "entries any site sends ÷ all", said))
     norms = [fmean(r.rounds[place].residual_norm for r in about.results) for place in (_halfway(about), -1)]
     grown = norms[1] / norms[0] if norms[0] > 0 else 1.0
@@ -158,6 +164,13 @@ def gate(comparison: Comparison) -> Figure | None:
     return figure
 
 
+def _share(value: float) -> str:
+    """In percent, with two digits that say something: 11%, 1.6%, 0.23%."""
+    if value <= 0:
+        return "0%"
+    return f"{100 * value:.{max(0, 1 - math.floor(math.log10(100 * value)))}f}%"
+
+
 def _halfway(group: Group) -> int:
     return len(group.results[0].rounds) // 2
 
@@ -180,7 +193,8 @@ def _course(runs: Sequence[Points]) -> list[tuple[float, Interval]]:
 
 def _line(axis: Axes, course: Sequence[tuple[float, Interval]], line: dict[str, Any], *, band: bool) -> None:
     xs = [x for x, _ in course]
-    axis.plot(xs, [y.mean for _, y in course], **line)
+    marker = "o" if len(course) < _FEW else ""  # a line through one point shows nothing
+    axis.plot(xs, [y.mean for _, y in course], **line, marker=marker, markersize=5)
     if band and course and course[0][1].half is not None:
         axis.fill_between(
             xs,

@@ -83,7 +83,10 @@ def of_bytes(comparison: Comparison) -> str:
     beside = {True: "the ring formula (DDP)", False: "what loco counted"}
     checks = [f"{beside[ddp]} by {_spread(found)}" for ddp, found in apart.items() if found]
     if checks:
-        return f"{said}The kernel's TCP counters exceed {' and '.join(checks)}."
+        return (
+            f"{said}The kernel's TCP counters exceed {' and '.join(checks)}: gloo's framing, which weighs "
+            "most in small rounds."
+        )
     if any(result.bytes_source == "counted" and result.sent_bytes for result in comparison.results):
         return f"{said}Bytes are loco's own count: TCP counters cannot check them here."
     return said.strip() or "Nothing was sent."

@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if not folders or any(argument in ("-h", "--help") for argument in arguments):
             print(__doc__)
-            return 0 if arguments else 2
+            return 0 if arguments else 1
         if len(folders) > 1 and not outs:
             raise ExperimentError("several folders are shown together in a folder of their own: add out=…")
         missing = [str(folder) for folder in folders if not folder.is_dir()]
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
         rebuild(folders, Path(outs[-1]) if outs else folders[0])
     except ExperimentError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1
     return 0
 
 

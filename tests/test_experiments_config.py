@@ -61,6 +61,7 @@ def test_every_file_in_configs_loads_by_its_short_name(kind: type[RunConfig], fi
         (["warm_stat.steps=4"], "unknown key 'warm_stat'; did you mean 'warm_start'?"),
         (["method=pulsloco"], "unknown method 'pulsloco'; did you mean 'pulseloco'?"),
         (["preset=two_site"], "no preset 'two_site'; did you mean 'two_sites'?"),
+        (["preset=nothere.yaml"], "there is no file nothere.yaml"),
         (["pulseloco"], "arguments are written key=value, got 'pulseloco'"),
         (["--steps=8"], "arguments are written key=value, got '--steps=8'"),
         (["steps=many"], "steps: Value 'many' of type 'str' could not be converted to Integer"),

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import matplotlib.pyplot as plt
 import pytest
 
 from experiments import report
 from experiments.config import CompareConfig, TrainConfig, load, resolved
+from experiments.curves import gate, reward_by_round
 from experiments.document import read_document, write_document
 from experiments.errors import ExperimentError
 from experiments.findings import gap, headline, notes
@@ -295,7 +297,7 @@ def test_byte_counts_are_checked_with_the_kernels() -> None:
     said = notes(Comparison.of(several(1)))[-1]
     assert said == (
         "DDP's bytes are the kernel's TCP count. The kernel's TCP counters exceed the ring formula (DDP) by "
-        "1.00% and what loco counted by 1.00%."
+        "1.00% and what loco counted by 1.00%: gloo's framing, which weighs most in small rounds."
     )
     unchecked = [dataclasses.replace(result, kernel_sent_bytes=None) for result in several(1)]
     assert "TCP counters cannot check them" in notes(Comparison.of(unchecked))[-1]
@@ -416,6 +418,26 @@ def test_plots_are_drawn_for_any_number_of_labels_and_seeds(tmp_path: Path, coun
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
 
 
+def test_one_round_of_reward_is_a_point_that_can_be_seen() -> None:
+    for rounds, marker in ((1, "o"), (30, "")):
+        figure = reward_by_round(Comparison.of([made("PULSELoCo", 0.5, rounds=rounds)]))
+        assert figure is not None
+        assert [line.get_marker() for line in figure.axes[0].lines] == [marker]
+        plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("density", "said"), [(0.0023, "0.23%"), (0.016, "1.6%"), (0.11, "11%"), (1.0, "100%"), (0.0, "0%")]
+)
+def test_the_gates_share_is_said_with_enough_digits(density: float, said: str) -> None:
+    one = made("PULSELoCo", 0.5)
+    rounds = tuple(dataclasses.replace(r, density=density) for r in one.rounds)
+    figure = gate(Comparison.of([dataclasses.replace(one, rounds=rounds)]))
+    assert figure is not None
+    assert figure.axes[0].get_title() == f"PULSELoCo sends {said} of the entries"
+    plt.close(figure)
+
+
 def test_visibility_is_drawn_where_learning_rates_differ(tmp_path: Path) -> None:
     rates = [made(f"lr {lr}", 0.5, lr=lr) for lr in (1e-6, 3e-6, 1e-5)]
     assert "visibility" in {plot.path.stem for plot in draw_all(Comparison.of(rates), tmp_path)}
@@ -505,9 +527,9 @@ def test_several_folders_are_shown_as_one_comparison(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_answered_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(tmp_path / "none")]) == 2
+    assert report.main([str(tmp_path / "none")]) == 1
     assert "there is no folder" in capsys.readouterr().err
-    assert report.main([str(tmp_path)]) == 2
+    assert report.main([str(tmp_path)]) == 1
     assert "holds no finished runs" in capsys.readouterr().err
-    assert report.main([str(tmp_path), str(tmp_path)]) == 2
+    assert report.main([str(tmp_path), str(tmp_path)]) == 1
     assert "add out=" in capsys.readouterr().err
