@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.statistics import Interval
-from experiments.summary import CONDITIONS, Comparison, Group, Row
+from experiments.summary import CONDITIONS, LEAST_OF_LOSS, Comparison, Group, Row
 from experiments.table import Scale
 
 
@@ -17,6 +17,11 @@ def headline(comparison: Comparison) -> str:
         score = scale.score(Interval(best.final.mean))
         return f"{best.label} ends at {comparison.one.metric} {score}, {_moved(best, scale)}"
     share, sends = share_of(row), _fewer_bytes(row)
+    if row.reference in _unmoved(comparison):
+        return (
+            f"{row.reference} gained nothing that can be told from noise, so what {row.label} keeps of it "
+            "can't be said" + (f"; {row.label} sends {sends}" if sends else "")
+        )
     gained = f"{row.label} ends {_moved(row, scale)}"
     if share is not None:
         gained = f"{row.label} keeps {_share(share)} of {row.reference}'s gain"
@@ -52,7 +57,8 @@ def savings(comparison: Comparison) -> str:
 
 def notes(comparison: Comparison) -> list[str]:
     """What a reader needs in order to read the table right."""
-    said = [_of_intervals(comparison), *_of_references(comparison), *_of_reach(comparison)]
+    said = [_of_intervals(comparison), *_of_references(comparison)]
+    said += [*_of_noise(comparison), *_of_reach(comparison)]
     starts = {round(result.first, 9) for result in comparison.results}
     if len(starts) > 1:
         said.append(
@@ -145,6 +151,31 @@ def _of_references(comparison: Comparison) -> list[str]:
                     f"{group.label} was trained under conditions of its own ({', '.join(keys)}): compare "
                     "with care."
                 )
+    return said
+
+
+def _unmoved(comparison: Comparison) -> set[str]:
+    """The references that gained nothing to speak of by any score."""
+    by_score = [{group.label for group in comparison.unmoved(score)} for score in comparison.scores]
+    return set.intersection(*by_score)
+
+
+def _of_noise(comparison: Comparison) -> list[str]:
+    """Why there is no share of some reference's gain."""
+    by_score = {score: comparison.unmoved(score) for score in comparison.scores}
+    said = [
+        f"By {score} the gain of {', '.join(group.label for group in groups)} can't be told from noise, and "
+        "no share of it is shown."
+        for score, groups in by_score.items()
+        if groups
+    ]
+    if said:
+        least = (
+            f"than {LEAST_OF_LOSS:.1%} of the loss"
+            if comparison.one.metric == "loss"
+            else "than the one that the size of the held-out set leaves"
+        )
+        said[-1] += f" (A gain counts if it is more than the 95% interval over the seeds, or {least}.)"
     return said
 
 

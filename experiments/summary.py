@@ -13,6 +13,7 @@ from experiments.results import RATES, Result
 from experiments.statistics import Interval, difference, of_mean, of_share, ratio
 
 SECOND = "sampled"  # the score that stands beside a deciding pass@1: exact and smooth
+LEAST_OF_LOSS = 1e-3  # of where it started: a loss of one seed, which has no interval, must fall by more
 # What a comparison holds equal, where it can: only then is a difference the method's.
 CONDITIONS = (
     "task", "model", "path", "parameters", "steps", "lr", "nproc",
@@ -70,6 +71,19 @@ class Group:
     def steady(self, name: str) -> float | None:
         return self.mean(lambda result: result.steady(name))
 
+    def gained_beyond_noise(self, score: str) -> bool:
+        """Whether it gained more than the 95% interval over its seeds, or than the one that the size of the
+        held-out set leaves (of a loss, which has none: than a thousandth of it)."""
+        gains = of_mean([result.gained(score) for result in self.results])
+        first = fmean(result.evaluations[0].scores[score] for result in self.results)
+        if score in ("pass@1", SECOND):
+            # A sampled answer's probabilities spread no more than counts of right answers do.
+            ends = first + gains.mean
+            least = of_share(min(1.0, max(0.0, ends)), self.config["arithmetic"]["held_out"]).half or 0.0
+        else:
+            least = LEAST_OF_LOSS * first
+        return gains.mean > min(least, least if gains.half is None else gains.half)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -85,7 +99,7 @@ class Row:
     interval_of: str | None  # final's interval: over "seeds" or the "held-out" set
     gain: Interval
     minus: Interval | None  # final − the reference's; None for the reference
-    share: Interval | None  # of the reference's gain
+    share: Interval | None  # of the reference's gain; None if that can't be told from noise
     share_second: Interval | None  # the same by the second score
     sent_bytes: float
     received_bytes: float
@@ -164,6 +178,23 @@ class Comparison:
         dense = [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
         return next((g for g in dense if _alike(g, group)), self.reference)
 
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """By which a share of the reference's gain is computed."""
+        return (self.one.metric, SECOND) if self.has_second else (self.one.metric,)
+
+    def unmoved(self, score: str) -> list[Group]:
+        """The references whose gain can't be told from noise."""
+        references = [self.reference_of(group) for group in self.groups]
+        found = dict.fromkeys(group for group in references if group is not None)
+        return [group for group in found if not group.gained_beyond_noise(score)]
+
+    def _gainer(self, reference: Group | None, score: str) -> Group | None:
+        """It, if there is a gain by that score of which others can have a share."""
+        if reference is None or score not in self.scores or not reference.gained_beyond_noise(score):
+            return None
+        return reference
+
     def ddp_of(self, group: Group) -> Group | None:
         found = [g for g in self.groups if g.method == "ddp"]
         return next((g for g in found if _alike(g, group)), found[0] if found else None)
@@ -210,10 +241,8 @@ class Comparison:
             interval_of=interval_of,
             gain=of_mean([r.gain for r in group.results]),
             minus=_of_both(difference, group, other, lambda r: r.final),
-            share=_of_both(ratio, group, reference, lambda r: r.gain),
-            share_second=_of_both(ratio, group, reference, lambda r: r.gained(SECOND))
-            if self.has_second
-            else None,
+            share=_of_both(ratio, group, self._gainer(reference, one.metric), lambda r: r.gain),
+            share_second=_of_both(ratio, group, self._gainer(reference, SECOND), lambda r: r.gained(SECOND)),
             sent_bytes=sent,
             received_bytes=fmean(r.received_bytes for r in group.results),
             bytes_source=one.bytes_source,

@@ -285,6 +285,55 @@ def test_a_loss_gains_by_falling_and_has_no_interval_of_one_seed() -> None:
     assert "1.7000" in as_text(comparison, width=120)
 
 
+@pytest.mark.parametrize(
+    ("results", "sentence"),
+    [
+        # 0.4 to 0.41 of 2,048 problems, which leave ± 0.021; sampled answers gained next to nothing.
+        (
+            [made("DiLoCo", 0.41, method="diloco", sampled=0.3 + 1e-9), made("PULSE", 0.43, sampled=0.31)],
+            "By sampled the gain of DiLoCo can't be told from noise",
+        ),
+        # Three of 20 problems.
+        (
+            [
+                made(label, 0.55, method=method, sampled=0.35, arithmetic={"held_out": 20})
+                for label, method in (("DiLoCo", "diloco"), ("PULSE", "pulseloco"))
+            ],
+            "or than the one that the size of the held-out set leaves",
+        ),
+        (
+            [
+                made("DiLoCo", 1.9999, method="diloco", first=2.0, metric="loss"),
+                made("PULSE", 1.9, first=2.0, metric="loss"),
+            ],
+            "or than 0.1% of the loss",
+        ),
+    ],
+    ids=["a reference that hardly gains", "few problems", "a loss"],
+)
+def test_of_a_gain_that_is_noise_no_share_is_kept(
+    tmp_path: Path, results: list[Result], sentence: str
+) -> None:
+    comparison = Comparison.of(results)
+    assert headline(comparison).startswith(
+        "DiLoCo gained nothing that can be told from noise, so what PULSE keeps of it can't be said; "
+    )
+    assert all(row.share is None and row.share_second is None for row in comparison.rows)
+    assert sentence in " ".join(notes(comparison))
+    assert "gain kept" not in as_text(comparison, width=300)
+    assert "frontier" not in {plot.path.stem for plot in draw_all(comparison, tmp_path)}
+
+
+def test_a_gain_beyond_either_interval_is_one() -> None:
+    """Two seeds that differ leave a wide interval over seeds, and the held-out set a narrow one."""
+    apart = [made("DiLoCo", final, method="diloco", seed=k) for k, final in enumerate((0.6, 0.7))]
+    assert Comparison.of(apart).rows[0].gain.half == pytest.approx(12.7062 * 0.05)
+    alike = [made("DiLoCo", 0.405, method="diloco", seed=k) for k in range(3)]
+    for results in (apart, alike):
+        assert row_of(results, "DiLoCo").share is not None
+    assert not any("noise" in said for said in notes(Comparison.of(apart)))
+
+
 def test_a_gap_is_said_to_be_within_what_seeds_differ_by() -> None:
     # 0.05 below, the same for each seed.
     assert (
