@@ -29,6 +29,7 @@ from experiments.config import load
 from experiments.elastic_curve import draw
 from experiments.elastic_site import ElasticConfig
 from experiments.errors import ExperimentError
+from experiments.orphans import through
 
 VICTIM = 2
 _HEARTBEAT = 2000  # milliseconds without a sign of life after which the lighthouse goes on without a site
@@ -39,7 +40,7 @@ Event = dict[str, Any]
 
 
 class Processes:
-    """A lighthouse and sites. None of them outlives the `with`."""
+    """A lighthouse and sites. None of them outlives the `with`, nor this process, however it ends."""
 
     def __init__(self, config: ElasticConfig, folder: Path) -> None:
         self._config, self._folder = config, folder
@@ -105,7 +106,7 @@ class Processes:
         self._logs.append(log)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         out = subprocess.PIPE if heard else log
-        process = subprocess.Popen(command, stdout=out, stderr=log, env=environment, text=True)
+        process = subprocess.Popen(through(command), stdout=out, stderr=log, env=environment, text=True)
         self._all.append(process)
         return process
 

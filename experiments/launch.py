@@ -10,7 +10,6 @@ Exit status: 0 when all is done; 1 after any error, upon which torchrun restarts
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import logging
@@ -39,6 +38,7 @@ import loco
 from experiments.config import C, load, to_yaml
 from experiments.errors import ExperimentError
 from experiments.logs import RankLog
+from experiments.orphans import die_with_parent
 
 _OWN_LAUNCH = "LOCO_LAUNCHED_BY_EXPERIMENTS"  # of the parent, which will say what went wrong: its id
 _PATIENCE = 5.0  # seconds
@@ -155,7 +155,9 @@ def _first_cause(failures: dict[int, ProcessFailure]) -> str:
 def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
     global _log
     rank = int(os.environ["RANK"])
-    _end_with_parent()
+    # A launcher that is killed can't stop its ranks, and they would train on.
+    launcher = os.environ.get(_OWN_LAUNCH)
+    die_with_parent(None if launcher is None else int(launcher))
     if rank != 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # dies without a word: rank 0 speaks for all
     try:
@@ -185,15 +187,6 @@ def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
         return _leave(f"{traceback.format_exc()}{text}" if rank == 0 else text, shared=False)
     dist.destroy_process_group()
     return 0
-
-
-def _end_with_parent() -> None:
-    """A launcher that is killed can't stop its ranks, and they would train on: the kernel ends them."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
-    if _OWN_LAUNCH in os.environ and os.getppid() != int(os.environ[_OWN_LAUNCH]):
-        os._exit(1)  # it was killed before that
 
 
 def _device(wanted: str) -> torch.device:

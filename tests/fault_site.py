@@ -20,7 +20,8 @@ from states import Snapshot, snapshot
 from torch._C._distributed_c10d import TCPStore
 
 import loco
-from experiments.bench.namespaces import die_with_parent, leave_network
+from experiments.bench.namespaces import leave_network
+from experiments.orphans import die_with_parent
 from loco import frames
 
 NUMEL = 1003

@@ -211,6 +211,24 @@ def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path) -> None:
     assert gone(ranks)
 
 
+def test_what_is_started_through_orphans_ends_with_its_parent() -> None:
+    """As `experiments.elastic` starts the lighthouse, a program that can't ask for it itself."""
+    parent = "import subprocess\nfrom experiments.orphans import through\n" + (
+        "child = subprocess.Popen(through(['sleep', '600']))\nprint(child.pid, flush=True)\nchild.wait()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent],
+        env=environment(PYTHONPATH=str(REPOSITORY)),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout is not None
+        child = int(started.stdout.readline())
+        until(lambda: Path(f"/proc/{child}/cmdline").read_bytes() == b"sleep\x00600\x00", started)
+        started.kill()
+    assert gone([child])
+
+
 def test_a_failed_rank_exits_with_1_and_its_traceback_is_in_its_log(tmp_path: Path) -> None:
     folder = fresh(tmp_path / "x")
     (folder / "runs").mkdir()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import signal
 import subprocess
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +21,6 @@ from types import TracebackType
 
 _TOOLS = ("ip", "tc", "nsenter", "unshare")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _QUEUE = "200ms"  # what a router holds back before it drops
 MBIT, GBIT = 10**6 / 8, 10**9 / 8  # bytes per second
 
@@ -55,11 +53,6 @@ def leave_network() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_NETWORK):
         raise OSError(ctypes.get_errno(), "no network namespace of its own")
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it has ended, by SIGKILL too."""
-    ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
 @cache

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.bench.namespaces import Network, die_with_parent, leave_network
+from experiments.bench.namespaces import Network, leave_network
+from experiments.orphans import die_with_parent
 
 # Forked from a server that has torch loaded, a site starts in a tenth of a second.
 _context = mp.get_context("forkserver")
