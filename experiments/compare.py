@@ -73,7 +73,7 @@ PROGRAM = launch.Program(
     work=work,
     finish=finish,
     folder=_folder,
-    interrupted="finished runs are kept: the same command goes on from there",
+    interrupted=lambda _: "finished runs are kept: the same command goes on from there",
 )
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import pickle
 import shutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ class Saving:
     folder: Path
     every: int  # rounds
     resume: bool
+
+
+def newest_round(folder: Path, *, sync_every: int) -> int | None:
+    """Of the checkpoints there, as their names have it; None: there are none."""
+    found = [int(path.name[6:14]) for path in folder.glob("round-????????*")]
+    found += [int(path.name[5:13]) // sync_every for path in folder.glob("step-????????.*.pt")]
+    return max(found, default=None)
 
 
 @dataclass(kw_only=True)
@@ -81,21 +89,29 @@ class Keeper:
             self._files = _OfTorch(saving.folder, optimizer, model, seat)
 
     def resume(self) -> bool:
-        """Go on where the run was saved, if it was."""
-        kept = self._files.load() if self._saving.resume else None
-        if kept is None:
+        """Go on where the run was saved, if it was, and say whether."""
+        if not self._saving.resume:
             return False
-        if not self._run.same_as(kept["config"]):
+        kept = self._files.load()
+        if kept is None:
+            self._say(f"no checkpoints in {self._saving.folder}: starts anew")
+            return False
+        if differing := self._run.differing(kept["config"]):
             raise ExperimentError(
-                f"{self._saving.folder} is of a run that was configured otherwise: leave out resume=true to "
-                f"start anew, or give this run another name"
+                f"{self._saving.folder} is of a run that was configured otherwise ({', '.join(differing)}): "
+                f"go on with the same settings, or give this run another name="
             )
         for name, value in kept["measured"].items():
             setattr(self._measured, name, value)
         self._meter.resume(kept["meter"])
         if self._observer is not None:
             self._observer.resume(kept["seen"])
+        self._say(f"goes on from round {self._measured.step // self._run.config.sync_every}")
         return True
+
+    def _say(self, sentence: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"{self._run.label}: {sentence}", file=sys.stderr, flush=True)
 
     def after_step(self) -> None:
         if self._measured.step % (self._saving.every * self._run.config.sync_every):
@@ -151,6 +167,12 @@ class _OfTorch:
 
     def load(self) -> dict[str, Any] | None:
         found: list[list[int]] = from_all(self._steps())
+        # All ranks have a first one before any has a second: who has none then is not of that run.
+        if [] in found and max(map(len, found)) > 1:
+            raise ExperimentError(
+                f"{self._folder} holds no checkpoints of rank {found.index([])}: go on with the same "
+                "nproc, and each rank where it was, or give this run another name="
+            )
         for step in sorted(set.intersection(*map(set, found)), reverse=True):
             try:
                 state = torch.load(self._path(step), map_location="cpu", weights_only=True)

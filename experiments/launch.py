@@ -40,6 +40,7 @@ from experiments.errors import ExperimentError
 from experiments.logs import RankLog
 from experiments.orphans import die_with_parent
 
+NOTHING_WRITTEN = "no results were written"
 _OWN_LAUNCH = "LOCO_LAUNCHED_BY_EXPERIMENTS"  # of the parent, which will say what went wrong: its id
 _PATIENCE = 5.0  # seconds
 _INTERRUPTED = 130  # what shells report after Ctrl-C
@@ -58,7 +59,7 @@ class Program(Generic[C]):
     worlds: Callable[[C], list[int]]  # numbers of ranks to launch, one after the other
     work: Callable[[C, torch.device], None]  # what every rank does
     finish: Callable[[C], None] = lambda _: None  # what one process does at the end
-    interrupted: str = "no results were written"
+    interrupted: Callable[[C], str] = lambda _: NOTHING_WRITTEN  # what Ctrl-C leaves
     folder: Callable[[C], Path] | None = None  # of the results; the ranks' logs go to its logs/
 
 
@@ -69,6 +70,7 @@ def main(program: Program[C]) -> int:
         print(f"{program.about}\nKeys and their defaults:\n\n{to_yaml(program.config())}")
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # see experiments/__init__.py
+    config = None
     try:
         if "RANK" in os.environ:
             return _be_a_rank(program, arguments)
@@ -88,7 +90,8 @@ def main(program: Program[C]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SignalException):
-        print(f"\ninterrupted: all ranks were stopped, {program.interrupted}", file=sys.stderr)
+        left = NOTHING_WRITTEN if config is None else program.interrupted(config)
+        print(f"\ninterrupted: all ranks were stopped, {left}", file=sys.stderr)
         return _INTERRUPTED
 
 
@@ -160,6 +163,7 @@ def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
     die_with_parent(None if launcher is None else int(launcher))
     if rank != 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # dies without a word: rank 0 speaks for all
+    config = None
     try:
         config = load(program.config, arguments)
         if program.folder is not None:
@@ -178,7 +182,8 @@ def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
     except loco.LocoError as error:
         return _leave(str(error), shared=True, consequence=_is_lost_connection(error))
     except KeyboardInterrupt:
-        return _leave(f"interrupted: {program.interrupted}", shared=True, status=_INTERRUPTED)
+        left = NOTHING_WRITTEN if config is None else program.interrupted(config)
+        return _leave(f"interrupted: {left}", shared=True, status=_INTERRUPTED)
     except Exception as error:
         if _is_lost_connection(error):
             return _leave("the connection to another rank was lost", shared=True, consequence=True)

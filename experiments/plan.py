@@ -52,8 +52,17 @@ class Run:
     def same_as(self, stored: dict[str, Any]) -> bool:
         """Whether a stored configuration would train what this one does. What it does not name, because
         there was no such setting when it was stored, was as it is by default."""
-        defaults = _plain(dataclasses.asdict(TrainConfig()))
-        return _deciding(self.stored()) == _deciding(_over(defaults, stored))
+        return not self.differing(stored)
+
+    def differing(self, stored: dict[str, Any]) -> list[str]:
+        """In what a stored configuration would train otherwise: "nproc: 4 then, 3 now"."""
+        then = _flat(_deciding(_over(_plain(dataclasses.asdict(TrainConfig())), stored)))
+        now = _flat(_deciding(self.stored()))
+        return [
+            f"{key}: {then.get(key)} then, {now.get(key)} now"
+            for key in now | then
+            if then.get(key) != now.get(key)
+        ]
 
 
 def runs_of(config: CompareConfig) -> list[Run]:
@@ -102,6 +111,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, tuple) else value
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Nested keys with dots, as a command line takes them."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found |= {f"{key}.{inner}": item for inner, item in _flat(value).items()}
+        else:
+            found[key] = value
+    return found
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,20 @@ def stored(run: Run, folder: Path) -> Result | None:
         return None
 
 
+def checkpoints_of(folder: Path) -> Path:
+    """Of a single run."""
+    return folder / "checkpoints"
+
+
+def resumes(config: TrainConfig) -> bool:
+    """A rank that torchrun has restarted goes on, asked or not."""
+    return config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def saving_of(config: TrainConfig, folder: Path) -> Saving | None:
-    """Of a single run. A rank that torchrun has restarted goes on, asked or not."""
     if not config.save_every:
         return None
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return Saving(folder=folder / "checkpoints", every=config.save_every, resume=config.resume or restarted)
+    return Saving(folder=checkpoints_of(folder), every=config.save_every, resume=resumes(config))
 
 
 def work(runs: Sequence[Run], folder: Path, device: torch.device) -> None:

@@ -5,7 +5,8 @@
 
 Any key of the configuration can follow as key=value; preset=NAME reads configs/NAME.yaml first.
 Results go to runs/<name>/; the name is the method's unless name= is given. save_every=4 keeps checkpoints
-there, every 4 rounds; resume=true goes on from them, and ranks that torchrun restarts do so by themselves:
+there, every 4 rounds; resume=true goes on from them (without it a folder that holds some is refused), and
+ranks that torchrun restarts do so by themselves:
 
     torchrun --nproc-per-node 4 --max-restarts 3 -m experiments.train save_every=4
 """
@@ -18,6 +19,8 @@ import torch
 
 from experiments import launch, session
 from experiments.config import TITLES, TrainConfig, check_world, resolved
+from experiments.errors import ExperimentError
+from experiments.keeping import newest_round
 from experiments.plan import Run
 from experiments.report import write_all
 from experiments.tasks import Seat, task_of
@@ -31,6 +34,13 @@ def prepare(config: TrainConfig) -> None:
     assert config.nproc is not None
     line = f"nproc={2 * config.ranks_per_site}` or `torchrun --nproc-per-node {2 * config.ranks_per_site} …"
     check_world(config, config.nproc, launch_line=line)
+    kept = _kept(config)
+    if kept is not None and not session.resumes(config):
+        raise ExperimentError(
+            f"{session.checkpoints_of(_folder(config))} holds round {kept} of a run, which starting anew "
+            "would remove: add resume=true to go on from there, give this run another name=, or delete the "
+            "folder"
+        )
     task_of(config, Seat(0, 1, torch.device("cpu")))  # reads what it needs
 
 
@@ -46,6 +56,19 @@ def finish(config: TrainConfig) -> None:
     write_all(folder, config, session.results_of([run_of(config)], folder))
 
 
+def interrupted(config: TrainConfig) -> str:
+    if _kept(config) is None:
+        return launch.NOTHING_WRITTEN
+    return f"{launch.NOTHING_WRITTEN}; resume=true goes on from {session.checkpoints_of(_folder(config))}"
+
+
+def _kept(config: TrainConfig) -> int | None:
+    """The round of the newest checkpoint that lies where this run saves."""
+    if not config.save_every:
+        return None
+    return newest_round(session.checkpoints_of(_folder(config)), sync_every=config.sync_every)
+
+
 def _folder(config: TrainConfig) -> session.Path:
     return session.folder_of(config, default=config.method)
 
@@ -58,6 +81,7 @@ PROGRAM = launch.Program(
     worlds=lambda config: [config.nproc or 1],
     work=work,
     finish=finish,
+    interrupted=interrupted,
     folder=_folder,
 )
 

@@ -121,11 +121,52 @@ def test_another_configuration_is_not_gone_on_with_and_without_resume_it_starts_
     folder = fresh(tmp_path / "x")
     arguments = [*SMALL, "steps=16", "nproc=2", "name=mine"]
     run_ranks(2, trained, str(folder), arguments)
-    for change, sentence in (("lr=2e-4", "was configured otherwise"), ("outer_lr=0.5", "outer_lr = 0.7")):
+    for change, sentence in (
+        ("lr=2e-4", "otherwise (lr: 0.0001 then, 0.0002 now)"),
+        ("outer_lr=0.5", "= 0.7"),
+    ):
         for error in run_ranks(2, trained, str(folder), [*arguments, change, "resume=true"]):
             assert sentence in error
     assert run_ranks(2, trained, str(folder), [*arguments, "lr=2e-4"]) == ["", ""]
     assert only(folder).config["lr"] == 2e-4
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"), [("pulseloco", "nproc: 2 then, 3 now"), ("ddp", "no checkpoints of rank 2")]
+)
+def test_another_number_of_ranks_is_not_gone_on_with(tmp_path: Path, method: str, sentence: str) -> None:
+    folder = fresh(tmp_path / "x")
+    arguments = [*SMALL, f"method={method}", "steps=16", "name=mine"]
+    assert run_ranks(2, trained, str(folder), [*arguments, "nproc=2"]) == [""] * 2
+    for error in run_ranks(3, trained, str(folder), [*arguments, "nproc=3", "resume=true"]):
+        assert sentence in error
+
+
+def test_checkpoints_are_not_removed_unasked_and_it_is_said_where_a_run_begins(tmp_path: Path) -> None:
+    command = [*PYTHON, "experiments.train", *SMALL, "steps=16", "nproc=2", "name=mine"]
+    first = run([*command, "resume=true"], tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "PULSELoCo: no checkpoints in runs/mine/checkpoints: starts anew\n" in first.stderr
+    refused = run(command, tmp_path)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(
+        "error: runs/mine/checkpoints holds round 2 of a run, which starting anew"
+    )
+    assert refused.stderr.count("\n") == 1
+    forget_newest(tmp_path, "round-00000001")
+    again = run([*command, "resume=true"], tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "PULSELoCo: goes on from round 1\n" in again.stderr
+
+
+def test_ctrl_c_says_that_there_are_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(TrainConfig, ["save_every=1", "name=mine"])
+    monkeypatch.chdir(tmp_path)
+    assert train.interrupted(config) == "no results were written"
+    (tmp_path / "runs/mine/checkpoints/round-00000003").mkdir(parents=True)
+    assert train.interrupted(config) == (
+        "no results were written; resume=true goes on from runs/mine/checkpoints"
+    )
 
 
 @pytest.mark.parametrize(
