@@ -3,17 +3,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench gpu clean
+.PHONY: install demo test lint bench gpu clean
 .DEFAULT_GOAL := demo
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
 .venv/installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "loco needs Python 3.11 or newer; choose one with: make PYTHON=python3.12"; exit 1; }
+	@echo "installing into .venv, which takes about a minute"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -r requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
+
+install: .venv/installed
 
 demo: .venv/installed
 	$(BIN)/python -m experiments.compare

@@ -11,7 +11,7 @@ from paper import Paper
 from states import assert_same
 
 if find_spec("torchft") is None:
-    pytest.skip("needs torchft: pip install 'loco[elastic]'", allow_module_level=True)
+    pytest.skip("needs torchft: pip install '.[elastic]'", allow_module_level=True)
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
 

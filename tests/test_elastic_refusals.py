@@ -30,6 +30,6 @@ def test_without_torchft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_lighthouse_that_is_not_there_is_named() -> None:
-    pytest.importorskip("torchft", reason="needs torchft: pip install 'loco[elastic]'")
+    pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
     with pytest.raises(loco.TransportError, match="no lighthouse answers at http://127"):
         loco.ElasticTopology(sites=2, lighthouse="http://127.0.0.1:1", connect_timeout=0.5)
