@@ -116,7 +116,8 @@ class Notes:
         return self._users[user]
 
     def missed(self, phase: str) -> bool:
-        """Whether all came to this rank's last call, and only the store's answer to it was lost.
+        """Whether this rank's last call was for this, and only the store's answer to it was lost: all have
+        come to it, or may still come.
 
         Raises:
             TransportError: the store still does not answer.
@@ -124,14 +125,21 @@ class Notes:
         if self._open is None or self._open[1] != phase:
             return False
         try:
-            return self._verdict(self._open[0]) == _ALL
+            return not isinstance(self._verdict(self._open[0]), _Off)
         except RuntimeError as error:
             raise _no_store(phase, error) from error
 
     def _call(self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None) -> list[str]:
-        asked, self._open = self._open, None
-        if asked is not None and asked[1] == phase and self._verdict(asked[0]) == _ALL:
-            return self._read(asked[0])  # the others went on with it
+        if self._open is not None:
+            asked, for_what = self._open
+            verdict = self._verdict(asked)
+            if for_what == phase and verdict == _ALL:  # the others went on with it
+                texts = self._read(asked)
+                self._open, self._through = None, asked
+                return texts
+            if for_what != phase and verdict is None:  # they wait, and this rank does not come back to it
+                self._call_off(asked, _Off(for_what, f"it came for something else, {phase}"))
+            self._open = None
         number = self._number()
         last = self._verdict(number - 1) if number - 1 > self._through else None
         if isinstance(last, _Off) and last.phase == phase and not last.elsewhere:

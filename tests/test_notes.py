@@ -202,17 +202,37 @@ def test_for_whom_the_store_did_not_answer_the_next_call_is_the_same_one(questio
     assert ranks.swap("next") == [all_of("next")] * 3
 
 
+def test_who_did_not_hear_the_end_of_a_call_and_comes_for_something_else_calls_it_off() -> None:
+    """The others would take the note that it wrote then for what it came with now."""
+    ranks = Ranks()
+    ranks.stores[1].mute = {"get"}
+    (error,) = ranks.swap("after saving 5", [1])
+    assert "does not answer" in error
+    ranks.stores[1].mute = set()
+    assert ranks.notes[1].missed("after saving 5")
+    assert not ranks.notes[1].missed("saving 5")
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(ranks.swap, "after saving 5", [0])
+        assert ranks.ears[0].listening.wait(LONG)
+        mine = pool.submit(ranks.swap, "saving 6", [1])
+        said = "after saving 5: it came for something else, saving 6 (so site 1 gave it up)"
+        assert early.result(LONG) == ranks.swap("after saving 5", [2]) == [said]
+        assert ranks.swap("saving 6", [0, 2]) == [all_of("saving 6")] * 2
+        assert mine.result(LONG) == [all_of("saving 6")]
+
+
 @pytest.mark.parametrize("come", [False, True])
 def test_a_call_whose_end_was_not_heard_is_not_taken_for_another_one(come: bool) -> None:
     ranks = Ranks()
     ranks.stores[1].mute = {"get"}
-    with ThreadPoolExecutor(1) as pool:
-        others = pool.submit(ranks.swap, "saved", [0, 2])
-        if not come:  # they give it up
-            ranks.ears[0].lose(Loss(silent=(1,)))
-            others.result(LONG)
-        ranks.swap("saved", [1])
-        others.result(LONG)
+    ranks.swap("saved", [1])
+    if come:
+        assert ranks.swap("saved", [0, 2]) == [all_of("saved")] * 2
+    else:  # one does not, and the other gives it up
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ranks.swap, "saved", [0])
+            ranks.ears[0].lose(Loss(silent=(2,)))
+            assert "no sign of life from site 2" in waiting.result(LONG)[0]
     ranks.stores[1].mute = set()
     assert ranks.swap("saving again") == [all_of("saving again")] * 3
 
