@@ -96,4 +96,4 @@ def test_a_thread_that_waits_without_end_is_replaced_now_and_then(
     deadline = time.monotonic() + 30.0
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before  # those that were left to themselves end
+    assert threading.active_count() <= before  # those that were left to themselves end
