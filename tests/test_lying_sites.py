@@ -145,3 +145,36 @@ def test_another_message_is_not_taken_for_a_vote() -> None:
         assert kind == "WireError"
         assert text.startswith("round 1, vote 2: site 1 sent another message than its vote")
         assert rounds == 0
+
+
+def damaged_last_vote(rank: int) -> tuple[tuple[str, str], Snapshot, Snapshot]:
+    """A site's rank can't read its neighbour's last vote, and the other sites have all votes."""
+
+    def built() -> loco.PulseLoCo:
+        topology = loco.Topology(ranks_per_site=2, repeats=2)
+        inner = Scripted(parameters(3, 1003), 3, rank // 2)
+        return loco.PulseLoCo(inner, sync_every=1, topology=topology)
+
+    clean, hurt = built(), built()
+    read, damaged = Exchange._read_vote, rank != 1
+
+    def misread(self: Exchange, raw: bytes, member: int, transport: Transport, *args: Any) -> Header:
+        nonlocal damaged
+        if not damaged and args[1] == 2 and transport is self.inside:
+            damaged = True
+            raw = bytes([raw[0] ^ 0x40]) + raw[1:]
+        return read(self, raw, member, transport, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "_read_vote", misread)
+        error = error_of(hurt.step)
+    while hurt.round < 3:
+        error_of(hurt.sync if hurt.round == 0 else hurt.step)
+    for _ in range(3):
+        clean.step()
+    return error, snapshot(clean), snapshot(hurt)
+
+
+def test_a_last_vote_that_can_not_be_read_inside_a_site_does_not_part_the_ranks() -> None:
+    for _, clean, hurt in run_ranks(4, damaged_last_vote):
+        assert_same(clean, hurt)
