@@ -62,6 +62,10 @@ class Program(Generic[C]):
     interrupted: Callable[[C], str] = lambda _: NOTHING_WRITTEN  # what Ctrl-C leaves
     folder: Callable[[C], Path] | None = None  # of the results; the ranks' logs go to its logs/
 
+    def left_by(self, config: C | None) -> str:
+        """What Ctrl-C leaves; without a configuration nothing had begun."""
+        return NOTHING_WRITTEN if config is None else self.interrupted(config)
+
 
 def main(program: Program[C]) -> int:
     """Run `program` with the command line's arguments; returns the exit status."""
@@ -90,8 +94,7 @@ def main(program: Program[C]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SignalException):
-        left = NOTHING_WRITTEN if config is None else program.interrupted(config)
-        print(f"\ninterrupted: all ranks were stopped, {left}", file=sys.stderr)
+        print(f"\ninterrupted: all ranks were stopped, {program.left_by(config)}", file=sys.stderr)
         return _INTERRUPTED
 
 
@@ -182,8 +185,7 @@ def _be_a_rank(program: Program[C], arguments: list[str]) -> int:
     except loco.LocoError as error:
         return _leave(str(error), shared=True, consequence=_is_lost_connection(error))
     except KeyboardInterrupt:
-        left = NOTHING_WRITTEN if config is None else program.interrupted(config)
-        return _leave(f"interrupted: {left}", shared=True, status=_INTERRUPTED)
+        return _leave(f"interrupted: {program.left_by(config)}", shared=True, status=_INTERRUPTED)
     except Exception as error:
         if _is_lost_connection(error):
             return _leave("the connection to another rank was lost", shared=True, consequence=True)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from .errors import AuthenticationError, TransportError, first_line
+from .errors import AuthenticationError, TransportError, first_line, no_store
 from .sealing import Words
 
 COMMIT, ABORT = "commit", "abort"
@@ -42,8 +42,7 @@ class Verdicts:
         try:
             self._store.delete_key(f"{self._place}/round/{number}")
         except RuntimeError as error:
-            text = f"round {number}: the process group's store does not answer ({first_line(error)})"
-            raise TransportError(text, lasting=True) from error
+            raise no_store(f"round {number}", error) from error
 
     def on(self, number: int, wish: str) -> str:
         """As `decide`."""

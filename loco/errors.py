@@ -43,6 +43,12 @@ class TransportError(LocoError):
         self.lasting = lasting
 
 
+def no_store(phase: str, error: RuntimeError) -> TransportError:
+    """For who asked the process group's store, and had this instead of an answer."""
+    text = f"{phase}: the process group's store does not answer ({first_line(error)})"
+    return TransportError(text, lasting=True)
+
+
 class PeerError(LocoError):
     """Another rank failed in the round, for a reason that only its own error knows."""
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from .errors import CheckpointError, LocoError, TransportError, first_line
+from .errors import CheckpointError, LocoError, TransportError, no_store
 from .heartbeat import Heartbeat, Loss
 from .sealing import Words
 
@@ -101,7 +101,7 @@ class Notes:
         except LocoError:
             raise
         except RuntimeError as error:
-            raise _no_store(phase, error) from error
+            raise no_store(phase, error) from error
         told = [json.loads(text) for text in texts]
         if any(came != phase for came, _ in told):
             found = ", ".join(f"rank {rank} for {came!r}" for rank, (came, _) in enumerate(told))
@@ -127,7 +127,7 @@ class Notes:
         try:
             return not isinstance(self._verdict(self._open[0]), _Off)
         except RuntimeError as error:
-            raise _no_store(phase, error) from error
+            raise no_store(phase, error) from error
 
     def _call(self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None) -> list[str]:
         if self._open is not None:
@@ -282,11 +282,6 @@ def swap_or_fail(
         if theirs["failure"] is not None:
             raise CheckpointError(f"{phase}: rank {rank} failed: {theirs['failure']}")
     return told
-
-
-def _no_store(phase: str, error: RuntimeError) -> TransportError:
-    text = f"{phase}: the process group's store does not answer ({first_line(error)})"
-    return TransportError(text, lasting=True)
 
 
 def _read(roll: str) -> "tuple[set[int], str | _Off | None]":
