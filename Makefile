@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint bench gpu clean
+.PHONY: install demo test poison lint bench gpu clean
 .DEFAULT_GOAL := demo
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -23,6 +23,12 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# The suite again, in random order, with fresh memory filled so that whoever reads it unwritten fails.
+SEED ?= $(shell date +%s)
+poison: .venv/installed
+	GLIBC_TUNABLES=glibc.malloc.perturb=1:glibc.malloc.tcache_count=0 \
+		$(BIN)/python -m pytest --shuffle $(SEED)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

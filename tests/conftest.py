@@ -1,7 +1,9 @@
 """Fixtures that more than one file uses."""
 
+import random
 from collections.abc import Iterator
 
+import poison
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,14 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="run the files in random order, and the tests in each")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("shuffle")
+    if seed is not None:
+        items.sort(key=lambda item: [_chance(seed, name) for name in (str(item.path), item.nodeid)])
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -31,3 +40,14 @@ def single_site() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=poison.is_wanted())
+def poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
+    poison.fill_tensors(_chance(request.config.getoption("shuffle"), f"NaN {request.node.nodeid}") < 0.5)
+    yield
+    poison.fill_tensors(False)
+
+
+def _chance(seed: str | None, name: str) -> float:
+    return random.Random(f"{seed} {name}").random()

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import poison
 import torch
 import torch.distributed as dist
 
@@ -44,7 +45,9 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(rank, world, str(rendezvous), theirs, function, args), daemon=True
+                target=_rank,
+                args=(rank, world, str(rendezvous), theirs, poison.are_tensors_filled(), function, args),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -103,9 +106,11 @@ def _rank(
     world: int,
     rendezvous: str,
     results: Connection,
+    filled: bool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    poison.fill_tensors(filled)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     try:

@@ -2,6 +2,7 @@
 
 The launches are recorded: an op runs on CPU tensors, and instead of starting a kernel its arguments are
 kept. So what is compiled is what a GPU would run, with the same constants and the same promises of alignment.
+Nothing is recorded before a test asks for it: an error during collection would stop the whole suite.
 """
 
 import functools
@@ -43,6 +44,7 @@ class Launch(NamedTuple):
 
 
 def record(op: Callable[[], Any]) -> list[Launch]:
+    """What an op launches. No kernel runs: what it would have written, and the op reads, is zeros."""
     launches: list[Launch] = []
 
     def keep(kernel: Any, programs: int, *args: Any) -> None:
@@ -52,6 +54,8 @@ def record(op: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TILES, "launch", keep)
+        patch.setattr(torch, "empty", torch.zeros)
+        patch.setattr(torch, "empty_like", torch.zeros_like)
         op()
     return launches
 
@@ -93,36 +97,38 @@ def named(launches: list[Launch], name: str) -> Launch:
 
 
 # What every round launches, by name; then what only some do.
-COMMON = {
-    "encode-fp32": named(encode(FP32), "encode_kernel"),
-    "encode-bf16": named(encode(BF16), "encode_kernel"),
-    "place": named(encode(FP32), "place_kernel"),
-    "apply-fp32": named(apply(FP32), "apply_kernel"),
-    "apply-bf16": named(apply(BF16), "apply_kernel"),
-    "diloco-encode-bf16": named(encode(BF16, gate=None, keeps=False), "encode_kernel"),
-    "diloco-apply-bf16": named(apply(BF16, mix="w", keeps=False), "apply_kernel"),
-    "write-bf16": named(write(BF16), "weights_kernel"),
-    "digest": named(record(lambda: home.digest(torch.zeros(3 * TILES.TILE))), "digest_kernel"),
+COMMON: dict[str, Callable[[], Launch]] = {
+    "encode-fp32": lambda: named(encode(FP32), "encode_kernel"),
+    "encode-bf16": lambda: named(encode(BF16), "encode_kernel"),
+    "place": lambda: named(encode(FP32), "place_kernel"),
+    "apply-fp32": lambda: named(apply(FP32), "apply_kernel"),
+    "apply-bf16": lambda: named(apply(BF16), "apply_kernel"),
+    "diloco-encode-bf16": lambda: named(encode(BF16, gate=None, keeps=False), "encode_kernel"),
+    "diloco-apply-bf16": lambda: named(apply(BF16, mix="w", keeps=False), "apply_kernel"),
+    "write-bf16": lambda: named(write(BF16), "weights_kernel"),
+    "digest": lambda: named(record(lambda: home.digest(torch.zeros(3 * TILES.TILE))), "digest_kernel"),
 }
-RARE = {
-    "count-bf16": encode(BF16)[0],
-    "encode-fp16": named(encode(FP16), "encode_kernel"),
-    "encode-mixed": named(encode(FP32, BF16, FP16), "encode_kernel"),
-    "encode-unaligned": named(encode(BF16, pad=1), "encode_kernel"),
-    "encode-tail": named(encode(BF16, tiles=1.3), "encode_kernel"),
-    "encode-gate-fp16": named(encode(FP32, gate=Gate(dtype=FP16)), "encode_kernel"),
-    "encode-gate-e4m3": named(encode(BF16, gate=Gate(dtype=torch.float8_e4m3fn)), "encode_kernel"),
-    "encode-margin": named(encode(BF16, gate=Gate(margin=0.25)), "encode_kernel"),
-    "encode-steps": named(encode(FP32, gate=Gate(value_steps=16)), "encode_kernel"),
-    "encode-both-economies": named(encode(BF16, gate=Gate(margin=0.25, value_steps=16)), "encode_kernel"),
-    "count-both-economies": encode(BF16, gate=Gate(margin=0.25, value_steps=16))[0],
-    "encode-gate-e5m2": named(encode(BF16, gate=Gate(dtype=torch.float8_e5m2)), "encode_kernel"),
-    "apply-no-momentum": named(apply(BF16, mu=0.0), "apply_kernel"),
-    "apply-mixed": named(apply(FP32, BF16, FP16, mix="sws"), "apply_kernel"),
-    "apply-unaligned": named(apply(FP16, pad=1), "apply_kernel"),
-    "apply-tail": named(apply(BF16, tiles=1.3, mix="ws"), "apply_kernel"),
-    "write-mixed": named(write(FP32, BF16, FP16), "weights_kernel"),
-    "digest-tail": named(record(lambda: home.digest(torch.zeros(TILES.TILE + 3))), "digest_kernel"),
+RARE: dict[str, Callable[[], Launch]] = {
+    "count-bf16": lambda: encode(BF16)[0],
+    "encode-fp16": lambda: named(encode(FP16), "encode_kernel"),
+    "encode-mixed": lambda: named(encode(FP32, BF16, FP16), "encode_kernel"),
+    "encode-unaligned": lambda: named(encode(BF16, pad=1), "encode_kernel"),
+    "encode-tail": lambda: named(encode(BF16, tiles=1.3), "encode_kernel"),
+    "encode-gate-fp16": lambda: named(encode(FP32, gate=Gate(dtype=FP16)), "encode_kernel"),
+    "encode-gate-e4m3": lambda: named(encode(BF16, gate=Gate(dtype=torch.float8_e4m3fn)), "encode_kernel"),
+    "encode-margin": lambda: named(encode(BF16, gate=Gate(margin=0.25)), "encode_kernel"),
+    "encode-steps": lambda: named(encode(FP32, gate=Gate(value_steps=16)), "encode_kernel"),
+    "encode-both-economies": lambda: named(
+        encode(BF16, gate=Gate(margin=0.25, value_steps=16)), "encode_kernel"
+    ),
+    "count-both-economies": lambda: encode(BF16, gate=Gate(margin=0.25, value_steps=16))[0],
+    "encode-gate-e5m2": lambda: named(encode(BF16, gate=Gate(dtype=torch.float8_e5m2)), "encode_kernel"),
+    "apply-no-momentum": lambda: named(apply(BF16, mu=0.0), "apply_kernel"),
+    "apply-mixed": lambda: named(apply(FP32, BF16, FP16, mix="sws"), "apply_kernel"),
+    "apply-unaligned": lambda: named(apply(FP16, pad=1), "apply_kernel"),
+    "apply-tail": lambda: named(apply(BF16, tiles=1.3, mix="ws"), "apply_kernel"),
+    "write-mixed": lambda: named(write(FP32, BF16, FP16), "weights_kernel"),
+    "digest-tail": lambda: named(record(lambda: home.digest(torch.zeros(TILES.TILE + 3))), "digest_kernel"),
 }
 VARIANTS = COMMON | RARE
 COMPILED = [(name, target) for name in COMMON for target in TARGETS]
@@ -134,7 +140,7 @@ ROCM = [name for name, target in COMPILED if target == "gfx942"]
 @functools.cache
 def compiled(name: str, target: str) -> Any:
     """As Triton's launcher would: what it promises the compiler of each argument depends on the argument."""
-    kernel, args, _ = VARIANTS[name]
+    kernel, args, _ = VARIANTS[name]()
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     promises: dict[tuple[int], list[list[Any]]] = {}
