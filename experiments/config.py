@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.errors import ExperimentError
-from loco.exchange import Wire
-from loco.settings import Settings, matching_gain
+from loco.config import Settings, matching_gain
+from loco.exchange.conversation import Wire
 
 TITLES = {
     "single": "one trainer",

@@ -25,7 +25,7 @@ from experiments.config import RunConfig, TextConfig, TransformerConfig, WarmSta
 from experiments.errors import ExperimentError
 from experiments.loop import evaluate, warm_up
 from experiments.tasks import Seat, task_of
-from loco.state import digest_of
+from loco.round.state import digest_of
 
 
 @dataclass(frozen=True, kw_only=True)

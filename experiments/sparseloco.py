@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 import loco
 from experiments.topk import CHUNK, QUANTISERS, pack, plan_chunks, quantise, top_k, unpack
-from loco.agreement import agree_on_setup
-from loco.layout import Layout
+from loco.round.handshake import agree_on_setup
+from loco.round.parameters import Layout
 from loco.wrapper import Wrapper
 
 AVERAGES = ("sites", "senders")

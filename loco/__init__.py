@@ -4,8 +4,7 @@ inner = torch.optim.AdamW(model.parameters(), lr=1e-6)
 optimizer = loco.PulseLoCo(inner, sync_every=8)
 """
 
-from .checkpoint import Checkpoints
-from .elastic import ElasticTopology
+from .checkpoints.checkpoints import Checkpoints
 from .errors import (
     AgreementError,
     AuthenticationError,
@@ -17,10 +16,11 @@ from .errors import (
     TransportError,
     WireError,
 )
+from .members.elastic import ElasticTopology
+from .members.fixed import Topology
 from .optimizer import DiLoCo, PulseLoCo
 from .presets import MATCHING, SAVING
 from .report import SyncReport
-from .topology import Topology
 
 __all__ = [
     "MATCHING",

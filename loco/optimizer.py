@@ -5,14 +5,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .elastic import ElasticTopology
-from .elastic_loop import ElasticLoop
-from .exchange import Wire
-from .outer import OuterLoop
+from .config import Settings, matching_gain
+from .exchange.conversation import Wire
+from .members.elastic import ElasticTopology
+from .members.fixed import Topology
 from .report import SyncReport
-from .settings import Settings, matching_gain
-from .state import check, state_of, take_over
-from .topology import Topology
+from .round.elastic_loop import ElasticLoop
+from .round.loop import OuterLoop
+from .round.state import check, state_of, take_over
 from .wrapper import Wrapper
 
 

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 import loco
 from experiments.bench.namespaces import leave_network
 from experiments.orphans import die_with_parent
-from loco import frames
+from loco.wire import framing
 
 NUMEL = 1003
 STEPS = 2  # inner steps per round
@@ -84,7 +84,7 @@ class Site:
     def __init__(
         self, rank: int, setup: Setup, faults: tuple[Fault, ...], folder: str, port: int, end: Connection
     ) -> None:
-        frames.LEAST = frames.MOST = 256  # a payload of several frames
+        framing.LEAST = framing.MOST = 256  # a payload of several frames
         self.setup = setup
         self.end = end
         self._port = port

@@ -16,14 +16,16 @@ import torch
 from scripted import Scripted, move
 
 import loco
-from loco import decision, kernels, meeting, topology
+from loco import kernels
+from loco.checkpoints.manifest import Manifest
+from loco.coordination import commit, meeting
 from loco.errors import TransportError
-from loco.exchange import Exchange
-from loco.frames import Frame, Framing
-from loco.linking import Patient
-from loco.manifest import Manifest
-from loco.transfer import Transfer
-from loco.transport import Posted, Transport
+from loco.exchange.conversation import Exchange
+from loco.exchange.transfer import Transfer
+from loco.members import fixed
+from loco.net.linking import Patient
+from loco.net.transport import Posted, Transport
+from loco.wire.framing import Frame, Framing
 
 # In the order of a round. "voted": a rank's last vote is on its way, and it waits for the others'.
 PHASES = (
@@ -88,7 +90,7 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
     elif fault.at == "voted":
         before(Posted, "wait", lambda self, *_: "vote 2" in self._phase and self.sent > 0)
     elif fault.at == "decision":
-        before(decision, "decide")
+        before(commit, "decide")
     elif fault.at == "apply":
         before(kernels, "apply")
     elif fault.at == "shared":  # inside a site; the others' parts may still be on their way
@@ -116,7 +118,7 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
         setattr(meeting, "time", SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep))  # noqa: B010
         before(meeting.time, "sleep")
     elif fault.at == "linking":  # all have met, and build their links
-        before(topology.Topology, "connect")
+        before(fixed.Topology, "connect")
     elif fault.at == "half linked":  # its address is known, and others connect to it
         before(Patient, "wait")
     else:

@@ -15,8 +15,9 @@ from sites import context
 from states import Snapshot, small_model, snapshot, train
 
 import loco
-from loco import elastic_loop, exchange, recovery
 from loco.errors import TransportError
+from loco.exchange import conversation
+from loco.round import elastic_loop, recovery
 
 PATIENCE = 90.0  # seconds; no test is about time
 HEARTBEAT = 1500
@@ -235,15 +236,15 @@ class _Site:
         """In the next round: while sites send their entries, or when they vote on what arrived; or when this
         site has given another one θ and not yet m."""
         if moment == "voting":
-            exchange.Exchange.confirm = _die
+            conversation.Exchange.confirm = _die
         elif moment == "giving":
             elastic_loop.give = _give_half
         else:
-            exchange.gather = exchange.owner_reduce = _die
+            conversation.gather = conversation.owner_reduce = _die
 
     def lose_the_verdict(self) -> None:
         """In the next round: the last vote does not reach this site, nor does the store answer."""
-        confirm, decide = exchange.Exchange.confirm, elastic_loop.decide
+        confirm, decide = conversation.Exchange.confirm, elastic_loop.decide
         self.lost = False
 
         def lose(*args: Any, **kwargs: Any) -> None:
@@ -259,7 +260,7 @@ class _Site:
             raise TransportError("the store does not answer")
 
         self.cut = True
-        exchange.Exchange.confirm, elastic_loop.decide = lose, no_answer
+        conversation.Exchange.confirm, elastic_loop.decide = lose, no_answer
 
 
 def _give_half(link: Any, peer: int, head: Any, tensors: list[torch.Tensor]) -> None:

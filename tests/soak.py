@@ -35,10 +35,10 @@ from states import snapshot
 from torch._C._distributed_c10d import TCPStore
 
 import loco
-from loco.exchange import Exchange
-from loco.frames import Framing
-from loco.outer import OuterLoop
-from loco.stream import Stream
+from loco.exchange.conversation import Exchange
+from loco.exchange.stream import Stream
+from loco.round.loop import OuterLoop
+from loco.wire.framing import Framing
 
 NUMEL, STEPS = 2003, 2
 DEAD_AFTER = 1.0  # seconds

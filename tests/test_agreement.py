@@ -9,7 +9,7 @@ from scripted import Scripted, bits, flat, parameters
 from sites import error_of, run_ranks
 
 import loco
-from loco.transport import Transport
+from loco.net.transport import Transport
 
 
 def disagree(rank: int) -> list[tuple[str, str]]:

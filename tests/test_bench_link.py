@@ -28,7 +28,7 @@ from experiments.bench.simulator import (
     ring_seconds,
 )
 from experiments.bench.sites import Sites
-from loco.frames import MOST
+from loco.wire.framing import MOST
 
 FLOAT32 = Code(sizes={1.0: 4.0})
 needs_networks = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")

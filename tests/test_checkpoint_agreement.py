@@ -13,9 +13,9 @@ from states import Snapshot, assert_same, snapshot, train
 from test_checkpoint import built
 
 import loco
-from loco import decision
-from loco.line import Line
-from loco.transport import Transport
+from loco.coordination import commit as decision
+from loco.coordination.store_client import Line
+from loco.net.transport import Transport
 
 
 def out_of_step(rank: int, folder: str) -> Any:
@@ -187,7 +187,7 @@ def saved_after_a_failed_round(rank: int, folder: Path) -> tuple[str, int]:
         def lose(*_: Any) -> Any:
             raise loco.TransportError("lost a link (injected)")
 
-        patch.setattr("loco.stream.Stream.arrived", lose)
+        patch.setattr("loco.exchange.stream.Stream.arrived", lose)
         kind = error_of(optimizer.step)[0]
     if rank == 1:
         time.sleep(2.0)  # the others wait for one who has left, and is expected back

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import loco
-from loco.formats import FORMATS
-from loco.manifest import Position
-from loco.plain import host_copy
-from loco.shelf import Shelf
+from loco.checkpoints.directory import Shelf
+from loco.checkpoints.formats import FORMATS
+from loco.checkpoints.manifest import Position
+from loco.checkpoints.plain_tree import host_copy
 
 
 def saving(rank: int, folder: str, cut: int, before: int) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from loco.choice import Habits, predicted_bytes
-from loco.codec import FAST, TIGHT, Codec
+from loco.exchange.tuning import Habits, predicted_bytes
 from loco.kernels import Entries
-from loco.wire import Header, Kind
+from loco.wire.codecs import FAST, TIGHT, Codec
+from loco.wire.header import Header, Kind
 
 NUMEL = 10_000_000
 

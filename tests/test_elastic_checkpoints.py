@@ -10,8 +10,8 @@ from states import assert_same
 from test_elastic import ALL, Survivors, floats, joined, started
 
 import loco
-from loco.manifest import Manifest, Position
-from loco.shelf import Shelf
+from loco.checkpoints.directory import Shelf
+from loco.checkpoints.manifest import Manifest, Position
 
 # Milliseconds of silence, as HEARTBEAT: where no site dies none is taken for dead, however busy the machine;
 # where one does, the others wait so long.

@@ -21,8 +21,8 @@ def every_way(rank: int, numel: int, frame: int, options: dict[str, Any]) -> lis
     """-> the state and the report after each round, for each way"""
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("loco.frames.LEAST", frame)
-        patch.setattr("loco.frames.MOST", frame)
+        patch.setattr("loco.wire.framing.LEAST", frame)
+        patch.setattr("loco.wire.framing.MOST", frame)
         for way in WAYS:
             inner = Scripted(parameters(5, numel), 5, rank)
             optimizer = loco.PulseLoCo(inner, sync_every=2, **options, **way)

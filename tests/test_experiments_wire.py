@@ -13,8 +13,8 @@ from experiments.bench.floors import floor, half_octave
 from experiments.noise import Noise, simulate
 from experiments.recording import Recording, middles
 from loco import kernels
-from loco.codec import FAST, TIGHT
 from loco.kernels import Entries, Gate, Known, OuterStep, reference_tight
+from loco.wire.codecs import FAST, TIGHT
 
 EXCERPTS = sorted((Path(__file__).parents[1] / "experiments/results/recorded").glob("*.npz"))
 ABOUT = {"sites": 2, "gate": {"dtype": "float16", "gain": 2.0}}

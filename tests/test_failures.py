@@ -16,12 +16,12 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import loco
+from loco.coordination.meeting import meet
 from loco.errors import TransportError
-from loco.frames import Frame, Framing
-from loco.meeting import meet
-from loco.stream import Stream
-from loco.transport import Transport
-from loco.wire import Kind
+from loco.exchange.stream import Stream
+from loco.net.transport import Transport
+from loco.wire.framing import Frame, Framing
+from loco.wire.header import Kind
 
 
 def build_scripted(rank: int) -> loco.PulseLoCo:
@@ -138,17 +138,21 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str, options: dict[str, 
     ("kind", "where", "options"),
     [
         ("PulseLoCo", "loco.kernels.encode", {}),
-        ("PulseLoCo", "loco.exchange.Exchange._announcement", {}),
+        ("PulseLoCo", "loco.exchange.conversation.Exchange._announcement", {}),
         *(
             ("PulseLoCo", where, {"exchange": exchange})
             for exchange in ("gather", "owner", "dense")
-            for where in ("loco.frames.Framing.seal", "loco.frames.Framing.open", "loco.kernels.Entries.join")
+            for where in (
+                "loco.wire.framing.Framing.seal",
+                "loco.wire.framing.Framing.open",
+                "loco.kernels.Entries.join",
+            )
         ),
         ("PulseLoCo", "loco.kernels.add_up", {"exchange": "owner"}),
-        ("PulseLoCo", "loco.choice.Habits.learn", {}),
+        ("PulseLoCo", "loco.exchange.tuning.Habits.learn", {}),
         ("DiLoCo", "loco.kernels.encode", {}),
-        ("DiLoCo", "loco.frames.Framing.seal", {}),
-        ("DiLoCo", "loco.frames.Framing.open", {}),
+        ("DiLoCo", "loco.wire.framing.Framing.seal", {}),
+        ("DiLoCo", "loco.wire.framing.Framing.open", {}),
     ],
 )
 def test_a_failure_on_one_rank_is_everyones_in_the_same_round(
@@ -338,7 +342,7 @@ def test_an_interrupted_arrival_is_taken_back(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("loco.meeting.time.sleep", ctrl_c)
+        patch.setattr("loco.coordination.meeting.time.sleep", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
             meet(store, "here", 0, 2, 30.0)
     with pytest.raises(loco.TransportError, match="1 of 2 ranks came"):  # itself, not itself twice

@@ -18,10 +18,10 @@ from states import assert_same, snapshot
 from torch._C._distributed_c10d import FileStore
 
 import loco
-from loco import heartbeat
+from loco.coordination import liveness
 from loco.errors import TransportError
-from loco.stream import Stream
-from loco.transport import Posted
+from loco.exchange.stream import Stream
+from loco.net.transport import Posted
 
 
 def built(rank: int) -> loco.PulseLoCo:
@@ -127,14 +127,14 @@ def test_a_machine_that_was_halted_accuses_nobody_when_it_goes_on(
     """All processes stood still: on the first look the others' signs of life are as old as the pause."""
     store, plain, losses = FileStore(str(tmp_path / "store"), 1), time.monotonic, []
     store.set("loco/run/alive/1", "1 +computing")
-    ear = heartbeat.Heartbeat(store, "run", 0, dead_after=4.0)
+    ear = liveness.Heartbeat(store, "run", 0, dead_after=4.0)
     with ear.watching([1], losses.append):
         time.sleep(1.2)
-        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: plain() + 100.0))
+        monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: plain() + 100.0))
         time.sleep(0.8)
         store.set("loco/run/alive/1", "2 +computing")
         time.sleep(1.0)
         assert losses == []
         time.sleep(3.5)  # but a silence that it hears itself counts
-        assert losses == [heartbeat.Loss(silent=(1,))]
+        assert losses == [liveness.Loss(silent=(1,))]
     ear.close()

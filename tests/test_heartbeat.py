@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch._C._distributed_c10d import HashStore
 
-from loco.heartbeat import Heartbeat, Loss
+from loco.coordination.liveness import Heartbeat, Loss
 
 DEAD_AFTER = 0.8
 

@@ -5,7 +5,7 @@ import torch
 from scripted import parameters
 from torch import nn
 
-from loco.layout import Layout
+from loco.round.parameters import Layout
 
 
 def layout_of(*params: torch.Tensor) -> Layout:

@@ -12,8 +12,8 @@ from typing import ClassVar
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from loco import line
-from loco.line import Line
+from loco.coordination import store_client as line
+from loco.coordination.store_client import Line
 
 
 @pytest.fixture

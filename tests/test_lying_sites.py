@@ -10,10 +10,10 @@ from states import Snapshot, assert_same, snapshot
 from test_failures import build_scripted
 
 import loco
-from loco.exchange import Exchange
-from loco.frames import Frame, Framing
-from loco.transport import Transport
-from loco.wire import Header, Kind
+from loco.exchange.conversation import Exchange
+from loco.net.transport import Transport
+from loco.wire.framing import Frame, Framing
+from loco.wire.header import Header, Kind
 
 
 def foreign_header(rank: int, where: str, changes: dict[str, Any]) -> tuple[tuple[str, str], int]:
@@ -106,8 +106,8 @@ def test_who_announces_nothing_has_no_part_in_a_round() -> None:
 def other_exchange(rank: int) -> tuple[str, int]:
     """Site 0 gathers where the others owner-reduce, with frames of one size."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("loco.frames.LEAST", 256)
-        patch.setattr("loco.frames.MOST", 256)
+        patch.setattr("loco.wire.framing.LEAST", 256)
+        patch.setattr("loco.wire.framing.MOST", 256)
         inner = Scripted(parameters(3, 5003), 3, rank)
         optimizer = loco.PulseLoCo(inner, exchange="owner", topology=loco.Topology(repeats=0))
         with pytest.MonkeyPatch.context() as lie:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import loco
 from loco import kernels
+from loco.checkpoints.manifest import sha256
+from loco.checkpoints.resize import Roster, add_exactly
 from loco.kernels import reference
-from loco.manifest import sha256
-from loco.membership import Roster, add_exactly
-from loco.state import digest_of
+from loco.round.state import digest_of
 
 NUMEL = 131
 Ledger = dict[str, Any]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from loco.elastic import Silence
+from loco.coordination.authentication import Words
+from loco.coordination.liveness import Loss
+from loco.coordination.rendezvous import Alone, NeededError, Notes, swap_or_fail
 from loco.errors import AuthenticationError, CheckpointError, TransportError
-from loco.heartbeat import Loss
-from loco.notes import Alone, NeededError, Notes, swap_or_fail
-from loco.sealing import Words
+from loco.members.elastic import Silence
 
 KEY = b"sixteen bytes and a few"
 LONG = 60.0  # seconds: nothing here waits for it

@@ -11,25 +11,39 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # What each package may import of the others; `kernels` is imported as `loco.kernels`.
 ALLOWED = {
-    "kernels": set(),
+    "kernels": {"kernels"},
     "loco": {"loco", "loco.kernels"},
     "experiments": {"loco", "loco.kernels", "experiments"},
 }
 
 
-def imported(path: Path) -> set[str]:
-    """The packages of this project that a file imports by their full names."""
+# The rooms of `loco`, from the bottom up: each may import those before it.
+FLOORS = (
+    *("errors", "config", "presets", "report"),
+    *("coordination", "net", "wire", "members", "exchange", "round"),
+    *("wrapper", "optimizer", "checkpoints"),
+)
+
+
+def names_imported(path: Path) -> list[str]:
+    """The full names of what a file imports."""
+    package = path.parent.relative_to(ROOT).parts
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            # `from .x import y` stays inside; two dots lead out of a package as flat as these.
-            assert node.level <= 1 or path.parent.parent != ROOT, f"{path} reaches above its package"
-            if node.level == 0:
-                names += [f"{node.module}.{alias.name}" for alias in node.names]
+            assert node.level <= len(package), f"{path} reaches above its package"
+            start = [*package[: len(package) + 1 - node.level]] if node.level else []
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def imported(path: Path) -> set[str]:
+    """The packages of this project that a file imports."""
     found = set()
-    for name in names:
+    for name in names_imported(path):
         parts = name.split(".")
         if parts[:2] == ["loco", "kernels"]:
             found.add("loco.kernels")
@@ -44,6 +58,21 @@ def test_imports_point_downward(package: str) -> None:
     assert files
     for path in files:
         assert imported(path) <= ALLOWED[package], path
+
+
+def test_every_room_of_loco_imports_only_those_below_it() -> None:
+    files = [path for path in (ROOT / "loco").rglob("*.py") if "kernels" not in path.parts]
+    seen = set()
+    for path in files:
+        room = path.relative_to(ROOT / "loco").parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        seen.add(room)
+        for name in names_imported(path):
+            target = name.split(".")[1:2] if name.startswith("loco.") else []
+            if target and target[0] in FLOORS:
+                assert FLOORS.index(target[0]) <= FLOORS.index(room), f"{path} imports {name}"
+    assert seen == set(FLOORS)
 
 
 def test_the_project_reads_nothing_beside_itself() -> None:

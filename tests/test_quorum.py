@@ -1,6 +1,6 @@
 """What the sites of a quorum do is decided from what they say, by each of them alike."""
 
-from loco.quorum import Claim, Member, Plan, plan
+from loco.members.quorum import Claim, Member, Plan, plan
 
 
 def site(name: str, round: int, digest: str = "x", *, ready: bool = True, **more: str) -> Member:

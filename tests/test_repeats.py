@@ -10,8 +10,8 @@ from sites import error_of, hear, run_ranks, tell
 from states import assert_same, snapshot
 
 import loco
-from loco.stream import Stream
-from loco.transfer import Transfer
+from loco.exchange.stream import Stream
+from loco.exchange.transfer import Transfer
 
 
 def build(rank: int, **options: Any) -> loco.PulseLoCo:
@@ -27,7 +27,7 @@ def kept_warnings() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage())
 
-    logging.getLogger("loco.outer").addHandler(Keep())
+    logging.getLogger("loco.round.loop").addHandler(Keep())
     return warnings
 
 

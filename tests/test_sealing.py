@@ -12,10 +12,10 @@ from states import assert_same, snapshot
 from torch._C._distributed_c10d import HashStore
 
 import loco
-from loco.decision import ABORT, COMMIT, decide
+from loco.coordination.authentication import SEAL_BYTES, Seals, Words
+from loco.coordination.commit import ABORT, COMMIT, decide
 from loco.errors import AuthenticationError
-from loco.sealing import SEAL_BYTES, Seals, Words
-from loco.transport import Posted, Transport
+from loco.net.transport import Posted, Transport
 
 KEY = b"sixteen bytes and a few"
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
-from loco import site
+from loco.round import inside_site
 
 STEPS, H = 7, 2
 
@@ -43,7 +43,7 @@ def build(model: nn.Module, kind: str, topology: loco.Topology | None = None) ->
 
 
 def two_by_two(rank: int, kind: str, chunk: int) -> dict[str, Any]:
-    site.GATHER_ELEMENTS = chunk  # this process's own
+    inside_site.GATHER_ELEMENTS = chunk  # this process's own
     topology = loco.Topology(ranks_per_site=2)
     assert (topology.site, topology.place, topology.num_sites) == (rank // 2, rank % 2, 2)
     model = DistributedDataParallel(net(), process_group=topology.site_group)

@@ -13,11 +13,11 @@ from scripted import bits
 from test_kernels import plain_digest
 from torch import Tensor
 
-from loco.codec import CODECS, FAST, TIGHT, WHOLE, Codec
 from loco.errors import WireError
-from loco.frames import Frame, Framing
 from loco.kernels import Entries, Gate, Known
-from loco.wire import HEADER_BYTES, Header, Kind, Status
+from loco.wire.codecs import CODECS, FAST, TIGHT, WHOLE, Codec
+from loco.wire.framing import Frame, Framing
+from loco.wire.header import HEADER_BYTES, Header, Kind, Status
 
 DIGEST = 0xFEDC_BA98_7654_3210
 

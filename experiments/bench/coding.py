@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loco.codec import FAST, Codec
-from loco.frames import Frames
 from loco.kernels import Entries, Known
+from loco.wire.codecs import FAST, Codec
+from loco.wire.framing import Frames
 
 
 class Body(NamedTuple):

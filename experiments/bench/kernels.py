@@ -34,8 +34,8 @@ from torch._C._distributed_c10d import HashStore
 import loco
 from experiments.bench.measuring import append, close, peak_bytes, quantiles, seconds
 from loco import kernels
-from loco.codec import FAST
 from loco.kernels import Entries, Gate, Known, OuterStep, reference
+from loco.wire.codecs import FAST
 
 ENCODE, APPLY, ROUND = 12, 32, 36  # bytes per parameter
 SIGMA = 0.02  # of the weights

@@ -23,8 +23,8 @@ from experiments.bench.crowd import Crowd, by_class
 from experiments.bench.simulator import Code, Work
 from experiments.progress import Progress
 from loco import kernels
-from loco.codec import DENSE, SPARSE
 from loco.kernels import Entries, OuterStep
+from loco.wire.codecs import DENSE, SPARSE
 
 SITES = (2, 4, 8, 16)
 MANY = (2, 4, 8, 16, 32, 64, 128, 256)

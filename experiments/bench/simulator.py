@@ -1,8 +1,8 @@
 """How long a round's exchange takes, by arithmetic: from the bytes and the speed of each code, by ticks.
 
 A tick posts messages, codes what comes next, and waits for both, so it costs the larger of its transfer and
-its coding; links carry both directions at once. The ticks are those of loco/gather.py and loco/owner.py. What
-it leaves out: other traffic, lost packets, sites that are late, and distance but for `latency`.
+its coding; links carry both directions at once. The ticks are those of loco/exchange/gather.py and
+owner_reduce.py. What it leaves out: other traffic, lost packets, late sites, distance but for `latency`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from loco.frames import Frames
-from loco.wire import HEADER_BYTES
+from loco.wire.framing import Frames
+from loco.wire.header import HEADER_BYTES
 
 GOODPUT = 1448 / 1514  # of Ethernet frames of 1514 bytes: 14 + 20 + 32 are headers
 _ENOUGH = 12  # frames, after which each costs what the one before did

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import loco
-import loco.exchange
+import loco.exchange.conversation
 from experiments.bench.namespaces import counters
 from experiments.bench.noisy_site import NoisySite
-from loco.transfer import Transfer
-from loco.transport import Posted
+from loco.exchange.transfer import Transfer
+from loco.net.transport import Posted
 
 _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
 
@@ -71,7 +71,7 @@ class Trainer:
 
     def __init__(self, site: int, numel: int) -> None:
         # The exchange makes its transfers itself: put the one that is watched in their place.
-        loco.exchange.__dict__["Transfer"] = WatchedTransfer
+        loco.exchange.conversation.__dict__["Transfer"] = WatchedTransfer
         self._noise = NoisySite(numel, site)
         self._weight = self._noise.parameter.detach()
         self._topology = loco.Topology()

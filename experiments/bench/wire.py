@@ -30,8 +30,8 @@ from experiments.bench.measuring import append, close
 from experiments.noise import Noise, simulate
 from experiments.recording import Recording
 from loco import kernels
-from loco.codec import SPARSE, WHOLE
 from loco.kernels import Entries, Gate, Known
+from loco.wire.codecs import SPARSE, WHOLE
 
 LRS = (1.5e-8, 7.5e-8, 1.5e-7, 3e-7, 1e-6, 2e-6, 3e-6)  # densities of 0.1, 0.5, 1, 2, 6.5, 12 and 17%
 ECONOMIES: tuple[dict[str, Any], ...] = ({"value_steps": 16}, {"value_steps": 8, "margin": 0.5})

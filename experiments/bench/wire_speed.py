@@ -10,8 +10,8 @@ import torch
 
 from experiments.bench import coding
 from experiments.bench.measuring import quantiles, seconds
-from loco.codec import FAST, SPARSE
 from loco.kernels import BLOCK, Entries, Known
+from loco.wire.codecs import FAST, SPARSE
 
 CPU = torch.device("cpu")
 WHOLE = "fast, one piece"  # without what each frame costs in Python

@@ -1,0 +1,1 @@
+"""Saving and resuming: each checkpoint is there whole, or not at all."""

@@ -1,0 +1,1 @@
+"""What the ranks agree on without links, by the store: who is alive, who has come, whether a round counts."""

@@ -1,0 +1,86 @@
+"""Every message proves who sent it, by a key that the sites share: for links that others can write to."""
+
+import hashlib
+import hmac
+import struct
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ..errors import AuthenticationError
+
+SEAL_BYTES = 16
+LEAST_KEY_BYTES = 16
+
+
+class Seals:
+    """The seals of one group's messages: keyed BLAKE2b, 16 bytes each.
+
+    A seal is of the message and of its place: which session, group, sender, receiver, and the how many-th
+    between the two. So a message that was changed, forged, repeated, exchanged for another or sent back to
+    its sender is refused.
+
+    Args:
+        key: shared by all ranks, and by nobody else.
+        session: new with every start, and the same on all ranks.
+        group: the group's name.
+        rank: this member.
+    """
+
+    def __init__(self, key: bytes, session: bytes, group: str, rank: int) -> None:
+        self._key = hashlib.blake2b(key, digest_size=32, person=b"loco key").digest()
+        self._place = session + hashlib.blake2b(group.encode(), digest_size=16).digest()
+        self._rank = rank
+        self._sent: Counter[int] = Counter()  # by peer
+        self._received: Counter[int] = Counter()
+
+    def seal(self, message: Tensor, receiver: int) -> Tensor:
+        """Of the next message to `receiver`."""
+        self._sent[receiver] += 1
+        made = self._make(message, self._rank, receiver, self._sent[receiver])
+        return torch.frombuffer(bytearray(made), dtype=torch.uint8).to(message.device)
+
+    def expect(self, sender: int) -> int:
+        """The number of the next message of `sender`, in the order in which they are to arrive."""
+        self._received[sender] += 1
+        return self._received[sender]
+
+    def is_genuine(self, message: Tensor, seal: Tensor, sender: int, number: int) -> bool:
+        made = self._make(message, sender, self._rank, number)
+        return hmac.compare_digest(made, seal.cpu().numpy().tobytes())
+
+    def _make(self, message: Tensor, sender: int, receiver: int, number: int) -> bytes:
+        hashed = hashlib.blake2b(self._place, key=self._key, digest_size=SEAL_BYTES)
+        hashed.update(struct.pack("<IIQQ", sender, receiver, number, message.numel()))
+        hashed.update(message.cpu().numpy().data)
+        return hashed.digest()
+
+
+class Words:
+    """What ranks write into the store, each word with its seal, if they share a key.
+
+    Args:
+        key, session: as of `Seals`; without a key a word is what it says.
+    """
+
+    def __init__(self, key: bytes | None = None, session: bytes = b"") -> None:
+        self._secret = key and hashlib.blake2b(key, digest_size=32, person=b"loco word").digest()
+        self._session = session
+
+    def write(self, place: str, word: str) -> str:
+        """What to put in this place, so that only who has the key can have done it."""
+        if self._secret is None:
+            return word
+        said, salt = f"{place}={word}".encode(), self._session[:16]
+        return f"{word} {hashlib.blake2b(said, key=self._secret, salt=salt, digest_size=16).hexdigest()}"
+
+    def read(self, place: str, found: str) -> str:
+        """
+        Raises:
+            AuthenticationError: somebody without the key has written it, or for another place.
+        """
+        word = found if self._secret is None else found.rpartition(" ")[0]
+        if not hmac.compare_digest(self.write(place, word).encode(), found.encode()):
+            raise AuthenticationError(f"{place} in the store was not written by a rank of this run")
+        return word

@@ -1,0 +1,1 @@
+"""How entries travel: gathered, or summed by slices and sent back; frame by frame."""

@@ -1,0 +1,54 @@
+"""The gather exchange: every site's entries to all sites."""
+
+from collections import deque
+
+from loco.kernels import Entries
+
+from ..net.transport import Posted
+from ..wire.framing import Frame, Frames
+from ..wire.header import Header, Kind
+from .stream import AHEAD, Arrived, Stream
+from .transfer import Transfer
+
+
+def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
+    """Sends R−1 payloads. -> the entries of each site, in site order
+
+    While frames travel, the next one is coded and the last ones are read.
+    """
+    if not numel or work.across.size == 1:
+        return [own]
+    everything, frames = slice(0, numel), Frames.of(numel)
+    peers = work.across.peers
+
+    def check(header: Header, site: int, number: int) -> None:
+        work.framing.check(header, site, frames.span(everything, number), number, Kind.ENTRIES)
+
+    def seal(number: int) -> dict[int, Frame]:
+        at = frames.span(everything, number)
+        frame = work.seal(lambda: own.cut(at), at, number, Kind.ENTRIES)
+        return dict.fromkeys(peers, frame)
+
+    stream = Stream(work.across, frames.count, check, phase=work.phase("entries"))
+    found: dict[int, list[Entries]] = {site: [] for site in peers}
+    flying: deque[Posted] = deque()
+    arrived: Arrived = {}
+    ready = seal(0)
+    for tick in range(stream.ticks + AHEAD):
+        if tick < stream.ticks:
+            flying.append(work.post([stream.messages(ready)], "entries"))
+        ready = seal(tick + 1) if tick + 1 < frames.count else {}
+        for site, (header, body) in arrived.items():
+            entries = work.open(site, header, body, frames.span(everything, header.subject))
+            if entries is not None:
+                found[site].append(entries)
+        arrived = {}
+        if flying and tick >= AHEAD - 1:
+            work.wait(flying.popleft())
+            arrived = stream.arrived()
+
+    def join() -> list[Entries]:
+        joined = {site: Entries.join(found.pop(site)) for site in peers} | {work.across.rank: own}
+        return [joined[site] for site in range(work.across.size)]
+
+    return work.attempt(join) or []

@@ -1,0 +1,82 @@
+"""The owner-reduce exchange: each site sums a slice for all, so that its cost stays as sites are added."""
+
+from collections import deque
+
+from loco import kernels
+from loco.kernels import Entries
+
+from ..errors import NonFiniteError
+from ..net.transport import Posted
+from ..wire.framing import Frame, Frames, slices_of
+from ..wire.header import Header, Kind
+from .stream import AHEAD, Arrived, Stream
+from .transfer import Transfer
+
+
+def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
+    """Sends (R−1)/R payloads to the slices' owners, and (R−1)/R of the sums. -> the sums
+
+    The sums are in site order, so they are those of gathering, bit for bit. While frames travel, the next one
+    is coded, the last ones that came are summed, and sums that came are read.
+    """
+    if not numel or work.across.size == 1:
+        return [own]
+    across, framing = work.across, work.framing
+    slices = slices_of(numel, across.size)
+    mine = slices[across.rank]
+    frames = Frames.of(slices[0].stop)
+
+    def check_entries(header: Header, site: int, number: int) -> None:
+        framing.check(header, site, frames.span(mine, number), number, Kind.SLICE)
+
+    def check_sums(header: Header, site: int, number: int) -> None:
+        framing.check(header, site, frames.span(slices[site], number), number, Kind.SUMS)
+
+    def seal(number: int) -> dict[int, Frame]:
+        spans = {peer: frames.span(slices[peer], number) for peer in across.peers}
+        return {p: work.seal(lambda at=at: own.cut(at), at, number, Kind.SLICE) for p, at in spans.items()}
+
+    def add_up(number: int, arrived: Arrived) -> dict[int, Frame]:
+        at = frames.span(mine, number)
+        parts = {site: work.open(site, header, body, at) for site, (header, body) in arrived.items()}
+
+        def total() -> Entries:
+            parts[across.rank] = framing.as_received(own.cut(at), at)
+            in_order = [part for _, part in sorted(parts.items()) if part is not None]
+            sums = kernels.add_up(in_order, at.stop - at.start)
+            if not bool(sums.values.isfinite().all()):
+                raise NonFiniteError(f"{work.phase('sums')}: the sites' updates add up to an infinite one")
+            found[across.rank].append(framing.as_received(sums, at))
+            return sums
+
+        frame = work.seal(total, at, number, Kind.SUMS)
+        return dict.fromkeys(across.peers, frame)
+
+    entries = Stream(across, frames.count, check_entries, phase=work.phase("entries"))
+    sums = Stream(across, frames.count, check_sums, phase=work.phase("sums"))
+    found: list[list[Entries]] = [[] for _ in slices]
+    flying: deque[tuple[Posted, list[Stream]]] = deque()
+    arrived: dict[Stream, Arrived] = {}
+    ready, ready_sums = seal(0), {}
+    # A frame's body comes AHEAD ticks after its header, is looked at AHEAD later, and then its sums leave.
+    behind = 2 * AHEAD + 1
+    for tick in range(behind + sums.ticks + AHEAD):
+        streams = [(entries, ready)] if tick < entries.ticks else []
+        streams += [(sums, ready_sums)] if behind <= tick < behind + sums.ticks else []
+        posted = work.post([stream.messages(frames_) for stream, frames_ in streams], "entries and sums")
+        flying.append((posted, [stream for stream, _ in streams]))
+        ready = seal(tick + 1) if tick + 1 < frames.count else {}
+        number = tick - 2 * AHEAD
+        ready_sums = add_up(number, arrived.get(entries, {})) if 0 <= number < frames.count else {}
+        for site, (header, body) in arrived.get(sums, {}).items():
+            part = work.open(site, header, body, frames.span(slices[site], header.subject))
+            if part is not None:
+                found[site].append(part)
+        arrived = {}
+        if tick >= AHEAD - 1:
+            posted, of = flying.popleft()
+            work.wait(posted)
+            arrived = {stream: stream.arrived() for stream in of}
+
+    joined = work.attempt(lambda: [Entries.join([part for parts in found for part in parts])])
+    return joined or []

@@ -1,0 +1,80 @@
+"""Frames on their way: sent and received in ticks, while this rank codes what comes next."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import WireError
+from ..net.transport import Transport
+from ..wire.framing import Frame
+from ..wire.header import HEADER_BYTES, Header
+
+# Ticks that fly at once, so that neither a slow peer nor the network's latency leaves the link idle; and so
+# how many ticks a header is ahead of its body.
+AHEAD = 2
+
+Messages = list[tuple[int, Tensor]]
+Check = Callable[[Header, int, int], None]  # of a header, the site it came from and its frame's number
+Arrived = dict[int, tuple[Header, Tensor]]  # frames by peer
+
+
+class Stream:
+    """`frames` frames to and from every peer. Tick t carries the headers of frames t and the bodies of frames
+    t − AHEAD, so that both ends know the size of a body before it travels. At most AHEAD ticks may fly.
+
+    Args:
+        across: the link to the peers.
+        frames: how many each sends to each.
+        check: raises a WireError for a header that is not the expected one.
+        phase: what errors call it.
+    """
+
+    def __init__(self, across: Transport, frames: int, check: Check, *, phase: str) -> None:
+        self.across = across
+        self.frames = frames
+        self.ticks = frames + AHEAD
+        self._check = check
+        self._phase = phase
+        self._posted = 0  # ticks
+        self._leaving: dict[int, Mapping[int, Frame]] = {}  # by number: their headers have been sent
+        self._expected: dict[int, dict[int, Header]] = {}  # by number
+        self._flying: deque[tuple[int, Arrived, dict[int, Tensor]]] = deque()
+
+    def messages(self, frames: Mapping[int, Frame]) -> tuple[Messages, Messages]:
+        """What to send in the next tick, and where to receive. `frames`: the next one for each peer."""
+        device, tick = self.across.device, self._posted
+        self._posted += 1
+        leaving = self._leaving.pop(tick - AHEAD, {})
+        self._leaving[tick] = frames
+        outgoing = [(peer, frame.body) for peer, frame in leaving.items()]
+        outgoing += [(p, self.across.message(frame.header.pack())) for p, frame in frames.items()]
+
+        bodies = {
+            peer: (header, torch.empty(header.body_bytes, dtype=torch.uint8, device=device))
+            for peer, header in self._expected.pop(tick - AHEAD, {}).items()
+        }
+        peers = self.across.peers if tick < self.frames else []
+        headers = {p: torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device) for p in peers}
+        self._flying.append((tick, bodies, headers))
+        return outgoing, [*((peer, body) for peer, (_, body) in bodies.items()), *headers.items()]
+
+    def arrived(self) -> Arrived:
+        """The frames that the first tick still flying brought, now that it has come.
+
+        Raises:
+            WireError: a peer announces a frame that can't be one. The link is of no use then: nobody knows
+                how many bytes come next.
+        """
+        tick, bodies, headers = self._flying.popleft()
+        expected = self._expected.setdefault(tick, {})
+        for peer, raw in headers.items():
+            try:
+                header = Header.unpack(raw.cpu().numpy().tobytes())
+                self._check(header, peer, tick)
+            except WireError as error:
+                said = f"{self._phase}: the message of site {peer} can't be read: {error}"
+                raise WireError(said) from error
+            expected[peer] = header
+        return bodies

@@ -1,0 +1,1 @@
+"""Who takes part: a fixed world, or sites that come and go."""

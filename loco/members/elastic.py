@@ -1,0 +1,223 @@
+"""Sites that come and go: who they are is asked before each round, of torchft's lighthouse."""
+
+import json
+import logging
+import os
+import socket
+import uuid
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from ..coordination.authentication import Words
+from ..coordination.commit import Verdicts
+from ..coordination.liveness import Heartbeat
+from ..coordination.rendezvous import Alone
+from ..errors import AgreementError
+from ..net.links import Links, LinkTransport, host_store
+from ..net.transport import Transport
+from .fixed import Topology
+from .lighthouse import HOW_TO_START, Lighthouse
+from .quorum import Claim, Member, Plan, plan
+
+_logger = logging.getLogger(__name__)
+
+
+class ElasticTopology(Topology):
+    """Sites of one process each, of which some may die and come back while the others train on.
+
+    It takes the place of `loco.Topology`, and of `init_process_group`:
+
+        topology = loco.ElasticTopology(sites=4, name="berlin", lighthouse="http://10.0.0.1:29510")
+        optimizer = loco.PulseLoCo(inner, sync_every=8, topology=topology)
+
+    Before each round a quorum says who takes part: the sites that live, numbered by their names. R, the
+    divisor of the mean, is their number. A round in which one is lost has changed nothing on the others, and
+    is repeated without it. A site that comes, or comes back, is given θ and m by one that has them, after the
+    round in which it came; it is one of the R from the next round on.
+
+    Args:
+        sites: how many a run starts with; fewer go on when some die, and more may join.
+        name: of this site: the same when it comes back, and no other site's. By default one of its own.
+        lighthouse: where torchft's lighthouse listens; by default what TORCHFT_LIGHTHOUSE says.
+        address: name or IP address by which the other sites reach this machine; by default its host name.
+        port: of the store that this site hosts, on which the sites meet when it is the first of them; 0 is
+            any.
+        timeout: seconds a site waits for a message of one that is alive before the round fails.
+        dead_after: seconds within which a site that is waited for and gives no sign of life fails the round.
+            Whether the next quorum waits for it is up to the lighthouse (--heartbeat_timeout_ms).
+        connect_timeout: seconds for all sites of a quorum to link up.
+
+    Attributes:
+        num_sites: R of the latest round.
+        site: this site's number in it, 0 … R−1.
+
+    Raises:
+        ImportError: torchft is not installed.
+        ValueError: an argument is out of range, or there is no lighthouse to ask.
+        TransportError: no lighthouse answers.
+    """
+
+    def __init__(
+        self,
+        *,
+        sites: int,
+        name: str | None = None,
+        lighthouse: str | None = None,
+        address: str | None = None,
+        port: int = 0,
+        timeout: float = 300.0,
+        dead_after: float = 5.0,
+        connect_timeout: float = 30.0,
+    ) -> None:
+        if sites < 1:
+            raise ValueError(f"sites must be >= 1, got {sites}")
+        limits = {"timeout": timeout, "dead_after": dead_after, "connect_timeout": connect_timeout}
+        for what, value in limits.items():
+            if not value > 0:
+                raise ValueError(f"{what} must be > 0 seconds, got {value}")
+        lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
+        if not lighthouse:
+            raise ValueError(
+                f"sites that come and go need a lighthouse: {HOW_TO_START}, and give its address as "
+                f"`lighthouse` or in TORCHFT_LIGHTHOUSE"
+            )
+        process = uuid.uuid4().hex[:12]
+        self.ranks_per_site, self.place = 1, 0
+        self.sites = sites
+        self.name = name or process
+        self.id = f"{self.name}:{process}"
+        self.timeout = self.patience = float(timeout)  # whoever is in a quorum has come to its round
+        self.dead_after = float(dead_after)
+        self.repeats = 0  # a round that fails is for the next quorum
+        self.connect_timeout = float(connect_timeout)
+        self.num_sites, self.site = 1, 0
+        self._address = address or socket.gethostname()
+        self._hosted, where = host_store(self._address, port)
+        self._lighthouse = Lighthouse(
+            lighthouse, id=self.id, name=self.name, store=where, timeout=self.connect_timeout
+        )
+        self.notes = Alone()  # what a site keeps is its own
+        self._links: Links | None = None
+        self._members: tuple[Member, ...] = ()
+
+    def gather(self, claim: Claim) -> Plan:
+        """Ask who is there, and decide with them who does what.
+
+        Raises:
+            AgreementError: the run's sites were set up differently from this one.
+            TransportError: the lighthouse is gone.
+        """
+        decided = plan(*self._lighthouse.ask(claim))
+        if decided.place_of(self.id) < 0:
+            raise AgreementError(
+                f"{self.name} was set up differently from the sites of the run that it came to: "
+                f"{_difference(decided.members[0].claim.setup, claim.setup)}"
+            )
+        self._tell(decided)
+        return decided
+
+    def link(self, decided: Plan) -> None:
+        """Link up with all members of a quorum, or keep the links that all of them hold.
+
+        Raises:
+            TransportError: a member did not come, or was lost on the way.
+        """
+        held, members = self.links, decided.members
+        if decided.keep_links and held is not None and held.size == len(members):
+            return
+        self.unlink()
+        if len(members) > 1:
+            self._links = Links(
+                decided.attempt,
+                store=members[0].store,
+                place=decided.place_of(self.id),
+                size=len(members),
+                address=self._address,
+                timeout=self.connect_timeout,
+                dead_after=self.dead_after,
+            )
+
+    @property
+    def links(self) -> Links | None:
+        """The links that can be used, if there are any."""
+        return self._links if self._links is not None and self._links.whole else None
+
+    def among(self, decided: Plan, places: list[int] | None = None) -> LinkTransport:
+        """The links to these members of a quorum, by default to all."""
+        if places is None:
+            places = list(range(len(decided.members)))
+        return LinkTransport(self.links, places, decided.place_of(self.id), timeout=self.timeout)
+
+    def unlink(self) -> None:
+        if self._links is not None:
+            self._links.close("it left the links")
+        self._links = None
+
+    def close(self) -> None:
+        """Leave: the others go on without this site as soon as the lighthouse has forgotten it."""
+        self.unlink()
+        self._lighthouse.close()
+
+    # What the outer loop asks of a topology. Until the first quorum a site is alone.
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return Silence()
+
+    def everyone(self) -> Transport:
+        return LinkTransport(None, [0], 0, timeout=self.timeout)
+
+    def connect(self, device: torch.device, name: str = "") -> tuple[Transport, Transport]:
+        return self.everyone(), self.everyone()
+
+    def disconnect(self, *links: Transport) -> None:
+        for link in links:
+            link.close()
+
+    def verdicts(self, place: str) -> Verdicts:
+        """Of a site that is alone; those of a quorum are in the store of its links."""
+        return Verdicts(HashStore(), Words(), place, clears_up=True)
+
+    def seat(self) -> dict[str, Any]:
+        """A site is known by its name: its number is another one in every quorum. To its state and to its
+        checkpoints it is alone."""
+        return {"name": self.name, "site": 0, "num_sites": 1, "place": 0, "ranks_per_site": 1}
+
+    def meet(self, name: str) -> int:
+        raise AssertionError("sites that come and go meet in the next quorum")
+
+    def _tell(self, decided: Plan) -> None:
+        """Log who has come and who is gone."""
+        before = {member.id: member.name for member in self._members}
+        now = {member.id: member.name for member in decided.members}
+        if before and before != now:
+            gone = ", ".join(name for id, name in before.items() if id not in now) or "nobody"
+            come = ", ".join(name for id, name in now.items() if id not in before) or "nobody"
+            _logger.warning("the sites are now %s (gone: %s; come: %s)", ", ".join(now.values()), gone, come)
+        for member in decided.strangers:
+            _logger.warning("%s was set up differently, and is left out", member.name)
+        self._members = decided.members
+
+    def __repr__(self) -> str:
+        return f"ElasticTopology(name={self.name!r}): this is site {self.site} of {self.num_sites} now"
+
+
+class Silence(Heartbeat):
+    """The signs of life of a site that nobody listens to."""
+
+    def __init__(self) -> None:
+        pass
+
+    def say(self, doing: str) -> None:
+        pass
+
+    def leave(self, why: str, link: str = "") -> None:
+        pass
+
+
+def _difference(theirs: str, ours: str) -> str:
+    a, b = json.loads(theirs), json.loads(ours)
+    key = next(k for k in a | b if a.get(k) != b.get(k))
+    return f"{key} is {b.get(key)} here and {a.get(key)} there"

@@ -1,0 +1,312 @@
+"""Which ranks form a site: two process groups, one inside a site (fast), one across the sites (slow)."""
+
+import hashlib
+import struct
+import threading
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..coordination.authentication import LEAST_KEY_BYTES, Seals, Words
+from ..coordination.commit import Verdicts
+from ..coordination.liveness import Heartbeat, Loss
+from ..coordination.meeting import is_called, meet
+from ..coordination.rendezvous import Notes
+from ..coordination.store_client import Line
+from ..errors import AgreementError, TransportError, first_line
+from ..net.linking import TRIES, Patient, link, only_gloo
+from ..net.transport import Transport, any_device, listed, wire_device
+
+_OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, chance
+
+
+class Topology:
+    """Sites of `ranks_per_site` consecutive ranks; by default every rank is a site.
+
+    Build it on every rank, after `init_process_group`. With several ranks per site, let DDP average the
+    gradients inside the site, and hand the same topology to the optimizer:
+
+        topology = loco.Topology(ranks_per_site=8)
+        model = DistributedDataParallel(model, process_group=topology.site_group)
+        optimizer = loco.PulseLoCo(inner, topology=topology)
+
+    Across the sites each rank exchanges its own slice of the flat state with the ranks of the same place
+    in the other sites, so that the ranks of a site share the work, the memory and the link.
+
+    Args:
+        ranks_per_site: must divide the world size.
+        timeout: seconds a rank waits for a message of another one that is alive, from the moment it is ready
+            for it until the last byte is there, before the round fails. Slow links and big payloads need
+            more.
+        patience: seconds it waits at the start of a round for a rank that is alive and still computing.
+        dead_after: seconds within which a rank that is waited for and gives no sign of life, because its
+            process is dead or stopped or its link is cut, fails the round.
+        repeats: how often a round whose links were lost, between ranks that live, is tried again over new
+            ones before it fails. A link that is idle for minutes may be cut by whatever it passes through.
+        key: at least 16 bytes that all ranks share and nobody else knows: every message then proves that it
+            is genuine. For links that others can write to; it hides nothing (SECURITY.md).
+
+    Attributes:
+        num_sites: R.
+        site: this rank's site, 0 … R−1.
+        place: this rank's place inside its site, 0 … ranks_per_site−1.
+        site_group: the ranks of this site, for DDP.
+        notes: by which all ranks agree outside of rounds.
+
+    Raises:
+        ValueError: no process group, or a world that can't be divided so.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks_per_site: int = 1,
+        timeout: float = 300.0,
+        patience: float = 600.0,
+        dead_after: float = 5.0,
+        repeats: int = 2,
+        key: bytes | None = None,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "loco needs a process group, because its ranks are the sites: launch with "
+                "`torchrun --nproc-per-node 4 your_script.py` and call "
+                "torch.distributed.init_process_group() before you build the optimizer"
+            )
+        world = dist.get_world_size()
+        if ranks_per_site < 1:
+            raise ValueError(f"ranks_per_site must be >= 1, got {ranks_per_site}")
+        for name, value in (("timeout", timeout), ("patience", patience), ("dead_after", dead_after)):
+            if not value > 0:
+                raise ValueError(f"{name} must be > 0 seconds, got {value}")
+        if world % ranks_per_site:
+            raise ValueError(
+                f"the world's {world} ranks can't be divided into sites of {ranks_per_site}: "
+                f"ranks_per_site must divide the world size"
+            )
+        self.ranks_per_site = ranks_per_site
+        self.timeout = float(timeout)
+        self.patience = float(patience)
+        if repeats < 0:
+            raise ValueError(f"repeats must be >= 0, got {repeats}")
+        self.dead_after = float(dead_after)
+        self.repeats = repeats
+        self.num_sites = world // ranks_per_site
+        self.site, self.place = divmod(dist.get_rank(), ranks_per_site)
+        if key is not None and len(key) < LEAST_KEY_BYTES:
+            raise ValueError(f"key must have at least {LEAST_KEY_BYTES} bytes, got {len(key)}")
+        # Until all ranks are here nobody is missed, and until they have agreed nothing is sealed.
+        self._heartbeat: Heartbeat | None = None
+        self._key: bytes | None = None
+        self._seals: dict[str, Seals] = {}  # by group
+        self._session = self._agree(world, key)
+        self._key = key
+        store = dist.distributed_c10d._get_default_store()
+        self.store = Line(store, limit=self.dead_after)
+        heartbeat = Heartbeat(store, self._session.hex(), dist.get_rank(), dead_after=self.dead_after)
+        # torch's store asks for the name of every host that connects, and answers nobody until it is told:
+        # for seconds, where names are looked up slowly. So nobody listens before all have connected.
+        self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
+        self._heartbeat = heartbeat
+        self._words = Words(key, self._session)
+        self.notes = Notes(
+            self.store,
+            self._words,
+            heartbeat,
+            self._session.hex(),
+            rank=dist.get_rank(),
+            world=world,
+            patience=self.patience,
+            named=self._named,
+        )
+
+        self.site_group: dist.ProcessGroup = self._groups(inside=True)
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        assert self._heartbeat is not None
+        return self._heartbeat
+
+    def connect(self, device: torch.device, name: str = "") -> tuple[Transport, Transport]:
+        """Links of the caller's own, built by all ranks together: (across the sites, inside the site).
+
+        Nobody else's messages run over them, and `site_group`, which is DDP's, survives when they break.
+
+        Args:
+            device: where the caller's tensors live.
+            name: the same on all ranks, and never used before; needed to connect more than once.
+
+        Raises:
+            TransportError: a rank was lost while all were building. All can build anew once they have met.
+        """
+        built: list[dist.ProcessGroup] = []
+        losses: list[Loss] = []
+        lost = threading.Event()
+
+        def alarm(loss: Loss) -> None:
+            losses.append(loss)
+            lost.set()
+
+        with self.heartbeat.watching(self._others, alarm, reunion=True):
+            # All have met, and have nothing else to do.
+            store = Patient(self.store, limit=2 * self.dead_after, hopeful=lambda: not losses)
+            try:
+                for inside in (True, False) if self.ranks_per_site > 1 else (False,):
+                    built.append(
+                        self._groups(
+                            inside=inside, by=store if name else None, name=f"loco/{name}/{inside:d}"
+                        )
+                    )
+            except RuntimeError as error:
+                for group in built:
+                    dist.destroy_process_group(group)
+                why = first_line(error)
+                # Whoever could not be reached may have died just now, which its silence has yet to show.
+                if lost.wait(self.dead_after):
+                    why = self.heartbeat.describe(losses[0], self._named)
+                raise TransportError(f"connecting: {why}", lasting=bool(losses)) from error
+        across, inside = built[-1], built[0] if self.ranks_per_site > 1 else self.site_group
+        return (
+            self._transport(across, device, "site", name),
+            self._transport(inside, device, "rank of this site", name),
+        )
+
+    def disconnect(self, *links: Transport) -> None:
+        """Give up links that are of no use any more, so that peers who wait on them learn of it at once."""
+        for one in links:
+            if one.group is not None and one.group is not self.site_group:
+                self._seals.pop(one.group.group_name, None)
+                one.close()
+
+    def everyone(self) -> Transport:
+        """The link to every rank of the world, for messages that fit any memory."""
+        world = dist.group.WORLD
+        assert world is not None
+        return self._transport(world, any_device(world), "rank", reunion=True)
+
+    def _agree(self, world: int, key: bytes | None) -> bytes:
+        """Groups are built by all ranks together: ranks that disagree would wait for each other.
+
+        -> what names this session. Every rank has put chance of its own into it, so it is no older one: a
+        message of which somebody kept a copy proves nothing in it.
+        """
+        mine = _OPENING.pack(self.ranks_per_site, key is not None, uuid.uuid4().bytes)
+        records = self.everyone().swap_records(mine, phase="topology", limit=self.patience)
+        opened = [_OPENING.unpack(record) for record in records]
+        for rank, (size, keyed, _) in enumerate(opened):
+            if size != opened[0][0]:
+                raise AgreementError(
+                    f"ranks_per_site differs: rank 0 has {opened[0][0]}, rank {rank} of {world} has {size}"
+                )
+            if keyed != opened[0][1]:
+                have, lack = (0, rank) if opened[0][1] else (rank, 0)
+                raise AgreementError(f"rank {have} of {world} has a key, rank {lack} has none")
+        return hashlib.blake2b(b"".join(records), digest_size=16).digest()
+
+    def meet(self, name: str) -> int:
+        """Wait for all ranks, to connect anew after a failure -> how often they have met.
+
+        A group that lost a message can't be used any more, and torch names groups by counting: all ranks must
+        build new ones, or none.
+
+        Args:
+            name: the caller's, the same on all ranks and nobody else's.
+
+        Raises:
+            TransportError: a rank is dead, or not all came within `patience`.
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        losses: list[Loss] = []
+        with self.heartbeat.watching(self._others, losses.append, reunion=True):
+            try:
+                held = meet(self.store, f"loco/{name}", rank, world, self.patience, lambda: not losses)
+                return held + 1
+            except TransportError as error:
+                if not losses:
+                    raise
+                sentence = self.heartbeat.describe(losses[0], self._named)
+                raise TransportError(f"reconnecting: {sentence}", lasting=True) from error
+
+    def is_called(self, name: str) -> bool:
+        """Whether ranks wait to `meet` under this name."""
+        return is_called(self.store, f"loco/{name}")
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        if self.ranks_per_site == 1:
+            return listed("site", ranks)
+        sites = sorted({rank // self.ranks_per_site for rank in ranks})
+        return f"{listed('rank', ranks)} of {listed('site', sites)}"
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+
+    def _groups(self, *, inside: bool, by: Patient | None = None, name: str = "") -> Any:
+        """Build the groups of all sites, or of all places -> this rank's.
+
+        by, name: where gloo's find each other, and what they are called; torch's own by default.
+        """
+        sites, places = range(self.num_sites), range(self.ranks_per_site)
+        at = [[site * self.ranks_per_site + place for place in places] for site in sites]
+        members = at if inside else [list(column) for column in zip(*at, strict=True)]
+        limit = timedelta(seconds=self.timeout)
+        if by is None or not only_gloo():  # NCCL connects later, and then still needs the store
+            groups = [dist.new_group(ranks, timeout=limit) for ranks in members]
+        else:
+            groups = [
+                link(by, f"{name}/{k}", ranks, limit=self.dead_after / TRIES, timeout=self.timeout)
+                for k, ranks in enumerate(members)
+            ]
+        return groups[self.site if inside else self.place]
+
+    def _transport(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        member: str,
+        link: str = "",
+        *,
+        reunion: bool = False,
+    ) -> Transport:
+        return Transport(
+            group,
+            dist.get_process_group_ranks(group),
+            dist.get_rank(group),
+            device=wire_device(group, device),
+            heartbeat=self._heartbeat,
+            timeout=self.timeout,
+            patience=self.patience,
+            member=member,
+            link=link,
+            seals=self._seals_of(group),
+            reunion=reunion,
+        )
+
+    def _seals_of(self, group: dist.ProcessGroup) -> Seals | None:
+        """One for all links over a group: no two messages may have the same place."""
+        if self._key is None:
+            return None
+        name = group.group_name
+        if name not in self._seals:
+            self._seals[name] = Seals(self._key, self._session, name, dist.get_rank(group))
+        return self._seals[name]
+
+    def seat(self) -> dict[str, Any]:
+        """Who this rank is, as its state remembers it."""
+        names = ("site", "num_sites", "place", "ranks_per_site")
+        return {name: getattr(self, name) for name in names}
+
+    def verdicts(self, place: str) -> Verdicts:
+        """Of the rounds over one set of links; the place in the store is theirs alone."""
+        return Verdicts(self.store, self._words, place, clears_up=self.site == self.place == 0)
+
+    def __repr__(self) -> str:
+        return (
+            f"Topology(ranks_per_site={self.ranks_per_site}, timeout={self.timeout:g}, "
+            f"patience={self.patience:g}, dead_after={self.dead_after:g}): "
+            f"{self.num_sites} sites, this is site {self.site}, place {self.place}"
+        )

@@ -1,0 +1,395 @@
+"""Point-to-point messages among the members of one process group, every byte counted.
+
+One primitive, `swap`, carries all that the sites say to each other: it works alike on gloo and NCCL, takes
+unequal sizes, and what it is handed is what goes on the wire, so the counts need no model of a collective.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..coordination.authentication import SEAL_BYTES, Seals
+from ..coordination.liveness import Heartbeat, Loss
+from ..errors import AuthenticationError, TransportError, WireError, first_line
+from .cancellable_wait import Alarm, Waiter
+
+# Of a message that is never sent. gloo picks one of its devices by the tag's remainder: with this tag it is
+# that of tag 0, which all other messages have, for up to ten devices.
+NEVER = 5040
+# What a peer can make this rank take in before it is known what it says: names and shapes of all parameters.
+MOST_BLOB_BYTES = 1 << 28
+
+
+class Transport:
+    """The members of a group as seen by one of them, who are called 0 … size−1 here.
+
+    Args:
+        group: torch's process group; None: what a subclass has instead.
+        ranks: the members', in the order of their numbers.
+        rank: this member's number.
+        device: where messages must lie.
+        heartbeat: who is alive; a member that is not ends a wait at once. None: nobody knows yet.
+        timeout: seconds to wait for a message of one that is.
+        patience: seconds to wait for one to come to a round.
+        member: what a member is called in errors, e.g. "site".
+        link: the name under which a member that gives this group up says so.
+        seals: prove that messages are genuine; None: they are believed.
+        reunion: what is said here is not part of a round, and concerns also those who have left one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        rank: int,
+        *,
+        device: torch.device,
+        heartbeat: Heartbeat | None,
+        timeout: float,
+        patience: float,
+        member: str,
+        seals: Seals | None = None,
+        link: str = "",
+        reunion: bool = False,
+    ) -> None:
+        self.group = group
+        self.rank, self.size = rank, len(ranks)
+        self.device = device
+        self.heartbeat = heartbeat
+        self.timeout = timeout
+        self.patience = patience
+        self.member = member
+        self.link = link
+        self._seals = seals
+        self._reunion = reunion
+        self._ranks = list(ranks)
+        self._waiter = Waiter()
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    @property
+    def peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def swap(
+        self,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Tensor],
+        *,
+        phase: str,
+        limit: float | None = None,
+    ) -> None:
+        """Send `outgoing[peer]` and fill `incoming[peer]`, all at once; returns when both are done.
+
+        Raises:
+            TransportError: as `Posted.wait`.
+        """
+        self.post(list(outgoing.items()), list(incoming.items()), phase=phase).wait(limit)
+
+    def post(
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], *, phase: str
+    ) -> "Posted":
+        """Begin to send and to receive; what is sent must not change until `Posted.wait` has returned.
+
+        Tensors are contiguous uint8; sizes are known to both ends, and empty messages are not sent. Several
+        messages of one peer arrive in the order in which they were posted.
+
+        Raises:
+            TransportError: a peer is gone.
+        """
+        sends = [(p, t) for p, t in outgoing if t.numel()]
+        receives = [(p, t) for p, t in incoming if t.numel()]
+        sealed: list[_Sealed] = []
+        if self._seals is not None:  # each message's seal follows it, as a message of its own
+            sends = [m for p, t in sends for m in ((p, t), (p, self._seals.seal(t, p)))]
+            sealed = [_Sealed(p, t, t.new_empty(SEAL_BYTES), self._seals.expect(p)) for p, t in receives]
+            receives = [m for s in sealed for m in ((s.sender, s.message), (s.sender, s.seal))]
+        works: list[dist.Work] = []
+        if sends or receives:
+            try:
+                works = self._begin(sends, receives)
+            except (RuntimeError, ValueError) as error:
+                raise TransportError(f"{phase}: {self.not_here(-1, None)} ({first_line(error)})") from error
+        sent, received = sum(t.numel() for _, t in sends), sum(t.numel() for _, t in receives)
+        # gloo returns one work per message, NCCL one for the whole batch.
+        order = [p for p, _ in receives] + [p for p, _ in sends]
+        return Posted(self, works, order, sent, received, sealed, phase)
+
+    def _begin(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[dist.Work]:
+        assert self.group is not None  # which for torch would be the default group
+        return dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for p, t in receives]
+            + [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for p, t in sends]
+        )
+
+    def swap_records(self, record: bytes, *, phase: str, limit: float | None = None) -> list[bytes]:
+        """Every member's record, in order; all records have the same size."""
+        mine = self.message(record)
+        incoming = {peer: torch.empty_like(mine) for peer in self.peers}
+        self.swap(dict.fromkeys(self.peers, mine), incoming, phase=phase, limit=limit)
+        return [record if p == self.rank else to_bytes(incoming[p]) for p in range(self.size)]
+
+    def swap_blobs(self, blob: bytes, *, phase: str) -> list[bytes]:
+        """Every member's bytes, in order; sizes may differ and travel first."""
+        sizes = [
+            int.from_bytes(size, "little")
+            for size in self.swap_records(len(blob).to_bytes(8, "little"), phase=phase)
+        ]
+        if max(sizes) > MOST_BLOB_BYTES:
+            raise WireError(
+                f"{phase}: {self.member} {sizes.index(max(sizes))} announces {max(sizes):,} bytes"
+            )
+        incoming = {
+            peer: torch.empty(sizes[peer], dtype=torch.uint8, device=self.device) for peer in self.peers
+        }
+        self.swap(dict.fromkeys(self.peers, self.message(blob)), incoming, phase=phase)
+        return [blob if p == self.rank else to_bytes(incoming[p]) for p in range(self.size)]
+
+    def send_blob(self, blob: bytes, peers: Sequence[int], *, phase: str) -> None:
+        """Some bytes to these peers, who each `receive_blob`; their number travels first."""
+        for data in (len(blob).to_bytes(8, "little"), blob):
+            self.swap(dict.fromkeys(peers, self.message(data)), {}, phase=phase)
+
+    def receive_blob(self, peer: int, *, phase: str) -> bytes:
+        size = torch.empty(8, dtype=torch.uint8, device=self.device)
+        self.swap({}, {peer: size}, phase=phase)
+        number = int.from_bytes(to_bytes(size), "little")
+        blob = torch.empty(number, dtype=torch.uint8, device=self.device)
+        self.swap({}, {peer: blob}, phase=phase)
+        return to_bytes(blob)
+
+    def gather(self, part: Tensor, *, phase: str) -> list[Tensor]:
+        """Every member's part, in order; all parts have one size and type."""
+        mine = part.to(self.device)
+        parts = [mine if p == self.rank else torch.empty_like(mine) for p in range(self.size)]
+        incoming = {p: as_bytes(parts[p]) for p in self.peers}
+        self.swap(dict.fromkeys(self.peers, as_bytes(mine)), incoming, phase=phase)
+        return [p.to(part.device) for p in parts]
+
+    def broadcast(self, tensor: Tensor, *, phase: str) -> None:
+        """Member 0's tensor to all, in place. Not counted: it belongs to no round."""
+        staged = tensor.to(self.device)
+        if self._seals is not None:  # a collective's messages can't be sealed
+            whole = as_bytes(staged)
+            outgoing = {} if self.rank else dict.fromkeys(self.peers, whole)
+            self.swap(outgoing, {0: whole} if self.rank else {}, phase=phase)
+            tensor.copy_(staged)
+            return
+        try:
+            with self.vigil(self.peers, phase=phase) as alarm:
+                work = dist.broadcast(staged, group=self.group, group_src=0, async_op=True)
+                if work is not None:
+                    self.await_all(lambda: work.wait(timedelta(seconds=self.timeout)), alarm)
+        except RuntimeError as error:
+            if isinstance(error, TransportError):
+                raise
+            raise TransportError(
+                f"{phase}: the exchange with the other {self.member}s failed, or took more than "
+                f"{self.timeout:g} s ({first_line(error)})"
+            ) from error
+        tensor.copy_(staged)
+
+    @contextmanager
+    def vigil(self, peers: Sequence[int], *, phase: str) -> Iterator[Alarm]:
+        """Wait for messages of `peers` inside it, by `await_all`, which ends at once if one dies or leaves.
+
+        Raises:
+            TransportError: names who it is.
+        """
+        losses: list[Loss] = []
+        given_up = Alarm()
+        if self.heartbeat is None:
+            yield given_up
+            return
+
+        def alarm(loss: Loss) -> None:
+            losses.append(loss)
+            self._interrupt()
+            given_up.ring()
+
+        ranks = [self._ranks[peer] for peer in peers]
+        with self.heartbeat.watching(ranks, alarm, link=self.link, reunion=self._reunion):
+            try:
+                yield given_up
+            except (RuntimeError, ValueError) as error:
+                if not losses:
+                    raise
+                text = f"{phase}: {self.heartbeat.describe(losses[0], self._named)}"
+                raise TransportError(text, lasting=not losses[0].gone) from error
+
+    def await_all(self, wait: Callable[[], object], alarm: Alarm) -> None:
+        """Call `wait`, which waits for messages of this group, unless `alarm` is raised first."""
+        if self._by_gloo():
+            self._waiter.wait(wait, alarm)
+        else:
+            wait()  # NCCL has the caller's stream wait, so it must be the caller's
+
+    def _by_gloo(self) -> bool:
+        return self.group is not None and _backends(self.group).get(self.device.type) == "gloo"
+
+    def _interrupt(self) -> None:
+        """Close all connections of this group, and end the waits for its messages.
+
+        gloo has no call for it (its abort does nothing), but a wait that times out closes all connections.
+        """
+        group = self.group
+        if group is None:
+            return
+        if not self._by_gloo():
+            with suppress(RuntimeError, ValueError):
+                group.abort()
+            return
+        # A peer that has hung up already fails the call before it can time out: then another one's does it.
+        for peer in self.peers:
+            with suppress(RuntimeError, ValueError):  # which is what it is for
+                never = group.recv([torch.empty(1, dtype=torch.uint8)], peer, NEVER)
+                never.wait(timedelta(milliseconds=1))
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        if not set(ranks) <= set(self._ranks):
+            return listed("rank", ranks)
+        return listed(self.member, [self._ranks.index(rank) for rank in ranks])
+
+    def not_here(self, peer: int, limit: float | None) -> str:
+        """What to say of a member that closed its connection, or did not answer within `limit` seconds."""
+        if peer < 0 and self.heartbeat is not None:  # which one, torch does not say
+            gone = self.heartbeat.departed([self._ranks[peer] for peer in self.peers])
+            peer = self._ranks.index(gone[0]) if gone else -1
+        who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
+        said = ""
+        if self.heartbeat is not None and peer >= 0:
+            said = ", which is alive" if limit else ""
+            said += f"; last heard of: {self.heartbeat.last_words(self._ranks[peer])}"
+        return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
+
+    def check_seals(self, messages: Sequence["_Sealed"], *, phase: str) -> None:
+        for sender, message, seal, number in messages:
+            assert self._seals is not None
+            if not self._seals.is_genuine(message, seal, sender, number):
+                raise AuthenticationError(
+                    f"{phase}: a message of {self.member} {sender} is not genuine: its key is another one, "
+                    f"or the message was forged or changed on its way"
+                )
+
+    def close(self) -> None:
+        """Hang up, so that peers who wait learn of it. gloo does so when nobody holds the group any more, or
+        its messages."""
+        self._interrupt()
+        dist.destroy_process_group(self.group)
+        self.group = None
+
+    def message(self, data: bytes) -> Tensor:
+        """Bytes as a tensor that `swap` takes."""
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+class Posted:
+    """Messages on their way."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        works: list[dist.Work],
+        order: list[int],
+        sent: int,
+        received: int,
+        sealed: list["_Sealed"],
+        phase: str,
+    ) -> None:
+        self._transport = transport
+        self._works = works
+        self._order = order
+        self._sealed = sealed
+        self._phase = phase
+        self.sent, self.received = sent, received  # bytes
+
+    def wait(self, limit: float | None = None) -> None:
+        """
+        Args:
+            limit: seconds from now, the transport's timeout by default.
+
+        Raises:
+            TransportError: a peer is dead, stopped, cut off or gone, or alive but not here in time; names it,
+                the phase and the limit.
+            AuthenticationError: a message is not genuine.
+        """
+        transport, peer = self._transport, -1
+        limit = transport.timeout if limit is None else limit
+        deadline = time.monotonic() + limit
+
+        def all_of_them() -> None:
+            nonlocal peer
+            for k, work in enumerate(self._works):
+                peer = self._order[k] if len(self._works) == len(self._order) else -1
+                left = max(deadline - time.monotonic(), 0.001)
+                work.wait(timedelta(seconds=left))
+
+        try:
+            with transport.vigil(sorted(set(self._order)), phase=self._phase) as alarm:
+                if self._works:
+                    transport.await_all(all_of_them, alarm)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, TransportError):
+                raise
+            # torch cuts timeouts to whole milliseconds, so a wait can end a little before the deadline.
+            late = time.monotonic() >= deadline - 0.01
+            who = transport.not_here(peer, limit if late else None)
+            raise TransportError(f"{self._phase}: {who} ({first_line(error)})", lasting=late) from error
+        transport.check_seals(self._sealed, phase=self._phase)
+        transport.sent_bytes += self.sent
+        transport.received_bytes += self.received
+
+
+class _Sealed(NamedTuple):
+    """A message on its way to this rank, and what will prove that it is the expected one."""
+
+    sender: int
+    message: Tensor
+    seal: Tensor
+    number: int
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous 1-D tensor's memory as uint8, without a copy."""
+    return tensor.view(torch.uint8)
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+def any_device(group: dist.ProcessGroup) -> torch.device:
+    """Some device whose memory the group can send."""
+    return torch.device(next(iter(_backends(group))))
+
+
+def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where messages must lie for this group to send them, for a caller whose tensors live on `device`."""
+    backends = _backends(group)
+    if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
+        return device
+    # gloo sends CPU memory only, so a GPU's messages are staged through the host.
+    if "cpu" in backends:
+        return torch.device("cpu")
+    raise ValueError(
+        f"the process group's backend ({dist.get_backend_config(group)}) can't send {device.type} "
+        f"memory: call init_process_group with backend='cpu:gloo,cuda:nccl'"
+    )
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Backend by device type, from e.g. "cpu:gloo,cuda:nccl"."""
+    pairs = str(dist.get_backend_config(group)).split(",")
+    return {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
+
+
+def listed(member: str, numbers: Sequence[int]) -> str:
+    first, _, rest = member.partition(" ")  # "rank of this site"
+    name = f"{first}{'s' if len(numbers) > 1 else ''} {rest}".rstrip()
+    return f"{name} {', '.join(map(str, sorted(numbers)))}"

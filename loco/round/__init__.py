@@ -1,0 +1,1 @@
+"""One round over some parameters among some members, and the state that it changes."""

@@ -1,0 +1,72 @@
+"""What the ranks of one site tell each other: that they hold one model, and each its slice of a new θ."""
+
+import hashlib
+import math
+import struct
+from itertools import pairwise
+
+from torch import Tensor
+
+from loco import kernels
+
+from ..net.transport import Transport
+from ..wire.header import Status
+from ..wire.refusal import Problem
+from .parameters import Layout
+
+GATHER_ELEMENTS = 1 << 20  # of the anchor at a time: 4 MiB from each rank
+
+
+def compare(
+    inside: Transport, layout: Layout, norm: float, *, encoded: bool, phase: str
+) -> tuple[float, Problem | None]:
+    """The ranks of a site exchange slices of what must be one and the same model.
+
+    Args:
+        norm: of what this rank would send.
+        encoded: a rank that could not encode votes for its own reason, and has no digest to compare.
+
+    Returns:
+        The norm of what they all would send, and what speaks against the round.
+    """
+    if inside.size == 1:
+        return norm, None
+    failure, digest = None, bytes(8)
+    if encoded:
+        try:
+            with layout.pieces(0, layout.numel) as weights:
+                digests = b"".join(kernels.digest(w).to_bytes(8, "little") for w in weights)
+            digest = hashlib.blake2b(digests, digest_size=8).digest()
+        except Exception as error:
+            failure = Problem(Status.FAILED, seen=error)
+    record = struct.pack("<8sd", digest, norm)
+    told = inside.swap_records(record, phase=phase, limit=inside.patience)
+    found = [struct.unpack("<8sd", theirs) for theirs in told]
+    known = {digest for digest, _ in found if digest != bytes(8)}
+    norm = math.hypot(*(part for _, part in found))
+    return norm, failure or (Problem(Status.SITE_DRIFT) if len(known) > 1 else None)
+
+
+def share(
+    inside: Transport, layout: Layout, anchor: Tensor, width: int, *, write: bool = True, phase: str
+) -> None:
+    """Each rank of a site has the new θ of its slice; all need its cast.
+
+    Args:
+        anchor: this rank's slice.
+        width: of a slice. Those at the end may be shorter, or empty: what lacks is not looked at.
+        write: False only sends, for the weights of this rank have moved on.
+    """
+    if inside.size == 1:
+        return
+    for low, high in pairwise([*range(0, width, GATHER_ELEMENTS), width]):
+        part = anchor.new_zeros(high - low)
+        mine = anchor[low:high]
+        part[: mine.numel()] = mine
+        for place, values in enumerate(inside.gather(part, phase=phase)):
+            first = place * width + low
+            last = min(first + high - low, (place + 1) * width, layout.numel)
+            if not write or place == inside.rank or first >= last:
+                continue
+            with layout.pieces(first, last, write=True) as weights:
+                kernels.write_weights(values[: last - first], weights)

@@ -1,0 +1,1 @@
+"""What travels, to the byte: headers, codecs, framing, and why a round is refused."""

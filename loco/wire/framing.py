@@ -1,0 +1,166 @@
+"""Frames: the entries of runs of elements, each coded on its own, so that coding and sending overlap."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loco import kernels
+from loco.kernels import BLOCK, Entries, Known
+
+from ..errors import WireError
+from ..net.transport import Transport
+from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec
+from .header import HEADER_BYTES, Header, Kind, Status
+
+LEAST, MOST = 1 << 19, 1 << 23  # elements: some 75 kB to 1.2 MB at a density of 6%
+
+
+class Frame(NamedTuple):
+    header: Header
+    body: Tensor  # uint8, on the transport's device
+
+
+@dataclass(frozen=True)
+class Frames:
+    """How a run of `width` elements is cut: into some 32 frames, so that coding and sending overlap, and a
+    network's latency, which each of them may cost, is paid some 32 times whatever the size of the model."""
+
+    size: int  # elements
+    count: int
+
+    @staticmethod
+    def of(width: int) -> "Frames":
+        size = min(max(-(-width // (32 * LEAST)) * LEAST, LEAST), MOST)
+        return Frames(size, -(-width // size))
+
+    def span(self, of: slice, number: int) -> slice:
+        """The elements of one frame of a slice; none, if the slice ends before it."""
+        first = min(of.start + number * self.size, of.stop)
+        return slice(first, min(first + self.size, of.stop))
+
+
+def slices_of(numel: int, sites: int) -> list[slice]:
+    """The elements that each site sums: whole blocks, equally many but for the last ones."""
+    width = -(-numel // (BLOCK * sites)) * BLOCK
+    return [slice(min(k * width, numel), min((k + 1) * width, numel)) for k in range(sites)]
+
+
+class Framing:
+    """Turns entries into this round's frames, and the peers' frames into entries.
+
+    Args:
+        across: the link to the peers.
+        codec: of this site's frames; a peer may use another.
+        known: θ, m and the gate before the round, of all elements.
+        round: its number.
+        digest: of θ.
+    """
+
+    def __init__(self, across: Transport, codec: Codec, known: Known, *, round: int, digest: int) -> None:
+        self.across = across
+        self.codec = codec
+        self.known = known
+        self.round = round
+        self.digest = digest
+        self._in_host_memory: dict[tuple[int, int], Known] = {}
+        self.coded_entries = 0  # of this site's, in frames
+        self.coded_bytes = 0  # which took so many, headers included
+
+    def seal(self, entries: Entries, at: slice, number: int, kind: Kind) -> Frame:
+        """A frame of the entries of the elements `at`."""
+        codec = self.codec
+        known = self._known(at, codec)
+        body = codec.encode(entries, known)
+        if body is None:
+            codec, body = FAST, FAST.encode(entries, known)
+        header = Header(
+            kind=kind,
+            codec=codec.id,
+            site=self.across.rank,
+            round=self.round,
+            subject=number,
+            numel=at.stop - at.start,
+            entries=known.anchor.numel() if codec.name in DENSE else entries.values.numel(),
+            body_bytes=body.numel(),
+            digest=self.digest,
+            checksum=kernels.digest(body),
+        )
+        if kind != Kind.SUMS:
+            self.coded_entries += header.entries
+            self.coded_bytes += HEADER_BYTES + body.numel()
+        return Frame(header, body.to(self.across.device))
+
+    def failed(self, number: int, kind: Kind) -> Frame:
+        """In the place of a frame that this site can't make; its vote will say why."""
+        header = Header(
+            kind=kind,
+            site=self.across.rank,
+            round=self.round,
+            status=Status.FAILED,
+            subject=number,
+            digest=self.digest,
+        )
+        return Frame(header, torch.empty(0, dtype=torch.uint8, device=self.across.device))
+
+    def check(self, header: Header, site: int, at: slice, number: int, kind: Kind) -> None:
+        """Refuse a header that is not of the frame that comes next, before memory is taken for its body.
+
+        Raises:
+            WireError: it is of another site, round, model, or place, or announces what no such frame holds.
+        """
+        mine = (kind, site, self.round, number, self.digest)
+        if (header.kind, header.site, header.round, header.subject, header.digest) != mine:
+            got = f"{header.kind.name} {header.subject} of site {header.site}, round {header.round}"
+            want = f"{kind.name} {number} of site {site}, round {self.round}"
+            raise WireError(
+                f"a header of {got}, θ {header.digest:016x} in the place of {want}, θ {self.digest:016x}"
+            )
+        if header.status == Status.FAILED and not header.body_bytes:
+            return
+        codec, numel = CODECS.get(header.codec), at.stop - at.start
+        # Which of the sparse codes it uses, each site chooses.
+        expected = codec is not None and (codec is self.codec or {codec.name, self.codec.name} == set(SPARSE))
+        if codec is None or not expected or header.status != Status.OK:
+            raise WireError(f"a frame of codec {header.codec}, status {header.status.name}")
+        if header.numel != numel:
+            raise WireError(f"a frame of {header.numel} elements, not {numel}")
+        if header.entries > numel or header.body_bytes > codec.most_bytes(header.entries, numel):
+            raise WireError(f"a frame of {header.body_bytes} bytes for {header.entries} of {numel} entries")
+
+    def open(self, header: Header, body: Tensor, at: slice) -> Entries | None:
+        """The entries of a frame whose header has passed `check`; None of one that its sender could not make.
+
+        Raises:
+            WireError: the body is damaged or malformed.
+        """
+        if header.status == Status.FAILED:
+            return None
+        body = body.to(self.known.anchor.device)
+        if kernels.digest(body) != header.checksum:
+            raise WireError("a body whose checksum does not match")
+        codec = CODECS[header.codec]
+        return codec.decode(body, header.entries, self._known(at, codec))
+
+    def as_received(self, entries: Entries, at: slice) -> Entries:
+        """This site's own entries as all others will read them."""
+        if self.codec.exact and (entries.starts is None) == (self.codec.name in DENSE):
+            return entries
+        known = self.known.part(at)
+        body = self.codec.encode(entries, known)
+        assert body is not None
+        return self.codec.decode(body, known.anchor.numel(), known)
+
+    def _known(self, at: slice, codec: Codec) -> Known:
+        """What a codec is told of the elements `at`."""
+        part = self.known.part(at)
+        if codec is not TIGHT or part.anchor.device.type == "cpu":
+            return part
+        # Copied from a GPU once for all sites' frames of the same elements; few are worked on at a time.
+        kept, key = self._in_host_memory, (at.start, at.stop)
+        if key not in kept:
+            while len(kept) >= 4:
+                kept.pop(next(iter(kept)))
+            kept[key] = part.to("cpu")
+        return kept[key]

@@ -1,0 +1,28 @@
+"""Why a round can't go on."""
+
+from dataclasses import dataclass
+
+from ..errors import WireError
+from .header import Status
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What travels to the other sites, and what this rank saw of it."""
+
+    status: Status
+    subject: int = 0
+    seen: Exception | None = None
+
+
+class Refused(Exception):  # noqa: N818  (it carries an error, and never leaves the library)
+    """All ranks refuse the round together, so that all of them are ready to repeat it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def unreadable(site: int, error: WireError, round: int) -> Problem:
+    seen = WireError(f"round {round}: the message of site {site} can't be read: {error}")
+    return Problem(Status.UNREADABLE, site, seen)
