@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.errors import ExperimentError
 from loco.config import Settings, matching_gain
-from loco.exchange.conversation import Wire
+from loco.exchange.conversation import WireConfig
 
 TITLES = {
     "single": "one trainer",
@@ -307,9 +307,9 @@ def check(config: RunConfig) -> None:
             value_steps=config.value_steps,
         )
         if config.method == "diloco":
-            Wire.of_all(wire_of(config))
+            WireConfig.of_all(wire_of(config))
         else:
-            Wire.of_entries(wire_of(config), config.exchange, gate=config.gate)
+            WireConfig.of_entries(wire_of(config), config.exchange, gate=config.gate)
     except ValueError as error:
         raise ExperimentError(str(error)) from error
     # Weights between two rounds belong to one site; only right after a round are they everyone's. And what

@@ -99,7 +99,7 @@ def train(config: ElasticConfig) -> None:
             held_out=held_out(),
             sent_bytes=report.sent_bytes,
         )
-    _say(event="end", round=optimizer.round, digest=digest_of(optimizer._outer.anchor))
+    _say(event="end", round=optimizer.round, digest=digest_of(optimizer.outer_state.anchor))
     topology.close()
 
 

@@ -26,10 +26,10 @@ class Observer:
     """Of one rank's optimizer. All ranks call `after_round` together."""
 
     def __init__(self, optimizer: loco.PulseLoCo) -> None:
-        self._outer = optimizer._outer
+        self._state = optimizer.outer_state
         self._steps, self._every = 0, optimizer.sync_every
-        self._age = torch.zeros_like(self._outer.anchor)
-        self._sent = torch.zeros(self._outer.anchor.numel(), dtype=torch.uint8, device=self._age.device)
+        self._age = torch.zeros_like(self._state.anchor)
+        self._sent = torch.zeros(self._state.anchor.numel(), dtype=torch.uint8, device=self._age.device)
         self._visible = 0.0
         optimizer.inner.register_step_post_hook(self._before_exchange)
 
@@ -45,9 +45,9 @@ class Observer:
         self._steps += 1
         if self._steps % self._every:
             return
-        outer = self._outer
-        with outer.layout.pieces(outer.start, outer.stop) as weights:
-            entries = kernels.encode(outer.anchor, weights, outer.residual, outer._gate).entries
+        outer = self._state
+        with outer.parameters.pieces(outer.start, outer.stop) as weights:
+            entries = kernels.encode(outer.anchor, weights, outer.residual, outer.gate).entries
             moved = torch.cat([w.reshape(-1).bfloat16() for w in weights])
         numel = outer.anchor.numel()
         self._visible = float((moved != outer.anchor.bfloat16()).sum()) / max(1, numel)
@@ -57,7 +57,7 @@ class Observer:
     @torch.no_grad()
     def after_round(self) -> Seen:
         """Of the round that has just ended; its messages are not the round's."""
-        residual = self._outer.residual
+        residual = self._state.residual
         assert residual is not None
         self._age.add_(1)
         self._age[(self._sent == 1) | (residual == 0)] = 0
@@ -65,8 +65,8 @@ class Observer:
         weight = float(size.sum())
         age = float((self._age * size).sum()) / weight if weight else 0.0
         # Of the whole model: the ranks of a site watch a slice each.
-        union = torch.zeros(self._outer.layout.numel, dtype=torch.uint8, device=self._sent.device)
-        union[self._outer.start : self._outer.stop] = self._sent
+        union = torch.zeros(self._state.parameters.numel, dtype=torch.uint8, device=self._sent.device)
+        union[self._state.start : self._state.stop] = self._sent
         dist.all_reduce(union, dist.ReduceOp.MAX)
         return Seen(
             union_density=float(union.sum(dtype=torch.int64)) / max(1, union.numel()),

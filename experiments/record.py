@@ -45,7 +45,7 @@ def work(config: RecordConfig, device: torch.device) -> None:
     train(model, optimizer, task, config)
     recording = record(optimizer, config)
     if seat.rank == 0:
-        keep(recording, optimizer._outer.layout.params, config)
+        keep(recording, optimizer.outer_state.parameters.params, config)
 
 
 def train(model: nn.Module, optimizer: loco.PulseLoCo, task: Task, config: RecordConfig) -> None:
@@ -64,20 +64,20 @@ def train(model: nn.Module, optimizer: loco.PulseLoCo, task: Task, config: Recor
 
 def record(optimizer: loco.PulseLoCo, config: RecordConfig) -> Recording:
     """Every rank calls this together; rank 0 gets all sites' entries."""
-    outer = optimizer._outer
-    assert outer._gate is not None
-    with outer.layout.pieces(outer.start, outer.stop) as weights:
-        mine = kernels.encode(outer.anchor, weights, outer.residual, outer._gate).entries.to("cpu")
+    outer = optimizer.outer_state
+    assert outer.gate is not None
+    with outer.parameters.pieces(outer.start, outer.stop) as weights:
+        mine = kernels.encode(outer.anchor, weights, outer.residual, outer.gate).entries.to("cpu")
     sites = [Entries(*parts) for parts in from_all(tuple(mine))]
     about = {
-        "round": outer.rounds + 1,
+        "round": outer.rounds_done + 1,
         "sites": len(sites),
         "lr": config.lr,
         "outer_lr": config.outer_lr,
         "outer_momentum": config.outer_momentum,
         "sync_every": config.sync_every,
         "seed": config.seed,
-        "gate": dataclasses.asdict(outer._gate) | {"dtype": str(outer._gate.dtype).removeprefix("torch.")},
+        "gate": dataclasses.asdict(outer.gate) | {"dtype": str(outer.gate.dtype).removeprefix("torch.")},
     }
     momentum = None if outer.momentum is None else outer.momentum.cpu()
     return Recording(about, outer.anchor.cpu(), momentum, sites)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import loco
 from experiments.topk import CHUNK, QUANTISERS, pack, plan_chunks, quantise, top_k, unpack
 from loco.round.handshake import agree_on_setup
-from loco.round.parameters import Layout
+from loco.round.parameters import FlatParameters
 from loco.wrapper import Wrapper
 
 AVERAGES = ("sites", "senders")
@@ -83,7 +83,7 @@ class SparseLoCo(Wrapper):
         self.round = 0  # rounds done
         self.last_report: loco.SyncReport | None = None
 
-        self._layout = Layout(inner)
+        self._layout = FlatParameters(inner)
         settings = ("sync_every", "outer_lr", "decay", "k", "average", "quantiser")
         setup = {"kind": "SparseLoCo"} | {name: getattr(self, name) for name in settings}
         setup["parameters"] = self._layout.describe()

@@ -24,7 +24,7 @@ def momentum_before_gate(optimizer: loco.PulseLoCo, config: RunConfig) -> None:
 
     The exchange then averages what is left to do: θ = θ − g. So `optimizer` has α = 1 and μ = 0.
     """
-    momentum = torch.zeros_like(optimizer._outer.anchor)
+    momentum = torch.zeros_like(optimizer.outer_state.anchor)
 
     def before() -> None:
         for w, theta, m in _pieces(optimizer, momentum):
@@ -40,7 +40,7 @@ def whole_ulps(optimizer: loco.PulseLoCo) -> Callable[[], None]:
 
     What is left, s − v, goes to the residual; the returned function puts it there, after each round.
     """
-    residual = optimizer._outer.residual
+    residual = optimizer.outer_state.residual
     assert residual is not None
     rest = torch.zeros_like(residual)
 
@@ -61,7 +61,7 @@ def whole_ulps(optimizer: loco.PulseLoCo) -> Callable[[], None]:
 
 def forgetting(optimizer: loco.PulseLoCo) -> Callable[[], None]:
     """No error feedback: what a round withholds is gone. To be called after each round."""
-    residual = optimizer._outer.residual
+    residual = optimizer.outer_state.residual
     assert residual is not None
 
     def after() -> None:
@@ -72,23 +72,23 @@ def forgetting(optimizer: loco.PulseLoCo) -> Callable[[], None]:
 
 def late_gain(optimizer: loco.PulseLoCo, config: RunConfig) -> None:
     """Another gain of the gate in the last quarter of the rounds, so that what was withheld comes out."""
-    outer = optimizer._outer
+    outer = optimizer.outer_state
     rounds = config.steps // config.sync_every
-    gate, gain = outer._gate, config.late_gate_gain
+    gate, gain = outer.gate, config.late_gate_gain
     assert gate is not None
     assert gain is not None
 
     def before() -> None:
-        if outer.rounds + 1 > rounds - max(1, rounds // 4):
-            outer._gate = dataclasses.replace(gate, gain=gain)
+        if outer.rounds_done + 1 > rounds - max(1, rounds // 4):
+            outer.gate = dataclasses.replace(gate, gain=gain)
 
     _before_every_round(optimizer, before)
 
 
 def _pieces(optimizer: loco.PulseLoCo, *states: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The weights of this rank piece by piece, each with θ and the states beside it."""
-    outer = optimizer._outer
-    with outer.layout.pieces(outer.start, outer.stop, write=True) as weights:
+    outer = optimizer.outer_state
+    with outer.parameters.pieces(outer.start, outer.stop, write=True) as weights:
         sizes = [w.numel() for w in weights]
         yield from zip(weights, *(state.split(sizes) for state in (outer.anchor, *states)), strict=True)
 

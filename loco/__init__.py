@@ -21,6 +21,7 @@ from .members.fixed import Topology
 from .optimizer import DiLoCo, PulseLoCo
 from .presets import MATCHING, SAVING
 from .report import SyncReport
+from .round.hooks import RoundProgress
 
 __all__ = [
     "MATCHING",
@@ -36,6 +37,7 @@ __all__ = [
     "PeerError",
     "PulseLoCo",
     "ReplicaError",
+    "RoundProgress",
     "SyncReport",
     "Topology",
     "TransportError",

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .config import Settings, matching_gain
-from .exchange.conversation import Wire
+from .exchange.conversation import WireConfig
 from .members.elastic import ElasticTopology
 from .members.fixed import Topology
 from .report import SyncReport
 from .round.elastic_loop import ElasticLoop
+from .round.hooks import Hook
 from .round.loop import OuterLoop
 from .round.state import check, state_of, take_over
 from .wrapper import Wrapper
@@ -24,7 +26,7 @@ class LowCommunicationOptimizer(Wrapper):
         inner: Optimizer,
         settings: Settings,
         topology: Topology | None,
-        wire: Wire,
+        wire: WireConfig,
         offload: bool,
     ) -> None:
         super().__init__(inner)
@@ -69,7 +71,7 @@ class LowCommunicationOptimizer(Wrapper):
         Raises:
             LocoError: the round failed and changed nothing; it can be repeated.
         """
-        return self._done(self._outer.round())
+        return self._done(self._outer.run_round())
 
     def _settle(self) -> None:
         """Finish a round whose end was cut off."""
@@ -99,13 +101,27 @@ class LowCommunicationOptimizer(Wrapper):
         return False
 
     @property
+    def outer_state(self) -> OuterLoop:
+        """θ (`anchor`), m (`momentum`) and e (`residual`) of this rank's part of the parameters, which is
+        `start` to `stop`; `parameters`, which says where each parameter lies; the `gate`; `rounds_done`.
+        """
+        return self._outer
+
+    def register_round_hook(self, hook: Hook) -> RemovableHandle:
+        """Have `hook(progress)` called at every phase of every round on this rank: see `loco.RoundProgress`.
+
+        An error that it raises counts as this rank's own failure in that phase.
+        """
+        return self._outer.hooks.register(hook)
+
+    @property
     def sync_every(self) -> int:
         return self._outer.settings.sync_every
 
     @property
     def round(self) -> int:
         """Rounds done."""
-        return self._outer.rounds
+        return self._outer.rounds_done
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, and under "loco" all that the outer loop holds on this rank.
@@ -156,7 +172,7 @@ class LowCommunicationOptimizer(Wrapper):
             self.inner.load_state_dict(before)
             raise
         take_over(self._outer, outer)
-        self.local_step = 0 if self._outer.come_back(outer) else int(outer["local_step"])
+        self.local_step = 0 if self._outer.adopt_state(outer) else int(outer["local_step"])
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -252,7 +268,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             value_steps=value_steps,
             outlier_factor=outlier_factor,
         )
-        super().__init__(inner, settings, topology, Wire.of_entries(wire, exchange, gate=gate), offload)
+        super().__init__(inner, settings, topology, WireConfig.of_entries(wire, exchange, gate=gate), offload)
 
 
 class DiLoCo(LowCommunicationOptimizer):
@@ -305,4 +321,4 @@ class DiLoCo(LowCommunicationOptimizer):
             gate_margin=0.0,
             value_steps=None,
         )
-        super().__init__(inner, settings, topology, Wire.of_all(wire), offload)
+        super().__init__(inner, settings, topology, WireConfig.of_all(wire), offload)

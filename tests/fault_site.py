@@ -167,7 +167,11 @@ class Site:
 
     def _say_goodbye(self) -> None:
         """θ, and how many rounds it has seen, tell whether all agreed on the last one."""
-        last = self.optimizer.round, self.optimizer._outer.start, snapshot(self.optimizer)["anchor"].tobytes()
+        last = (
+            self.optimizer.round,
+            self.optimizer.outer_state.start,
+            snapshot(self.optimizer)["anchor"].tobytes(),
+        )
         self.end.send(("ended", (self.states, self.reports, last)))
 
     def _build(self, topology: loco.Topology) -> loco.PulseLoCo:

@@ -23,8 +23,8 @@ from loco.errors import TransportError
 from loco.exchange.conversation import Exchange
 from loco.exchange.transfer import Transfer
 from loco.members import fixed
-from loco.net.linking import Patient
-from loco.net.transport import Posted, Transport
+from loco.net.linking import PatientStore
+from loco.net.transport import PendingMessages, Transport
 from loco.wire.framing import Frame, Framing
 
 # In the order of a round. "voted": a rank's last vote is on its way, and it waits for the others'.
@@ -88,13 +88,13 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
     elif fault.at == "payload":
         before(Transfer, "wait", second_tick)
     elif fault.at == "voted":
-        before(Posted, "wait", lambda self, *_: "vote 2" in self._phase and self.sent > 0)
+        before(PendingMessages, "wait", lambda self, *_: "vote 2" in self._phase and self.sent > 0)
     elif fault.at == "decision":
         before(commit, "decide")
     elif fault.at == "apply":
         before(kernels, "apply")
     elif fault.at == "shared":  # inside a site; the others' parts may still be on their way
-        before(Posted, "wait", lambda self, *_: "anchor inside" in self._phase)
+        before(PendingMessages, "wait", lambda self, *_: "anchor inside" in self._phase)
     elif fault.at == "half shared":  # the others of the site have all they wait for, and this rank has not
         share = Transport.gather
 
@@ -120,7 +120,7 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
     elif fault.at == "linking":  # all have met, and build their links
         before(fixed.Topology, "connect")
     elif fault.at == "half linked":  # its address is known, and others connect to it
-        before(Patient, "wait")
+        before(PatientStore, "wait")
     else:
         raise ValueError(f"no phase {fault.at!r}")
 
@@ -194,7 +194,7 @@ def _flip(optimizer: loco.PulseLoCo) -> Mend:
     """One bit of θ; the same again mends it."""
 
     def turn() -> None:
-        optimizer._outer.anchor.view(torch.int32)[0] ^= 1
+        optimizer.outer_state.anchor.view(torch.int32)[0] ^= 1
 
     turn()
     return turn

@@ -47,16 +47,16 @@ class Told:
 class Fleet:
     """A lighthouse in this process, and the sites that were started. Use it in a `with`.
 
-    heartbeat: milliseconds without a sign of life after which the lighthouse counts a site as dead. Every
+    liveness: milliseconds without a sign of life after which the lighthouse counts a site as dead. Every
         death costs a test so long; where none dies, it may as well be more than any machine is ever busy.
     """
 
-    def __init__(self, sites: int, *, heartbeat: int = HEARTBEAT) -> None:
+    def __init__(self, sites: int, *, liveness: int = HEARTBEAT) -> None:
         from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
 
         self.sites = sites
         self._lighthouse = LighthouseServer(
-            "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=heartbeat
+            "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=liveness
         )
         # It calls itself by the host's name, at which it may not listen.
         port = self._lighthouse.address().rpartition(":")[2]
@@ -149,7 +149,7 @@ class _Site:
         self.net = small_model(self.seed)
         inner = torch.optim.AdamW(self.net.parameters(), lr=1e-4)
         self.optimizer = loco.PulseLoCo(inner, topology=topology, **{"sync_every": 10_000, **options})
-        self.loop: Any = self.optimizer._outer
+        self.loop: Any = self.optimizer.outer_state
         self.gave_up: list[Snapshot] = []
         self.checkpoints: dict[str, loco.Checkpoints] = {}  # by folder
         give_up = self.loop._give_up

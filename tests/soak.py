@@ -195,7 +195,7 @@ def _attempt(optimizer: loco.PulseLoCo, told: Told) -> None:
 @contextmanager
 def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection) -> Iterator[None]:
     """One attempt of a round, in which `kind` happens to this site."""
-    anchor, weight = optimizer._outer.anchor, optimizer._outer.layout.params[-1].data
+    anchor, weight = optimizer.outer_state.anchor, optimizer.outer_state.parameters.params[-1].data
     arrived, vote = Stream.arrived, Exchange._vote
     confirmed = False
 
@@ -265,7 +265,7 @@ def _conservation_checked(told: Told) -> Iterator[None]:
 
     def checked(self: OuterLoop, round: Any) -> None:
         assert self.residual is not None
-        w = torch.cat([p.detach().reshape(-1).float() for p in self.layout.params])
+        w = torch.cat([p.detach().reshape(-1).float() for p in self.parameters.params])
         update = (self.anchor - w) + self.residual
         apply(self, round)
         sent, own = torch.zeros_like(update), round.outcome.own

@@ -27,9 +27,9 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: ra
 
 def snapshot(optimizer: loco.PulseLoCo | loco.DiLoCo) -> Snapshot:
     """θ, m, e and w, bit for bit."""
-    outer = optimizer._outer
+    outer = optimizer.outer_state
     tensors = {"anchor": outer.anchor, "momentum": outer.momentum, "residual": outer.residual}
-    weights = torch.cat([p.detach().float().reshape(-1) for p in outer.layout.params])
+    weights = torch.cat([p.detach().float().reshape(-1) for p in outer.parameters.params])
     return {name: bits(t.cpu()) for name, t in (tensors | {"weights": weights}).items() if t is not None}
 
 

@@ -14,7 +14,7 @@ from test_checkpoint import built
 
 import loco
 from loco.coordination import commit as decision
-from loco.coordination.store_client import Line
+from loco.coordination.store_client import StoreClient
 from loco.net.transport import Transport
 
 
@@ -102,9 +102,9 @@ def two_folders(rank: int, folder: Path) -> Any:
     """Once, rank 1 does not hear what came of the one folder's save."""
     optimizer = built(sync_every=1)[1]
     pair = [loco.Checkpoints(folder / name / str(rank)) for name in ("fast", "safe")]
-    mute, multi_get = rank == 1, Line.multi_get
+    mute, multi_get = rank == 1, StoreClient.multi_get
 
-    def unheard(self: Line, keys: list[str]) -> Any:
+    def unheard(self: StoreClient, keys: list[str]) -> Any:
         nonlocal mute
         if mute and "/notes/" in keys[0]:
             mute = False
@@ -113,7 +113,7 @@ def two_folders(rank: int, folder: Path) -> Any:
 
     errors = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Line, "multi_get", unheard)
+        patch.setattr(StoreClient, "multi_get", unheard)
         for _ in range(3):
             optimizer.sync()
             errors.append([error_of(checkpoints.save, optimizer)[0] for checkpoints in pair])

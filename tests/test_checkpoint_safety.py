@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import loco
-from loco.checkpoints.directory import Shelf
+from loco.checkpoints.directory import CheckpointDirectory
 from loco.checkpoints.formats import FORMATS
 from loco.checkpoints.manifest import Position
 from loco.checkpoints.plain_tree import host_copy
@@ -113,7 +113,7 @@ def test_what_a_killed_writer_left_is_gone_after_the_next_save(tmp_path: Path) -
 def test_a_checkpoint_that_was_to_be_replaced_is_there_if_it_can_not_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf, rename, renames = Shelf(tmp_path, 0, 1), Path.rename, 0
+    directory, rename, renames = CheckpointDirectory(tmp_path, 0, 1), Path.rename, 0
 
     def write(what: bytes) -> Callable[[Path], None]:
         def fill(folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_was_to_be_replaced_is_there_if_it_can_not_be(
 
         return fill
 
-    shelf.put(Position(5, 0), write(b"old"))
+    directory.put(Position(5, 0), write(b"old"))
 
     def fail_once(self: Path, target: Path) -> Path:
         nonlocal renames
@@ -132,11 +132,11 @@ def test_a_checkpoint_that_was_to_be_replaced_is_there_if_it_can_not_be(
 
     monkeypatch.setattr(Path, "rename", fail_once)
     with pytest.raises(OSError, match="Input/output error"):
-        shelf.put(Position(5, 0), write(b"new"))
+        directory.put(Position(5, 0), write(b"new"))
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [
         "round-00000005/rank-00000/data"
     ]
-    assert (shelf.path(Position(5, 0), 0) / "data").read_bytes() == b"old"
+    assert (directory.path(Position(5, 0), 0) / "data").read_bytes() == b"old"
 
 
 @pytest.mark.root

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from loco.exchange.tuning import Habits, predicted_bytes
+from loco.exchange.tuning import ExchangeTuner, predicted_bytes
 from loco.kernels import Entries
 from loco.wire.codecs import FAST, TIGHT, Codec
 from loco.wire.header import Header, Kind
@@ -49,14 +49,14 @@ def test_gathering_grows_with_the_sites_and_owner_reducing_does_not() -> None:
     assert costs[64]["owner"] < 63 / 64 / (3 / 4) * 1.01 * costs[4]["owner"]
 
 
-def learn(habits: Habits, seconds: float) -> Codec:
+def learn(tuner: ExchangeTuner, seconds: float) -> Codec:
     """A round in the code that comes next, which took so long. -> that code"""
-    codec = habits.codec()
+    codec = tuner.codec()
     coded_bytes = 240_000 if codec is TIGHT else 510_000
     framing = SimpleNamespace(coded_entries=100_000, coded_bytes=coded_bytes, known=None)
     work: Any = SimpleNamespace(framing=framing, seconds=seconds)
     own = Entries.whole(torch.zeros(1000))
-    habits.learn(codec, work, [own], own)
+    tuner.learn(codec, work, [own], own)
     return codec
 
 
@@ -69,16 +69,16 @@ def learn(habits: Habits, seconds: float) -> Codec:
     ],
 )
 def test_both_codes_are_tried_and_the_quicker_is_taken(tight: float, fast: float, best: Codec) -> None:
-    habits = Habits("auto", 4)
-    assert [learn(habits, tight), learn(habits, fast)] == [TIGHT, FAST]
+    tuner = ExchangeTuner("auto", 4)
+    assert [learn(tuner, tight), learn(tuner, fast)] == [TIGHT, FAST]
     for _ in range(20):
-        assert learn(habits, tight if best is TIGHT else fast) is best
+        assert learn(tuner, tight if best is TIGHT else fast) is best
 
 
 def test_what_may_have_changed_is_tried_again() -> None:
-    habits = Habits("auto", 4)
-    learn(habits, 5.0)  # on a machine that was busy
-    codes = [learn(habits, 0.1) for _ in range(100)]
+    tuner = ExchangeTuner("auto", 4)
+    learn(tuner, 5.0)  # on a machine that was busy
+    codes = [learn(tuner, 0.1) for _ in range(100)]
     assert codes[:32] == [FAST] * 32
     assert codes[32:].count(FAST) == 2  # tried again, twice
     assert codes[32] is codes[-1] is TIGHT
@@ -86,11 +86,11 @@ def test_what_may_have_changed_is_tried_again() -> None:
 
 def test_what_the_user_chose_is_taken() -> None:
     for name, codec in (("tight", TIGHT), ("fast", FAST)):
-        habits = Habits(name, 4)
-        assert [learn(habits, seconds) for seconds in (9.0, 0.1, 5.0)] == [codec] * 3
+        tuner = ExchangeTuner(name, 4)
+        assert [learn(tuner, seconds) for seconds in (9.0, 0.1, 5.0)] == [codec] * 3
 
 
 def test_without_a_compiler_auto_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loco.kernels.packs_fast", lambda: False)
-    assert Habits("auto", 2).codec() is FAST
-    assert Habits("tight", 2).codec() is TIGHT
+    assert ExchangeTuner("auto", 2).codec() is FAST
+    assert ExchangeTuner("tight", 2).codec() is TIGHT

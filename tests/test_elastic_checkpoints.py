@@ -10,7 +10,7 @@ from states import assert_same
 from test_elastic import ALL, Survivors, floats, joined, started
 
 import loco
-from loco.checkpoints.directory import Shelf
+from loco.checkpoints.directory import CheckpointDirectory
 from loco.checkpoints.manifest import Manifest, Position
 
 # Milliseconds of silence, as HEARTBEAT: where no site dies none is taken for dead, however busy the machine;
@@ -40,12 +40,12 @@ def begun(fleet: Fleet, names: tuple[str, ...] = ALL, **options: Any) -> None:
 
 @pytest.mark.parametrize("at", [8, 10])  # at a round's end, and inside a round
 def test_a_fleet_that_was_killed_goes_on_bit_for_bit_as_if_never_stopped(tmp_path: Path, at: int) -> None:
-    with Fleet(3, heartbeat=CALM) as fleet:
+    with Fleet(3, liveness=CALM) as fleet:
         begun(fleet, sync_every=4)
         all_train(fleet, 0, at)
         all_do(fleet, "keep", tmp_path)
         whole = all_train(fleet, at, 18)
-    with Fleet(3, heartbeat=CALM) as fleet:
+    with Fleet(3, liveness=CALM) as fleet:
         begun(fleet, sync_every=4)
         for told in all_do(fleet, "resume", tmp_path).values():
             assert told.extra == {"round": 2, "local_step": at - 8}
@@ -57,13 +57,13 @@ def test_a_fleet_that_was_killed_goes_on_bit_for_bit_as_if_never_stopped(tmp_pat
 
 
 def test_of_a_fleet_the_furthest_site_gives_its_state_to_those_a_save_behind(tmp_path: Path) -> None:
-    with Fleet(3, heartbeat=CALM) as fleet:
+    with Fleet(3, liveness=CALM) as fleet:
         run = started(fleet)
         run.check(fleet.round(*ALL))
         all_do(fleet, "keep", tmp_path)
         run.check(fleet.round(*ALL))
         all_do(fleet, "keep", tmp_path, ("s1",))  # the others are killed before they come to it
-    with Fleet(3, heartbeat=CALM) as fleet:
+    with Fleet(3, liveness=CALM) as fleet:
         begun(fleet)
         back = all_do(fleet, "resume", tmp_path)
         for name in ALL:
@@ -77,11 +77,11 @@ def test_of_a_fleet_the_furthest_site_gives_its_state_to_those_a_save_behind(tmp
 
 
 def test_a_fleet_can_come_back_with_fewer_sites(tmp_path: Path) -> None:
-    with Fleet(3, heartbeat=CALM) as fleet:
+    with Fleet(3, liveness=CALM) as fleet:
         run = started(fleet)
         run.check(fleet.round(*ALL))
         all_do(fleet, "keep", tmp_path)
-    with Fleet(2, heartbeat=CALM) as fleet:
+    with Fleet(2, liveness=CALM) as fleet:
         left = ("s0", "s2")
         begun(fleet, left)
         all_do(fleet, "resume", tmp_path, left)
@@ -92,12 +92,12 @@ def test_a_fleet_can_come_back_with_fewer_sites(tmp_path: Path) -> None:
 
 def test_a_site_that_lost_its_checkpoints_does_not_set_the_others_back(tmp_path: Path) -> None:
     """It has no rounds to bring, whether it comes to load or, with nothing to load, to its first round."""
-    with Fleet(3, heartbeat=CALM) as fleet:
+    with Fleet(3, liveness=CALM) as fleet:
         run = started(fleet)
         run.check(fleet.round(*ALL))
         run.check(fleet.round(*ALL))
         all_do(fleet, "keep", tmp_path, ("s1", "s2"))
-    with Fleet(3, heartbeat=CALM) as fleet:
+    with Fleet(3, liveness=CALM) as fleet:
         begun(fleet)
         fleet.order("s0", "resume", str(tmp_path / "s0"))
         nothing = fleet.hear("s0")
@@ -118,7 +118,7 @@ def test_a_site_that_was_killed_sends_what_its_checkpoint_withheld_once_at_most(
     tmp_path: Path, rounds_since: int
 ) -> None:
     """It is kept if the checkpoint is of the last round that the site took part in."""
-    with Fleet(3, heartbeat=DEADLY) as fleet:
+    with Fleet(3, liveness=DEADLY) as fleet:
         run = started(fleet)
         run.check(fleet.round(*ALL))
         all_do(fleet, "keep", tmp_path, ("s1",))
@@ -153,7 +153,7 @@ def assert_dropped(told: Told, run: Survivors, name: str, *, round: int, last: i
 
 
 def test_a_site_that_holds_half_of_anothers_state_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    with Fleet(2, heartbeat=DEADLY) as fleet:
+    with Fleet(2, liveness=DEADLY) as fleet:
         begun(fleet, ("s0", "s1"))
         fleet.round("s0", "s1")
         all_do(fleet, "keep", tmp_path, ("s0", "s1"))
@@ -171,7 +171,7 @@ def test_a_site_that_holds_half_of_anothers_state_goes_on_from_its_checkpoint(tm
 
 def test_two_sites_that_share_a_folder_are_told_so_and_overwrite_nothing(tmp_path: Path) -> None:
     shared = str(tmp_path / "checkpoints")
-    with Fleet(2, heartbeat=CALM) as fleet:
+    with Fleet(2, liveness=CALM) as fleet:
         begun(fleet, ("s0", "s1"))
         for _ in range(3):
             fleet.round("s0", "s1")
@@ -201,7 +201,7 @@ def put(folder: Path, name: str, round: int) -> dict[Path, bytes]:
             num_sites=1,
             ranks_per_site=1,
             site=0,
-            place=0,
+            rank_in_site=0,
             wire_version=0,
             settings={},
             parameters=[],
@@ -211,7 +211,7 @@ def put(folder: Path, name: str, round: int) -> dict[Path, bytes]:
             loco="",
         ).write(partial)
 
-    Shelf(folder, 0, 1, name).put(Position(round, 0), write)
+    CheckpointDirectory(folder, 0, 1, name).put(Position(round, 0), write)
     return contents(folder)
 
 

@@ -149,7 +149,7 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str, options: dict[str, 
             )
         ),
         ("PulseLoCo", "loco.kernels.add_up", {"exchange": "owner"}),
-        ("PulseLoCo", "loco.exchange.tuning.Habits.learn", {}),
+        ("PulseLoCo", "loco.exchange.tuning.ExchangeTuner.learn", {}),
         ("DiLoCo", "loco.kernels.encode", {}),
         ("DiLoCo", "loco.wire.framing.Framing.seal", {}),
         ("DiLoCo", "loco.wire.framing.Framing.open", {}),
@@ -244,13 +244,13 @@ def drifted(rank: int) -> list[tuple[str, str]]:
     for kind in (loco.PulseLoCo, loco.DiLoCo):
         optimizer = kind(Scripted(parameters(3, 1003), 3, rank), sync_every=2)
         if rank == 1:  # one bit of one weight, on one of three sites
-            optimizer._outer.anchor.view(torch.int32)[700] ^= 1
+            optimizer.outer_state.anchor.view(torch.int32)[700] ^= 1
         errors.append(error_of(optimizer.sync))
         if rank == 1:
-            optimizer._outer.anchor.view(torch.int32)[700] ^= 1
-            optimizer._outer.rounds = 5
+            optimizer.outer_state.anchor.view(torch.int32)[700] ^= 1
+            optimizer.outer_state.rounds_done = 5
         errors.append(error_of(optimizer.sync))
-        optimizer._outer.rounds = 0
+        optimizer.outer_state.rounds_done = 0
         assert optimizer.sync().round == 1
     return errors
 

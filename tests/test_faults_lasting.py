@@ -21,7 +21,7 @@ import loco
 from loco.coordination import liveness
 from loco.errors import TransportError
 from loco.exchange.stream import Stream
-from loco.net.transport import Posted
+from loco.net.transport import PendingMessages
 
 
 def built(rank: int) -> loco.PulseLoCo:
@@ -68,11 +68,11 @@ def interrupted(rank: int, vote: str) -> dict[str, Any]:
     clean = built(rank)
     for _ in range(3):
         clean.step()
-    optimizer, plain = built(rank), Posted.wait
+    optimizer, plain = built(rank), PendingMessages.wait
     optimizer.step()
     told = ""
 
-    def wait(self: Posted, limit: float | None = None) -> None:
+    def wait(self: PendingMessages, limit: float | None = None) -> None:
         plain(self, limit)
         if vote in self._phase:
             patch.undo()
@@ -81,7 +81,7 @@ def interrupted(rank: int, vote: str) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Posted, "wait", wait)
+            patch.setattr(PendingMessages, "wait", wait)
         try:
             optimizer.step()
         except (KeyboardInterrupt, loco.LocoError) as error:
@@ -127,7 +127,7 @@ def test_a_machine_that_was_halted_accuses_nobody_when_it_goes_on(
     """All processes stood still: on the first look the others' signs of life are as old as the pause."""
     store, plain, losses = FileStore(str(tmp_path / "store"), 1), time.monotonic, []
     store.set("loco/run/alive/1", "1 +computing")
-    ear = liveness.Heartbeat(store, "run", 0, dead_after=4.0)
+    ear = liveness.Liveness(store, "run", 0, dead_after=4.0)
     with ear.watching([1], losses.append):
         time.sleep(1.2)
         monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: plain() + 100.0))

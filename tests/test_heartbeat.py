@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 from torch._C._distributed_c10d import HashStore
 
-from loco.coordination.liveness import Heartbeat, Loss
+from loco.coordination.liveness import Liveness, Loss
 
 DEAD_AFTER = 0.8
 
 
-def pair(store: HashStore) -> tuple[Heartbeat, Heartbeat]:
-    listener, other = (Heartbeat(store, "x", rank, dead_after=DEAD_AFTER) for rank in (0, 1))
+def pair(store: HashStore) -> tuple[Liveness, Liveness]:
+    listener, other = (Liveness(store, "x", rank, dead_after=DEAD_AFTER) for rank in (0, 1))
     return listener, other
 
 
 def losses_while(
-    listener: Heartbeat, happens: Callable[[], object], *, reunion: bool = False, link: str = ""
+    listener: Liveness, happens: Callable[[], object], *, reunion: bool = False, link: str = ""
 ) -> list[Loss]:
     """What is noticed of rank 1 in some time after something happens."""
     found: list[Loss] = []
@@ -33,7 +33,7 @@ def losses_while(
     return found
 
 
-def fall_silent(one: Heartbeat) -> None:
+def fall_silent(one: Liveness) -> None:
     """As a stopped process does: without a word."""
     one._pulse.ended = True
 
@@ -57,7 +57,7 @@ def test_who_falls_silent_is_missed_by_rank_and_with_its_last_words() -> None:
 
 
 def test_who_never_began_is_missed_too() -> None:
-    listener = Heartbeat(HashStore(), "x", 0, dead_after=DEAD_AFTER)
+    listener = Liveness(HashStore(), "x", 0, dead_after=DEAD_AFTER)
     [loss] = losses_while(listener, lambda: None)
     assert loss.silent == (1,)
 

@@ -5,11 +5,11 @@ import torch
 from scripted import parameters
 from torch import nn
 
-from loco.round.parameters import Layout
+from loco.round.parameters import FlatParameters
 
 
-def layout_of(*params: torch.Tensor) -> Layout:
-    return Layout(torch.optim.SGD(list(params), lr=0.1))
+def layout_of(*params: torch.Tensor) -> FlatParameters:
+    return FlatParameters(torch.optim.SGD(list(params), lr=0.1))
 
 
 def test_every_window_of_the_flat_vector_is_covered_once_and_in_order() -> None:
@@ -55,7 +55,7 @@ def test_names_that_two_groups_share_hide_no_parameter() -> None:
     """torch takes two models' `named_parameters()`, each with a "weight", as two groups."""
     nets = [nn.Linear(2, 3), nn.Linear(3, 4)]
     inner = torch.optim.SGD([{"params": list(net.named_parameters())} for net in nets], lr=0.1)
-    layout = Layout(inner)
+    layout = FlatParameters(inner)
     assert layout.numel == 9 + 16
     assert layout.names == ["group0.weight", "group0.bias", "group1.weight", "group1.bias"]
 

@@ -13,7 +13,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from loco.coordination import store_client as line
-from loco.coordination.store_client import Line
+from loco.coordination.store_client import StoreClient
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def cut(port: int) -> int:
 
 
 def test_a_connection_that_was_cut_is_laid_again(host: TCPStore) -> None:
-    asked = Line(PrefixStore("p", host), limit=20.0)
+    asked = StoreClient(PrefixStore("p", host), limit=20.0)
     asked.set("a", "1")
     for _ in range(3):
         assert cut(host.port) > 0
@@ -44,7 +44,7 @@ def test_a_connection_that_was_cut_is_laid_again(host: TCPStore) -> None:
 def test_a_host_that_is_gone_is_an_error_and_not_a_wait() -> None:
     host = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=300), wait_for_workers=False)
     client = TCPStore("127.0.0.1", host.port, None, False, timedelta(seconds=300))
-    asked, port = Line(client, limit=20.0), host.port
+    asked, port = StoreClient(client, limit=20.0), host.port
     del host
     cut(port)
     with pytest.raises(RuntimeError, match=f"127.0.0.1:{port} can't be reached"):
@@ -83,7 +83,7 @@ def stuck() -> Iterator[Stuck]:
 def test_a_thread_that_waits_without_end_is_replaced_now_and_then(
     stuck: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, before = Line(stuck, limit=0.2), threading.active_count()
+    asked, before = StoreClient(stuck, limit=0.2), threading.active_count()
     for _ in range(3):
         with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s"):
             asked.check(["a"])

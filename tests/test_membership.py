@@ -40,8 +40,8 @@ def minus(a: list[int], b: list[int]) -> list[int]:
 
 def update_now(optimizer: Any) -> Tensor:
     """s = Δ + e of this rank's slice, by the specification."""
-    outer = optimizer._outer
-    with outer.layout.pieces(outer.start, outer.stop) as weights:
+    outer = optimizer.outer_state
+    with outer.parameters.pieces(outer.start, outer.stop) as weights:
         return reference.encode(outer.anchor, weights, outer.residual, None).entries.values
 
 
@@ -63,7 +63,7 @@ def life(
     inner = Scripted(parameters(3, NUMEL), script["seed"], topology.site, script.get("scale", 3e-5))
     inner.count = script["at"]
     optimizer = loco.PulseLoCo(inner, sync_every=4, topology=topology)
-    outer = optimizer._outer
+    outer = optimizer.outer_state
     checkpoints = loco.Checkpoints(folders[rank % len(folders)])
     extra = None if load is None else checkpoints.load(optimizer, **load)
     assert outer.residual is not None
@@ -71,7 +71,7 @@ def life(
         "extra": extra,
         "position": (optimizer.round, optimizer.local_step),
         "withheld": exact(update_now(optimizer)),
-        "weights": [p.detach().clone().numpy() for p in outer.layout.params],
+        "weights": [p.detach().clone().numpy() for p in outer.parameters.params],
         "residual": outer.residual.clone().numpy(),
         "anchor": outer.anchor.clone().numpy(),
         "slice": (outer.start, outer.stop),
@@ -180,9 +180,9 @@ def refused(rank: int, folders: list[str], load: dict[str, Any], options: Any = 
     topology = loco.Topology(ranks_per_site=options.get("each", 1), timeout=20)
     inner = Scripted(parameters(3, NUMEL), 0, rank)
     optimizer = getattr(loco, options.get("kind", "PulseLoCo"))(inner, sync_every=4, topology=topology)
-    before = [p.detach().clone() for p in optimizer._outer.layout.params]
+    before = [p.detach().clone() for p in optimizer.outer_state.parameters.params]
     error = error_of(lambda: loco.Checkpoints(folders[rank % len(folders)]).load(optimizer, **load))
-    after = optimizer._outer.layout.params
+    after = optimizer.outer_state.parameters.params
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return error
 

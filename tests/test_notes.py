@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from loco.coordination.authentication import Words
+from loco.coordination.authentication import StoreSeals
 from loco.coordination.liveness import Loss
-from loco.coordination.rendezvous import Alone, NeededError, Notes, swap_or_fail
+from loco.coordination.rendezvous import Alone, NeededError, Rendezvous, swap_or_fail
 from loco.errors import AuthenticationError, CheckpointError, TransportError
 from loco.members.elastic import Silence
 
@@ -68,9 +68,9 @@ class Ranks:
         self.ears = [Ear() for _ in range(world)]
         self.stores = [Unsteady(self.store) for _ in range(world)]
         self.notes = [
-            Notes(
+            Rendezvous(
                 self.stores[rank],
-                Words(key, bytes(16)),
+                StoreSeals(key, bytes(16)),
                 self.ears[rank],
                 "run",
                 rank=rank,

@@ -167,7 +167,7 @@ def test_a_parameter_thawed_after_construction_is_synchronised() -> None:
     frozen.requires_grad_(True)
     frozen.sum().backward()
     optimizer.step()
-    assert optimizer._outer.anchor.tolist() == [0.5, 0.5]
+    assert optimizer.outer_state.anchor.tolist() == [0.5, 0.5]
 
 
 def test_clipping_accumulation_and_zero_grad() -> None:
@@ -240,7 +240,7 @@ def test_bf16_parameters_stay_the_cast_of_the_anchor(wrap: Wrap) -> None:
         x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
         net(x).square().mean().backward()
         optimizer.step()
-    anchor = optimizer._outer.anchor
+    anchor = optimizer.outer_state.anchor
     assert torch.equal(weights(net), anchor.bfloat16())
     assert not torch.equal(anchor, anchor.bfloat16().float())  # FP32 keeps what BF16 can't
 
@@ -253,7 +253,7 @@ def test_fp16_parameters_stay_the_cast_of_the_anchor() -> None:
         optimizer.step()
     assert optimizer.last_report is not None
     assert optimizer.last_report.entries > 0
-    assert torch.equal(param, optimizer._outer.anchor.half())
+    assert torch.equal(param, optimizer.outer_state.anchor.half())
     assert not torch.equal(param, torch.linspace(-1, 1, 50).half())
 
 
@@ -292,7 +292,7 @@ def test_an_extra_round_sends_nothing_and_keeps_the_residual() -> None:
         torch.optim.SGD(net.parameters(), lr=1e-5), sync_every=1, outer_lr=1.0, outer_momentum=0.0
     )
     train(net, optimizer, 1)
-    residual = optimizer._outer.residual
+    residual = optimizer.outer_state.residual
     assert residual is not None
     before = residual.clone()
     report = optimizer.sync()

@@ -60,7 +60,7 @@ def test_parameters_that_cannot_be_synchronised_are_named() -> None:
         with pytest.raises(ValueError, match="p0 and p1 share their memory, or interleave in it"):
             build(one, nn.Parameter(twin))
     both = torch.ones(8)
-    assert build(nn.Parameter(both[:4]), nn.Parameter(both[4:]))._outer.layout.numel == 8
+    assert build(nn.Parameter(both[:4]), nn.Parameter(both[4:])).outer_state.parameters.numel == 8
     with pytest.raises(ValueError, match="p1 has no values yet"):
         build(one, nn.Parameter(torch.ones(1, device="meta")))
     with pytest.raises(ValueError, match="the inner optimizer has no parameters"):

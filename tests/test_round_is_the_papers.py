@@ -72,7 +72,7 @@ def run_library(
             optimizer.step()
             if (step + 1) % case.sync_every:
                 continue
-            outer = optimizer._outer
+            outer = optimizer.outer_state
             snapshot = {
                 "anchor": bits(outer.anchor.cpu()),
                 "weights": bits(flat(params)),

@@ -12,10 +12,10 @@ from states import assert_same, snapshot
 from torch._C._distributed_c10d import HashStore
 
 import loco
-from loco.coordination.authentication import SEAL_BYTES, Seals, Words
+from loco.coordination.authentication import SEAL_BYTES, MessageSeals, StoreSeals
 from loco.coordination.commit import ABORT, COMMIT, decide
 from loco.errors import AuthenticationError
-from loco.net.transport import Posted, Transport
+from loco.net.transport import PendingMessages, Transport
 
 KEY = b"sixteen bytes and a few"
 
@@ -145,8 +145,8 @@ def test_a_key_has_enough_bytes() -> None:
 def test_a_seal_is_of_the_message_and_of_its_place() -> None:
     message = torch.arange(100, dtype=torch.uint8)
 
-    def seals(key: bytes = KEY, session: bytes = bytes(16), group: str = "a", rank: int = 0) -> Seals:
-        return Seals(key, session, group, rank)
+    def seals(key: bytes = KEY, session: bytes = bytes(16), group: str = "a", rank: int = 0) -> MessageSeals:
+        return MessageSeals(key, session, group, rank)
 
     seal = seals().seal(message, 1)
     assert seal.numel() == SEAL_BYTES
@@ -162,7 +162,7 @@ def test_a_seal_is_of_the_message_and_of_its_place() -> None:
 
 
 def test_a_verdict_is_taken_only_from_ranks() -> None:
-    store, words = HashStore(), Words(KEY, bytes(range(16)))
+    store, words = HashStore(), StoreSeals(KEY, bytes(range(16)))
     assert decide(store, "round/1", COMMIT, words) == COMMIT
     assert decide(store, "round/1", ABORT, words) == COMMIT  # the first one counts
     for forged in (COMMIT, store.get("round/1").decode(), "nonsense"):
@@ -193,5 +193,5 @@ def test_the_first_anchor_is_sealed_too() -> None:
 
 def test_a_message_counts_only_once_its_seal_is_checked() -> None:
     """Whoever changes this order makes the rest of this file worthless: `wait` checks before it returns."""
-    names = Posted.wait.__code__.co_names
+    names = PendingMessages.wait.__code__.co_names
     assert names.index("check_seals") < names.index("received_bytes")

@@ -27,8 +27,8 @@ def test_a_state_dict_is_plain_data_and_keeps_torchs_shape() -> None:
     again = torch.load(buffer, weights_only=True)
     assert again["loco"]["round"] == 1
     assert again["loco"]["local_step"] == 1
-    assert optimizer._outer.residual is not None
-    assert torch.equal(again["loco"]["residual"], optimizer._outer.residual)
+    assert optimizer.outer_state.residual is not None
+    assert torch.equal(again["loco"]["residual"], optimizer.outer_state.residual)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def test_a_state_of_other_settings_is_refused_by_name(change: dict[str, Any], me
 
     state = build(sync_every=2).state_dict()
     other = build(**({"sync_every": 2} | change))
-    before = other._outer.anchor.clone()
+    before = other.outer_state.anchor.clone()
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(state)
-    assert torch.equal(before, other._outer.anchor)
+    assert torch.equal(before, other.outer_state.anchor)
 
 
 def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
@@ -70,7 +70,7 @@ def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
     [
         ("site", 1, "site = 1, this optimizer has 0"),
         ("num_sites", 4, "num_sites = 4, this optimizer has 1"),
-        ("place", 1, "place = 1, this optimizer has 0"),
+        ("rank_in_site", 1, "rank_in_site = 1, this optimizer has 0"),
         ("ranks_per_site", 2, "ranks_per_site = 2, this optimizer has 1"),
         ("format", 2, "a loco state of format 2"),
         ("residual", torch.zeros(64), r"residual is torch\.float32 \(64,\), not torch\.float32 \(65,\)"),
@@ -152,12 +152,12 @@ def test_a_state_that_lacks_the_inner_optimizers_is_refused() -> None:
 
 def test_what_bytes_are_predicted_from_is_resumed_and_may_be_missing() -> None:
     optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
-    optimizer._outer.habits.spread = 1.75
-    optimizer._outer.habits.entry_bytes["tight"] = 2.25
+    optimizer._outer.tuner.spread = 1.75
+    optimizer._outer.tuner.entry_bytes["tight"] = 2.25
     state = optimizer.state_dict()
     other = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
     other.load_state_dict(state)
-    assert other._outer.habits.state() == optimizer._outer.habits.state()
-    del state["loco"]["habits"]  # as it was saved before
+    assert other._outer.tuner.state() == optimizer._outer.tuner.state()
+    del state["loco"]["tuner"]  # as it was saved before
     other.load_state_dict(state)
-    assert other._outer.habits.spread == 1.75
+    assert other._outer.tuner.spread == 1.75

@@ -45,7 +45,7 @@ def build(model: nn.Module, kind: str, topology: loco.Topology | None = None) ->
 def two_by_two(rank: int, kind: str, chunk: int) -> dict[str, Any]:
     inside_site.GATHER_ELEMENTS = chunk  # this process's own
     topology = loco.Topology(ranks_per_site=2)
-    assert (topology.site, topology.place, topology.num_sites) == (rank // 2, rank % 2, 2)
+    assert (topology.site, topology.rank_in_site, topology.num_sites) == (rank // 2, rank % 2, 2)
     model = DistributedDataParallel(net(), process_group=topology.site_group)
     optimizer = build(model, kind, topology)
     for step in range(STEPS):
@@ -140,7 +140,7 @@ def flipped_slice(rank: int) -> tuple[str, str]:
     topology = loco.Topology(ranks_per_site=2)
     optimizer = build(net(), "PulseLoCo", topology)
     if rank == 3:
-        optimizer._outer.anchor.view(torch.int32)[5] ^= 1
+        optimizer.outer_state.anchor.view(torch.int32)[5] ^= 1
     return error_of(optimizer.sync)
 
 

@@ -62,10 +62,10 @@ def rounds(rank: int, config: TrainConfig) -> list[tuple[float, torch.Tensor, to
         optimizer.step()
         if step % 2:
             trainee.after_round()
-            report, residual = optimizer.last_report, optimizer._outer.residual
+            report, residual = optimizer.last_report, optimizer.outer_state.residual
             assert report is not None
             assert residual is not None
-            found.append((report.residual_norm, residual.clone(), optimizer._outer.anchor.clone()))
+            found.append((report.residual_norm, residual.clone(), optimizer.outer_state.anchor.clone()))
     return found
 
 
@@ -92,7 +92,7 @@ def whole_rounds(_: int, config: TrainConfig) -> list[tuple[torch.Tensor, ...]]:
     trainee = build(nn.ParameterList(params), config)
     optimizer = trainee.optimizer
     assert isinstance(optimizer, loco.PulseLoCo)
-    outer, found = optimizer._outer, []
+    outer, found = optimizer.outer_state, []
     assert outer.residual is not None
     for _ in range(4):
         before = outer.anchor.clone(), outer.residual.clone()

@@ -171,7 +171,7 @@ class State:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         inner = torch.optim.SGD(self.params, lr=1.0)
         self.optimizer = loco.PulseLoCo(inner, gate_gain=1.0, offload=offload)
-        outer = self.optimizer._outer
+        outer = self.optimizer.outer_state
         assert outer.momentum is not None
         assert outer.residual is not None
         self.anchor, self.momentum, self.residual = outer.anchor, outer.momentum, outer.residual

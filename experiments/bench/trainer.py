@@ -18,7 +18,7 @@ import loco.exchange.conversation
 from experiments.bench.namespaces import counters
 from experiments.bench.noisy_site import NoisySite
 from loco.exchange.transfer import Transfer
-from loco.net.transport import Posted
+from loco.net.transport import PendingMessages
 
 _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
 
@@ -56,7 +56,7 @@ class WatchedTransfer(Transfer):
             self.coding_seconds += time.perf_counter() - start
             self.coding_cpu += time.thread_time() - cpu
 
-    def wait(self, posted: Posted) -> None:
+    def wait(self, posted: PendingMessages) -> None:
         start = time.perf_counter()
         super().wait(posted)
         self.waited_seconds += time.perf_counter() - start

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..coordination.rendezvous import NeededError, Notes, swap_or_fail
+from ..coordination.rendezvous import NeededError, Rendezvous, swap_or_fail
 from ..errors import CheckpointError
 from ..members.fixed import Topology
 from ..optimizer import LowCommunicationOptimizer
-from .directory import Shelf
+from .directory import CheckpointDirectory
 from .formats import FORMATS
 from .manifest import Manifest, Position, manifest_of, name_of
 from .plain_tree import host_copy
@@ -91,10 +91,10 @@ class Checkpoints:
                 return self._save(optimizer, extra, blocking=blocking)
             except NeededError as error:
                 _log.warning("%s. They are met first", error)
-                optimizer._outer.come()
+                optimizer._outer.reconnect()
 
     def _save(self, optimizer: LowCommunicationOptimizer, extra: Any, *, blocking: bool) -> None:
-        notes, shelf = optimizer.topology.notes, _shelf_of(self.folder, optimizer.topology)
+        notes, directory = optimizer.topology.notes, _directory_of(self.folder, optimizer.topology)
         tree: dict[str, Any] = {}
         held: list[Manifest] = []
         failure: Exception | None = None
@@ -112,7 +112,7 @@ class Checkpoints:
                 raise failure
             self.wait()
             tree = host_copy({"optimizer": optimizer.state_dict(), "extra": extra})
-            held = shelf.whole()
+            held = directory.whole()
             if held and not self._at_home:
                 raise CheckpointError(
                     f"{self.folder} holds a training's checkpoints already ({held[-1].position} is the "
@@ -121,7 +121,7 @@ class Checkpoints:
         except Exception as error:
             failure = error
         mine: dict[str, Any] = {"save": uuid.uuid4().hex}
-        mine["held"] = [[*m.position, m.save] for m in held if m.world == shelf.world]
+        mine["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
         told = swap_or_fail(notes, mine, failure, what, optimizer._outer.is_called)
         self._at_home = True
         all_held = [note["held"] for note in told]
@@ -136,16 +136,16 @@ class Checkpoints:
 
         def work() -> None:
             try:
-                shelf.sweep()
-                shelf.drop(self._outdated(shelf, position, held, common))
-                shelf.put(position, write)
+                directory.sweep()
+                directory.drop(self._outdated(directory, position, held, common))
+                directory.put(position, write)
             except CheckpointError as error:
                 _log.error("%s", error)
                 raise
             except Exception as error:
-                path = shelf.path(position, shelf.rank)
+                path = directory.path(position, directory.rank)
                 failed = CheckpointError(
-                    f"{path} could not be written ({type(error).__name__}: {error}; {shelf.room()}): the "
+                    f"{path} could not be written ({type(error).__name__}: {error}; {directory.room()}): the "
                     f"checkpoints before it are as they were. Make room or mend the disk, and save again"
                 )
                 _log.error("%s", failed)  # in case that nobody asks any more
@@ -160,20 +160,24 @@ class Checkpoints:
                 failure = error
             swap_or_fail(notes, {}, failure, f"after {what}", optimizer._outer.is_called)
 
-    def _named(self, notes: Notes) -> str:
+    def _named(self, notes: Rendezvous) -> str:
         """Of several folders that a training saves to, the later ones are called by their numbers."""
         number = notes.number_of(self)
         return f" to folder {number + 1}" if number else ""
 
     def _outdated(
-        self, shelf: Shelf, position: Position, held: list[Manifest], common: list[list[Any]]
+        self,
+        directory: CheckpointDirectory,
+        position: Position,
+        held: list[Manifest],
+        common: list[list[Any]],
     ) -> list[Position]:
         """What may go before `position` is written, by what this rank and all of them hold."""
         newest = max((Position(*at[:2]) for at in common if (at[0], at[1]) < position), default=None)
         stay = [m.position for m in held if m.position < position][-(self.keep - 1) :]
         return [
             at
-            for at in shelf.positions()
+            for at in directory.positions()
             # What lies ahead is of a training that went on from here, and was passed over by `load`.
             if (at > position and self._took_up) or (newest is not None and at < newest and at not in stay)
         ]
@@ -232,8 +236,11 @@ class Checkpoints:
         """
         with suppress(CheckpointError):  # which was logged
             self.wait()
-        shelf, name = _shelf_of(self.folder, optimizer.topology), self._named(optimizer.topology.notes)
-        found = resume(optimizer, shelf, sites, lost, name)
+        directory, name = (
+            _directory_of(self.folder, optimizer.topology),
+            self._named(optimizer.topology.notes),
+        )
+        found = resume(optimizer, directory, sites, lost, name)
         self._at_home = True
         self._took_up = Position(optimizer.round, optimizer.local_step) > Position(0, 0)
         return found
@@ -256,6 +263,6 @@ class Checkpoints:
         self.close()
 
 
-def _shelf_of(folder: Path, topology: Topology) -> Shelf:
+def _directory_of(folder: Path, topology: Topology) -> CheckpointDirectory:
     everyone = topology.everyone()
-    return Shelf(folder, everyone.rank, everyone.size, name_of(topology))
+    return CheckpointDirectory(folder, everyone.rank, everyone.size, name_of(topology))

@@ -24,7 +24,7 @@ _RANK = re.compile(r"rank-(\d{5,})")
 _PARTIAL = re.compile(r"\.partial-rank-(\d{5,})-[0-9a-f]{32}([0-9a-f]*)")
 
 
-class Shelf:
+class CheckpointDirectory:
     """The folder that a rank saves to, whether it shares it with other ranks or not.
 
     Ranks that are no more, of a time when there were more of them, leave folders behind: rank r looks after

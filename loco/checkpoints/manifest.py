@@ -35,7 +35,7 @@ class Manifest:
     num_sites: int
     ranks_per_site: int
     site: int
-    place: int
+    rank_in_site: int
     name: str = ""  # of a site that comes and goes, which its number does not tell
     settings: dict[str, Any]
     wire_version: int
@@ -51,7 +51,7 @@ class Manifest:
 
     @property
     def rank(self) -> int:
-        return self.site * self.ranks_per_site + self.place
+        return self.site * self.ranks_per_site + self.rank_in_site
 
     def write(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1)
@@ -67,7 +67,7 @@ class Manifest:
         check_same("name", self.name, name_of(outer.topology))
         check_same("ranks_per_site", self.ranks_per_site, outer.topology.ranks_per_site)
         check_same("settings", self.settings, vars(outer.settings))
-        check_same("parameters", self.parameters, outer.layout.describe())
+        check_same("parameters", self.parameters, outer.parameters.describe())
 
     def check_whole(self, folder: Path) -> None:
         """The data files are what was written.

@@ -85,13 +85,13 @@ def update_of(outer: OuterLoop, state: dict[str, Any], old_site: int) -> Tensor:
         ValueError: it is not finite.
     """
     own, weights = state["loco"], []
-    for w, begin in zip(own["weights"], outer.layout.starts, strict=True):
+    for w, begin in zip(own["weights"], outer.parameters.starts, strict=True):
         low, high = max(outer.start, begin), min(outer.stop, begin + w.numel())
         if low < high:
             weights.append(w.reshape(-1)[low - begin : high - begin].contiguous())
     encoded = kernels.encode(own["anchor"], weights, own["residual"], None)
     if encoded.first_nonfinite >= 0:
-        name = outer.layout.name_at(outer.start + encoded.first_nonfinite)
+        name = outer.parameters.name_at(outer.start + encoded.first_nonfinite)
         raise ValueError(
             f"site {old_site} left an update of {name} that is infinite or NaN: "
             f"lost=[{old_site}] leaves it behind"
@@ -172,7 +172,7 @@ def send_to_joining(
         assert tree is not None
         joining = [k * each + place for k in roster.joining]
         own = tree["optimizer"]["loco"]
-        shared = {name: own[name] for name in ("round", "local_step", "anchor", "momentum", "habits")}
+        shared = {name: own[name] for name in ("round", "local_step", "anchor", "momentum", "tuner")}
         file = io.BytesIO()
         torch.save(
             {"shared": shared, "param_groups": tree["optimizer"]["param_groups"], "extra": tree["extra"]},
@@ -188,7 +188,7 @@ def send_to_joining(
         **identity(outer),
         "settings": vars(outer.settings).copy(),
         "residual": None if outer.residual is None else torch.zeros_like(taken["shared"]["anchor"]),
-        "weights": [p.detach() for p in outer.layout.params],  # until they are cast from θ
+        "weights": [p.detach() for p in outer.parameters.params],  # until they are cast from θ
         "inner_entries": 0,
     }
     inner = {"state": {}, "param_groups": taken["param_groups"]}

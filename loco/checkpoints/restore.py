@@ -13,11 +13,11 @@ from ..errors import CheckpointError, ReplicaError
 from ..optimizer import LowCommunicationOptimizer
 from ..round.loop import OuterLoop
 from ..round.state import digest_of, identity
-from .directory import Shelf
+from .directory import CheckpointDirectory
 from .formats import FORMATS
 from .manifest import Manifest, Position, read_manifest
 from .resize import Roster, hand_over, send_to_joining, update_of
-from .selection import Save, all_saves, newest, nothing
+from .selection import Save, all_saves, newest, require_fresh_start
 
 _log = logging.getLogger(__name__)
 
@@ -33,20 +33,20 @@ class _Read:
 
 def resume(
     optimizer: LowCommunicationOptimizer,
-    shelf: Shelf,
+    directory: CheckpointDirectory,
     sites: Sequence[int | None] | None,
     lost: Sequence[int],
     name: str,
 ) -> Any:
     """See `Checkpoints.load`; `name` tells apart several folders of one training."""
     notes = optimizer.topology.notes
-    saves, damaged = all_saves(notes, shelf, sites, lost, name)
+    saves, damaged = all_saves(notes, directory, sites, lost, name)
     passed_over: set[str] = set()
-    while chosen := newest(saves, passed_over, shelf, optimizer, sites, lost):
+    while chosen := newest(saves, passed_over, directory, optimizer, sites, lost):
         save, roster = chosen
         read = _Read()
         try:
-            _read_all(read, shelf, saves[save], roster, optimizer._outer)
+            _read_all(read, directory, saves[save], roster, optimizer._outer)
             verdict, text = "whole", ""
         except _DamagedError as error:
             verdict, text = "damaged", str(error)
@@ -65,31 +65,33 @@ def resume(
             return _take_up(optimizer, roster, read, at)
         _log.warning("the checkpoint of %s is passed over: %s", at, "; ".join(bad))
         passed_over.add(save)
-    return nothing(saves, damaged or bool(passed_over), shelf)
+    return require_fresh_start(saves, damaged or bool(passed_over), directory)
 
 
-def _read_all(read: _Read, shelf: Shelf, save: Save, roster: Roster, outer: OuterLoop) -> None:
+def _read_all(
+    read: _Read, directory: CheckpointDirectory, save: Save, roster: Roster, outer: OuterLoop
+) -> None:
     """Fill `read`. Nothing is changed, and nothing sent.
 
     Raises:
         ValueError, _DamagedError: as `_read`.
     """
-    each, place = roster.ranks_per_site, outer.topology.place
+    each, place = roster.ranks_per_site, outer.topology.rank_in_site
     if roster.leaving and outer.residual is None and save.position.local_step:
         raise ValueError(
             f"{save.position} lies inside a round, and what a leaving site had done in it has no place to "
             f"go: without a gate there is no residual. Go on with as many sites, or from a round's end"
         )
-    old = roster.old_rank(shelf.rank)
+    old = roster.old_rank(directory.rank)
     if old is not None:
-        read.tree = _read(shelf, save.position, old, outer)
+        read.tree = _read(directory, save.position, old, outer)
     if outer.residual is None:
         return  # nothing is held back at a round's end, and who leaves leaves nothing
     for site in roster.leaving:
         theirs = site * each + place
         read.readers[site] = min(rank for rank in save.seen[theirs] if rank % each == place)
-        if read.readers[site] == shelf.rank:
-            state = _read(shelf, save.position, theirs, outer)["optimizer"]
+        if read.readers[site] == directory.rank:
+            state = _read(directory, save.position, theirs, outer)["optimizer"]
             read.updates[site] = update_of(outer, state, site)
 
 
@@ -97,14 +99,14 @@ class _DamagedError(Exception):
     """A rank's folder is not what was written."""
 
 
-def _read(shelf: Shelf, position: Position, rank: int, outer: OuterLoop) -> dict[str, Any]:
+def _read(directory: CheckpointDirectory, position: Position, rank: int, outer: OuterLoop) -> dict[str, Any]:
     """What a rank saved, proven to be that.
 
     Raises:
         ValueError: it is of another training.
         _DamagedError: it is not what was written; names the path.
     """
-    folder = shelf.path(position, rank)
+    folder = directory.path(position, rank)
     try:
         manifest = read_manifest(folder)
     except (ValueError, OSError) as error:
@@ -163,8 +165,8 @@ def _take_up(
         failure = error
     # The ranks of one place hold the same slice of θ.
     mine: dict[str, Any] = {
-        "place": outer.topology.place,
-        "round": outer.rounds,
+        "rank_in_site": outer.topology.rank_in_site,
+        "round": outer.rounds_done,
         "local_step": optimizer.local_step,
     }
     mine["digest"] = digest_of(outer.anchor)

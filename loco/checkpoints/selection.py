@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..coordination.rendezvous import Notes, swap_or_fail
+from ..coordination.rendezvous import Rendezvous, swap_or_fail
 from ..errors import CheckpointError
 from ..optimizer import LowCommunicationOptimizer
 from ..round.state import check_same
-from .directory import Shelf
+from .directory import CheckpointDirectory
 from .manifest import Position
 from .resize import Roster
 
@@ -27,15 +27,21 @@ class Save:
 
 
 def all_saves(
-    notes: Notes, shelf: Shelf, sites: Sequence[int | None] | None, lost: Sequence[int], name: str
+    notes: Rendezvous,
+    directory: CheckpointDirectory,
+    sites: Sequence[int | None] | None,
+    lost: Sequence[int],
+    name: str,
 ) -> tuple[dict[str, Save], bool]:
     """-> what all ranks can see together, by the save's name; whether anything was damaged."""
     mine: dict[str, Any] = {"call": [None if sites is None else list(sites), sorted(lost)]}
     failure: Exception | None = None
     try:
-        whole = shelf.whole(of_all=True)
+        whole = directory.whole(of_all=True)
         mine["saves"] = [[*m.position, m.save, m.num_sites, m.ranks_per_site, m.rank] for m in whole]
-        mine["damaged"] = len([m for m in whole if m.rank == shelf.rank]) < len(shelf.positions(own=True))
+        mine["damaged"] = len([m for m in whole if m.rank == directory.rank]) < len(
+            directory.positions(own=True)
+        )
     except (OSError, CheckpointError) as error:
         failure = error
     told = swap_or_fail(notes, mine, failure, f"looking for checkpoints{name}")
@@ -56,7 +62,7 @@ def all_saves(
 def newest(
     saves: dict[str, Save],
     passed_over: set[str],
-    shelf: Shelf,
+    directory: CheckpointDirectory,
     optimizer: LowCommunicationOptimizer,
     sites: Sequence[int | None] | None,
     lost: Sequence[int],
@@ -72,8 +78,8 @@ def newest(
         if name in passed_over:
             continue
         check_same("ranks_per_site", save.ranks_per_site, each)
-        roster = Roster.of(sites, lost, old=save.num_sites, new=shelf.world // each, each=each)
-        needed = {r: roster.old_rank(r) for r in range(shelf.world)}
+        roster = Roster.of(sites, lost, old=save.num_sites, new=directory.world // each, each=each)
+        needed = {r: roster.old_rank(r) for r in range(directory.world)}
         if any(old is not None and r not in save.seen.get(old, []) for r, old in needed.items()):
             continue
         missing = [
@@ -88,14 +94,14 @@ def newest(
     if unseen is not None:
         position, rank = unseen
         raise CheckpointError(
-            f"{shelf.path(position, rank)} can't be seen from any rank of its place, and holds what site "
-            f"{rank // each} had not sent when it left: copy it to {shelf.folder} of a rank that goes on, or "
-            f"give it up with lost=[{rank // each}]"
+            f"{directory.path(position, rank)} can't be seen from any rank of its place, and holds what "
+            f"site {rank // each} had not sent when it left: copy it to {directory.folder} of a rank "
+            f"that goes on, or give it up with lost=[{rank // each}]"
         )
     return None
 
 
-def nothing(saves: dict[str, Save], damaged: bool, shelf: Shelf) -> None:
+def require_fresh_start(saves: dict[str, Save], damaged: bool, directory: CheckpointDirectory) -> None:
     """No checkpoint that all ranks hold: fine where none was ever finished, and only there."""
     if not damaged and len(saves) <= 1:
         for save in saves.values():
@@ -106,6 +112,7 @@ def nothing(saves: dict[str, Save], damaged: bool, shelf: Shelf) -> None:
         for save in saves.values()
     )
     raise CheckpointError(
-        f"{shelf.folder} holds checkpoints, but none whole on all ranks (found {found or 'damaged ones'}): "
-        f"give every rank the folder that it saved to, or empty it on all to start anew"
+        f"{directory.folder} holds checkpoints, but none whole on all ranks (found "
+        f"{found or 'damaged ones'}): give every rank the folder that it saved to, "
+        f"or empty it on all to start anew"
     )

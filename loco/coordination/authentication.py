@@ -14,7 +14,7 @@ SEAL_BYTES = 16
 LEAST_KEY_BYTES = 16
 
 
-class Seals:
+class MessageSeals:
     """The seals of one group's messages: keyed BLAKE2b, 16 bytes each.
 
     A seal is of the message and of its place: which session, group, sender, receiver, and the how many-th
@@ -57,11 +57,11 @@ class Seals:
         return hashed.digest()
 
 
-class Words:
+class StoreSeals:
     """What ranks write into the store, each word with its seal, if they share a key.
 
     Args:
-        key, session: as of `Seals`; without a key a word is what it says.
+        key, session: as of `MessageSeals`; without a key a word is what it says.
     """
 
     def __init__(self, key: bytes | None = None, session: bytes = b"") -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import AuthenticationError, TransportError, first_line, no_store
-from .authentication import Words
+from .authentication import StoreSeals
 
 COMMIT, ABORT = "commit", "abort"
 
@@ -23,9 +23,9 @@ class Verdicts:
         clears_up: one rank removes what nobody can ask for any more.
     """
 
-    def __init__(self, store: Store, words: Words, place: str, *, clears_up: bool) -> None:
+    def __init__(self, store: Store, words: StoreSeals, place: str, *, clears_up: bool) -> None:
         self._store = store
-        self._words = words
+        self._store_seals = words
         self._place = place
         self._clears_up = clears_up
         self._last = 0  # round that has one
@@ -46,7 +46,7 @@ class Verdicts:
 
     def on(self, number: int, wish: str) -> str:
         """As `decide`."""
-        verdict = decide(self._store, f"{self._place}/round/{number}", wish, self._words)
+        verdict = decide(self._store, f"{self._place}/round/{number}", wish, self._store_seals)
         self._last = number
         if self._clears_up and verdict == COMMIT:
             with suppress(RuntimeError):  # a slow store may keep it
@@ -54,7 +54,7 @@ class Verdicts:
         return verdict
 
 
-def decide(store: Store, place: str, wish: str, words: Words) -> str:
+def decide(store: Store, place: str, wish: str, words: StoreSeals) -> str:
     """-> the verdict: this rank's wish, unless another rank was quicker.
 
     Args:

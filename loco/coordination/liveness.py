@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import first_line
-from .store_client import Line
+from .store_client import StoreClient
 
 BEATS = 8  # in `dead_after` seconds; who misses six of them in a row is silent
 _ALLOWED = 6
@@ -43,7 +43,7 @@ class Loss:
     store: str = ""
 
 
-class Heartbeat:
+class Liveness:
     """This rank's own sign of life, and an ear for the others'.
 
     Args:
@@ -56,7 +56,7 @@ class Heartbeat:
     def __init__(self, store: Store, name: str, rank: int, *, dead_after: float) -> None:
         self.dead_after = dead_after
         # Who hears nothing of the store for two beats goes on, to find out whether it is silent for six.
-        line = Line(store, limit=2 * dead_after / BEATS)
+        line = StoreClient(store, limit=2 * dead_after / BEATS)
         self._pulse = _Pulse(line, name, rank, dead_after / BEATS)
         self._pulse.beat()  # whoever waits for this rank from now on finds something
         thread = threading.Thread(
@@ -141,9 +141,9 @@ class Heartbeat:
 
 @dataclass
 class _Pulse:
-    """What the thread works on. It holds no Heartbeat, so that one that nobody needs any more can end it."""
+    """What the thread works on. It holds no Liveness, so that one that nobody needs any more can end it."""
 
-    store: Line
+    store: StoreClient
     name: str
     rank: int
     every: float  # seconds

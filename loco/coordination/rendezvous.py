@@ -1,4 +1,4 @@
-"""Notes that all ranks exchange outside of rounds, by the process group's store.
+"""Rendezvous that all ranks exchange outside of rounds, by the process group's store.
 
 A round's links may be broken when there is something else to agree on, and links of their own would lie idle
 between two checkpoints until a router forgets them. The store answers every rank at any time.
@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import CheckpointError, LocoError, TransportError, no_store
-from .authentication import Words
-from .liveness import Heartbeat, Loss
+from .authentication import StoreSeals
+from .liveness import Liveness, Loss
 
 _ALL = "all"  # have come
 _POLL = 0.02  # seconds
@@ -35,7 +35,7 @@ class NeededError(TransportError):
     """Others wait elsewhere, and can't come before this rank has been there."""
 
 
-class Notes:
+class Rendezvous:
     """The notes of the ranks 0 … world−1.
 
     A call is for all ranks, and has one verdict: all have come, and everyone reads everyone's note; or it is
@@ -49,7 +49,7 @@ class Notes:
     Args:
         store: answers within a limit.
         words: seals what is written, if there is a key.
-        heartbeat: who is alive.
+        liveness: who is alive.
         name: the same on all ranks, and nobody else's.
         patience: seconds to wait for a rank that is alive.
         named: what ranks are called.
@@ -58,8 +58,8 @@ class Notes:
     def __init__(
         self,
         store: Store,
-        words: Words,
-        heartbeat: Heartbeat,
+        words: StoreSeals,
+        liveness: Liveness,
         name: str,
         *,
         rank: int,
@@ -68,8 +68,8 @@ class Notes:
         named: Callable[[Sequence[int]], str],
     ) -> None:
         self._store = store
-        self._words = words
-        self._heartbeat = heartbeat
+        self._store_seals = words
+        self._liveness = liveness
         self._place = f"loco/{name}/notes"
         self._rank = rank
         self._world = world
@@ -95,7 +95,7 @@ class Notes:
             TransportError: a rank is dead, stopped, cut off, or did not come within `patience`: names it.
             CheckpointError: on all ranks: they came for different things.
         """
-        self._heartbeat.say(phase)
+        self._liveness.say(phase)
         try:
             texts = self._call(note, phase, needed)
         except LocoError:
@@ -148,7 +148,7 @@ class Notes:
         try:
             mine = f"{self._place}/{number}/{self._rank}"
             self._used.append(mine)
-            self._store.compare_set(mine, "", self._words.write(mine, json.dumps([phase, note])))
+            self._store.compare_set(mine, "", self._store_seals.write(mine, json.dumps([phase, note])))
             self._meet(number, phase, needed)
             return self._read(number)
         except LocoError:
@@ -167,12 +167,12 @@ class Notes:
         losses: list[Loss] = []
         others = [rank for rank in range(self._world) if rank != self._rank]
         verdict = self._decide(number, self._with_me)
-        with self._heartbeat.watching(others, losses.append, reunion=True):
+        with self._liveness.watching(others, losses.append, reunion=True):
             while verdict is None:
                 time.sleep(_POLL)
                 verdict = self._verdict(number)
                 if verdict is None and losses:
-                    lost = self._heartbeat.describe(losses[0], self._named)
+                    lost = self._liveness.describe(losses[0], self._named)
                     verdict = self._call_off(number, _Off(phase, lost))
                 elif verdict is None and needed is not None and needed():
                     verdict = self._call_off(number, _Off(phase, "others wait for it elsewhere", True))
@@ -197,7 +197,7 @@ class Notes:
             for key in used:
                 if key != keys[self._rank]:
                     self._store.delete_key(key)
-        return [self._words.read(key, text.decode()) for key, text in zip(keys, texts, strict=True)]
+        return [self._store_seals.read(key, text.decode()) for key, text in zip(keys, texts, strict=True)]
 
     def _number(self) -> int:
         """Of the call that is open."""
@@ -238,11 +238,11 @@ class Notes:
         missing = sorted(set(range(self._world)) - come) or [self._rank]
         return (
             f"no answer from {self._named(missing)} within {self._patience:g} s, though alive; "
-            f"last heard of: {self._heartbeat.last_words(missing[0])}"
+            f"last heard of: {self._liveness.last_words(missing[0])}"
         )
 
 
-class Alone(Notes):
+class Alone(Rendezvous):
     """The notes of a single rank."""
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class Alone(Notes):
 
 
 def swap_or_fail(
-    notes: Notes,
+    notes: Rendezvous,
     note: dict[str, Any],
     failure: Exception | None,
     phase: str,
@@ -272,7 +272,7 @@ def swap_or_fail(
     Raises:
         Exception: `failure`, this rank's own.
         CheckpointError: another rank's.
-        TransportError, NeededError, CheckpointError: as `Notes.swap`.
+        TransportError, NeededError, CheckpointError: as `Rendezvous.swap`.
     """
     note["failure"] = None if failure is None else str(failure) or type(failure).__name__
     told = notes.swap(note, phase, needed)

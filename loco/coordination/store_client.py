@@ -20,7 +20,7 @@ _Asked = SimpleQueue["tuple[Future[Any], str, tuple[Any, ...]] | None"]
 _AGAIN = 60.0  # seconds until a thread that waits without end is replaced a second time
 
 
-class Line(Store):
+class StoreClient(Store):
     """A store's own connection, for questions that it can answer at once: it waits for no key.
 
     A store does one thing at a time; what is asked over another line need not wait for it. A question that

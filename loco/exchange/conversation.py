@@ -21,18 +21,18 @@ from .gather import gather
 from .outliers import outliers
 from .owner_reduce import owner_reduce
 from .transfer import Transfer
-from .tuning import EXCHANGES, Habits, predicted_bytes
+from .tuning import EXCHANGES, ExchangeTuner, predicted_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class WireConfig:
     """How entries travel. No choice changes a result, but those of DENSE that round what is sent."""
 
     codec: str
     exchange: str
 
     @staticmethod
-    def of_entries(codec: str, exchange: str, *, gate: str) -> "Wire":
+    def of_entries(codec: str, exchange: str, *, gate: str) -> "WireConfig":
         """What PULSELoCo can be told."""
         _one_of("wire", codec, ("auto", *SPARSE))
         _one_of("exchange", exchange, EXCHANGES)
@@ -42,13 +42,13 @@ class Wire:
                 f"{why} sends every element as FP32: leave wire at 'auto' (got {codec!r}) and exchange at "
                 f"'auto' or 'dense' (got {exchange!r})"
             )
-        return Wire(codec=codec, exchange=exchange)
+        return WireConfig(codec=codec, exchange=exchange)
 
     @staticmethod
-    def of_all(codec: str) -> "Wire":
+    def of_all(codec: str) -> "WireConfig":
         """What DiLoCo can be told."""
         _one_of("wire", codec, tuple(DENSE))
-        return Wire(codec=codec, exchange="dense")
+        return WireConfig(codec=codec, exchange="dense")
 
     def agreement(self) -> dict[str, str]:
         """What all sites must have chosen alike."""
@@ -86,7 +86,7 @@ class Exchange:
         inside: the link to the other ranks of this site.
         name_of: a parameter's name by its number, for errors.
         wire: what the user asked for.
-        habits: what earlier rounds were like; outlives a reconnection.
+        tuner: what earlier rounds were like; outlives a reconnection.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Exchange:
         across: Transport,
         inside: Transport,
         name_of: Callable[[int], str],
-        wire: Wire,
-        habits: Habits,
+        wire: WireConfig,
+        tuner: ExchangeTuner,
     ) -> None:
         self.across = across
         self.inside = inside
         self.name_of = name_of
         self.wire = wire
-        self.habits = habits
+        self.tuner = tuner
 
     def run(
         self,
@@ -150,7 +150,7 @@ class Exchange:
         work = Transfer(self.across, framing)
         contributions = (gather if name == "gather" else owner_reduce)(work, own, numel)
         # What can fail must have been done before all sites count on this round.
-        work.attempt(lambda: self.habits.learn(codec, work, contributions, own))
+        work.attempt(lambda: self.tuner.learn(codec, work, contributions, own))
         return Outcome(
             own=own,
             contributions=contributions,
@@ -178,8 +178,8 @@ class Exchange:
             codec = DENSE.get(self.wire.codec, WHOLE)
             expected = codec.most_bytes(numel, numel), codec.most_bytes(numel, numel)
         else:
-            codec = self.habits.codec()
-            expected = self.habits.announced(codec, entries.values.numel(), numel)
+            codec = self.tuner.codec()
+            expected = self.tuner.announced(codec, entries.values.numel(), numel)
         return codec, Header(
             kind=Kind.ANNOUNCEMENT,
             site=self.across.rank,

@@ -4,7 +4,7 @@ from collections import deque
 
 from loco.kernels import Entries
 
-from ..net.transport import Posted
+from ..net.transport import PendingMessages
 from ..wire.framing import Frame, Frames
 from ..wire.header import Header, Kind
 from .stream import AHEAD, Arrived, Stream
@@ -31,7 +31,7 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
 
     stream = Stream(work.across, frames.count, check, phase=work.phase("entries"))
     found: dict[int, list[Entries]] = {site: [] for site in peers}
-    flying: deque[Posted] = deque()
+    flying: deque[PendingMessages] = deque()
     arrived: Arrived = {}
     ready = seal(0)
     for tick in range(stream.ticks + AHEAD):

@@ -6,7 +6,7 @@ from loco import kernels
 from loco.kernels import Entries
 
 from ..errors import NonFiniteError
-from ..net.transport import Posted
+from ..net.transport import PendingMessages
 from ..wire.framing import Frame, Frames, slices_of
 from ..wire.header import Header, Kind
 from .stream import AHEAD, Arrived, Stream
@@ -55,7 +55,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     entries = Stream(across, frames.count, check_entries, phase=work.phase("entries"))
     sums = Stream(across, frames.count, check_sums, phase=work.phase("sums"))
     found: list[list[Entries]] = [[] for _ in slices]
-    flying: deque[tuple[Posted, list[Stream]]] = deque()
+    flying: deque[tuple[PendingMessages, list[Stream]]] = deque()
     arrived: dict[Stream, Arrived] = {}
     ready, ready_sums = seal(0), {}
     # A frame's body comes AHEAD ticks after its header, is looked at AHEAD later, and then its sums leave.

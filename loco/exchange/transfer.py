@@ -9,7 +9,7 @@ from torch import Tensor
 from loco.kernels import Entries
 
 from ..errors import WireError
-from ..net.transport import Posted, Transport
+from ..net.transport import PendingMessages, Transport
 from ..wire.framing import Frame, Framing
 from ..wire.header import Header, Kind, Status
 from ..wire.refusal import Problem, unreadable
@@ -63,13 +63,13 @@ class Transfer:
 
         return self.attempt(read)
 
-    def post(self, streams: Sequence[tuple[Messages, Messages]], what: str) -> Posted:
+    def post(self, streams: Sequence[tuple[Messages, Messages]], what: str) -> PendingMessages:
         self._began = self._began or time.monotonic()
         outgoing = [message for sends, _ in streams for message in sends]
         incoming = [message for _, receives in streams for message in receives]
         return self.across.post(outgoing, incoming, phase=self.phase(what))
 
-    def wait(self, posted: Posted) -> None:
+    def wait(self, posted: PendingMessages) -> None:
         posted.wait()
         self.seconds = time.monotonic() - (self._began or 0.0)
 

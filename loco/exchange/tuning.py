@@ -31,7 +31,7 @@ def predicted_bytes(headers: Sequence[Header]) -> dict[str, float]:
     }
 
 
-class Habits:
+class ExchangeTuner:
     """What the last rounds of a site were like.
 
     Args:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ..coordination.authentication import Words
+from ..coordination.authentication import StoreSeals
 from ..coordination.commit import Verdicts
-from ..coordination.liveness import Heartbeat
+from ..coordination.liveness import Liveness
 from ..coordination.rendezvous import Alone
 from ..errors import AgreementError
 from ..net.links import Links, LinkTransport, host_store
@@ -84,7 +84,7 @@ class ElasticTopology(Topology):
                 f"`lighthouse` or in TORCHFT_LIGHTHOUSE"
             )
         process = uuid.uuid4().hex[:12]
-        self.ranks_per_site, self.place = 1, 0
+        self.ranks_per_site, self.rank_in_site = 1, 0
         self.sites = sites
         self.name = name or process
         self.id = f"{self.name}:{process}"
@@ -163,7 +163,7 @@ class ElasticTopology(Topology):
     # What the outer loop asks of a topology. Until the first quorum a site is alone.
 
     @property
-    def heartbeat(self) -> Heartbeat:
+    def liveness(self) -> Liveness:
         return Silence()
 
     def everyone(self) -> Transport:
@@ -178,12 +178,12 @@ class ElasticTopology(Topology):
 
     def verdicts(self, place: str) -> Verdicts:
         """Of a site that is alone; those of a quorum are in the store of its links."""
-        return Verdicts(HashStore(), Words(), place, clears_up=True)
+        return Verdicts(HashStore(), StoreSeals(), place, clears_up=True)
 
     def seat(self) -> dict[str, Any]:
         """A site is known by its name: its number is another one in every quorum. To its state and to its
         checkpoints it is alone."""
-        return {"name": self.name, "site": 0, "num_sites": 1, "place": 0, "ranks_per_site": 1}
+        return {"name": self.name, "site": 0, "num_sites": 1, "rank_in_site": 0, "ranks_per_site": 1}
 
     def meet(self, name: str) -> int:
         raise AssertionError("sites that come and go meet in the next quorum")
@@ -204,7 +204,7 @@ class ElasticTopology(Topology):
         return f"ElasticTopology(name={self.name!r}): this is site {self.site} of {self.num_sites} now"
 
 
-class Silence(Heartbeat):
+class Silence(Liveness):
     """The signs of life of a site that nobody listens to."""
 
     def __init__(self) -> None:

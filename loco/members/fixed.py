@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..coordination.authentication import LEAST_KEY_BYTES, Seals, Words
+from ..coordination.authentication import LEAST_KEY_BYTES, MessageSeals, StoreSeals
 from ..coordination.commit import Verdicts
-from ..coordination.liveness import Heartbeat, Loss
+from ..coordination.liveness import Liveness, Loss
 from ..coordination.meeting import is_called, meet
-from ..coordination.rendezvous import Notes
-from ..coordination.store_client import Line
+from ..coordination.rendezvous import Rendezvous
+from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line
-from ..net.linking import TRIES, Patient, link, only_gloo
+from ..net.linking import TRIES, PatientStore, link, only_gloo
 from ..net.transport import Transport, any_device, listed, wire_device
 
 _OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, chance
@@ -53,7 +53,7 @@ class Topology:
     Attributes:
         num_sites: R.
         site: this rank's site, 0 … R−1.
-        place: this rank's place inside its site, 0 … ranks_per_site−1.
+        rank_in_site: this rank's number inside its site, 0 … ranks_per_site−1.
         site_group: the ranks of this site, for DDP.
         notes: by which all ranks agree outside of rounds.
 
@@ -96,27 +96,27 @@ class Topology:
         self.dead_after = float(dead_after)
         self.repeats = repeats
         self.num_sites = world // ranks_per_site
-        self.site, self.place = divmod(dist.get_rank(), ranks_per_site)
+        self.site, self.rank_in_site = divmod(dist.get_rank(), ranks_per_site)
         if key is not None and len(key) < LEAST_KEY_BYTES:
             raise ValueError(f"key must have at least {LEAST_KEY_BYTES} bytes, got {len(key)}")
         # Until all ranks are here nobody is missed, and until they have agreed nothing is sealed.
-        self._heartbeat: Heartbeat | None = None
+        self._liveness: Liveness | None = None
         self._key: bytes | None = None
-        self._seals: dict[str, Seals] = {}  # by group
+        self._seals: dict[str, MessageSeals] = {}  # by group
         self._session = self._agree(world, key)
         self._key = key
         store = dist.distributed_c10d._get_default_store()
-        self.store = Line(store, limit=self.dead_after)
-        heartbeat = Heartbeat(store, self._session.hex(), dist.get_rank(), dead_after=self.dead_after)
+        self.store = StoreClient(store, limit=self.dead_after)
+        liveness = Liveness(store, self._session.hex(), dist.get_rank(), dead_after=self.dead_after)
         # torch's store asks for the name of every host that connects, and answers nobody until it is told:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
         self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
-        self._heartbeat = heartbeat
-        self._words = Words(key, self._session)
-        self.notes = Notes(
+        self._liveness = liveness
+        self._store_seals = StoreSeals(key, self._session)
+        self.notes = Rendezvous(
             self.store,
-            self._words,
-            heartbeat,
+            self._store_seals,
+            liveness,
             self._session.hex(),
             rank=dist.get_rank(),
             world=world,
@@ -127,9 +127,9 @@ class Topology:
         self.site_group: dist.ProcessGroup = self._groups(inside=True)
 
     @property
-    def heartbeat(self) -> Heartbeat:
-        assert self._heartbeat is not None
-        return self._heartbeat
+    def liveness(self) -> Liveness:
+        assert self._liveness is not None
+        return self._liveness
 
     def connect(self, device: torch.device, name: str = "") -> tuple[Transport, Transport]:
         """Links of the caller's own, built by all ranks together: (across the sites, inside the site).
@@ -151,9 +151,9 @@ class Topology:
             losses.append(loss)
             lost.set()
 
-        with self.heartbeat.watching(self._others, alarm, reunion=True):
+        with self.liveness.watching(self._others, alarm, reunion=True):
             # All have met, and have nothing else to do.
-            store = Patient(self.store, limit=2 * self.dead_after, hopeful=lambda: not losses)
+            store = PatientStore(self.store, limit=2 * self.dead_after, hopeful=lambda: not losses)
             try:
                 for inside in (True, False) if self.ranks_per_site > 1 else (False,):
                     built.append(
@@ -167,7 +167,7 @@ class Topology:
                 why = first_line(error)
                 # Whoever could not be reached may have died just now, which its silence has yet to show.
                 if lost.wait(self.dead_after):
-                    why = self.heartbeat.describe(losses[0], self._named)
+                    why = self.liveness.describe(losses[0], self._named)
                 raise TransportError(f"connecting: {why}", lasting=bool(losses)) from error
         across, inside = built[-1], built[0] if self.ranks_per_site > 1 else self.site_group
         return (
@@ -221,14 +221,14 @@ class Topology:
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         losses: list[Loss] = []
-        with self.heartbeat.watching(self._others, losses.append, reunion=True):
+        with self.liveness.watching(self._others, losses.append, reunion=True):
             try:
                 held = meet(self.store, f"loco/{name}", rank, world, self.patience, lambda: not losses)
                 return held + 1
             except TransportError as error:
                 if not losses:
                     raise
-                sentence = self.heartbeat.describe(losses[0], self._named)
+                sentence = self.liveness.describe(losses[0], self._named)
                 raise TransportError(f"reconnecting: {sentence}", lasting=True) from error
 
     def is_called(self, name: str) -> bool:
@@ -245,7 +245,7 @@ class Topology:
     def _others(self) -> list[int]:
         return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
 
-    def _groups(self, *, inside: bool, by: Patient | None = None, name: str = "") -> Any:
+    def _groups(self, *, inside: bool, by: PatientStore | None = None, name: str = "") -> Any:
         """Build the groups of all sites, or of all places -> this rank's.
 
         by, name: where gloo's find each other, and what they are called; torch's own by default.
@@ -261,7 +261,7 @@ class Topology:
                 link(by, f"{name}/{k}", ranks, limit=self.dead_after / TRIES, timeout=self.timeout)
                 for k, ranks in enumerate(members)
             ]
-        return groups[self.site if inside else self.place]
+        return groups[self.site if inside else self.rank_in_site]
 
     def _transport(
         self,
@@ -277,7 +277,7 @@ class Topology:
             dist.get_process_group_ranks(group),
             dist.get_rank(group),
             device=wire_device(group, device),
-            heartbeat=self._heartbeat,
+            liveness=self._liveness,
             timeout=self.timeout,
             patience=self.patience,
             member=member,
@@ -286,27 +286,27 @@ class Topology:
             reunion=reunion,
         )
 
-    def _seals_of(self, group: dist.ProcessGroup) -> Seals | None:
+    def _seals_of(self, group: dist.ProcessGroup) -> MessageSeals | None:
         """One for all links over a group: no two messages may have the same place."""
         if self._key is None:
             return None
         name = group.group_name
         if name not in self._seals:
-            self._seals[name] = Seals(self._key, self._session, name, dist.get_rank(group))
+            self._seals[name] = MessageSeals(self._key, self._session, name, dist.get_rank(group))
         return self._seals[name]
 
     def seat(self) -> dict[str, Any]:
         """Who this rank is, as its state remembers it."""
-        names = ("site", "num_sites", "place", "ranks_per_site")
+        names = ("site", "num_sites", "rank_in_site", "ranks_per_site")
         return {name: getattr(self, name) for name in names}
 
     def verdicts(self, place: str) -> Verdicts:
         """Of the rounds over one set of links; the place in the store is theirs alone."""
-        return Verdicts(self.store, self._words, place, clears_up=self.site == self.place == 0)
+        return Verdicts(self.store, self._store_seals, place, clears_up=self.site == self.rank_in_site == 0)
 
     def __repr__(self) -> str:
         return (
             f"Topology(ranks_per_site={self.ranks_per_site}, timeout={self.timeout:g}, "
             f"patience={self.patience:g}, dead_after={self.dead_after:g}): "
-            f"{self.num_sites} sites, this is site {self.site}, place {self.place}"
+            f"{self.num_sites} sites, this is site {self.site}, rank {self.rank_in_site} in it"
         )

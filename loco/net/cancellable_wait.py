@@ -22,7 +22,7 @@ class _Wait:
         self.ended = False
 
 
-class Waiter:
+class CancellableWait:
     """One thread, started at its first wait. One that is lost to a wait without end is replaced."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ TRIES = 5  # gloo's, to connect to a rank whose address it knows
 _POLL = 0.01  # seconds
 
 
-class Patient(Store):
+class PatientStore(Store):
     """A store as a backend sees it that is being built.
 
     Args:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from ..coordination.liveness import Heartbeat, Loss
-from ..coordination.store_client import Line
+from ..coordination.liveness import Liveness, Loss
+from ..coordination.store_client import StoreClient
 from ..errors import TransportError, first_line
 from .transport import NEVER, Transport, listed
 
@@ -59,8 +59,8 @@ class Links:
             self._meet_by = PrefixStore(f"loco/{name}", _client(store, timeout))
             self._meet_by.set(f"here/{place}", "")
             self._await_all(timeout)
-            self.store = Line(self._meet_by, limit=dead_after)
-            self.heartbeat = Heartbeat(self._meet_by, name, place, dead_after=dead_after)
+            self.store = StoreClient(self._meet_by, limit=dead_after)
+            self.liveness = Liveness(self._meet_by, name, place, dead_after=dead_after)
             self._pairs = ProcessGroupGloo(self._meet_by, place, size, _options(address, timeout))
         except TransportError:
             raise
@@ -108,11 +108,11 @@ class Links:
             TransportError: one of them died or gave up, or the store's host did.
         """
         losses: list[Loss] = []
-        with self.heartbeat.watching(places, losses.append):
+        with self.liveness.watching(places, losses.append):
             try:
                 while not self.store.check([f"said/{what}"]):
                     if losses:
-                        said = self.heartbeat.describe(losses[0], lambda ranks: listed("member", ranks))
+                        said = self.liveness.describe(losses[0], lambda ranks: listed("member", ranks))
                         raise TransportError(f"waiting for {what}: {said}")
                     time.sleep(_POLL)
             except RuntimeError as error:
@@ -129,11 +129,11 @@ class Links:
             return
         self._pairs = None
         if why:
-            self.heartbeat.leave(why)
+            self.liveness.leave(why)
         try:
             self.store.check(["any"])
         except RuntimeError:  # nobody listens, and torch logs pages for every beat to a store that is gone
-            self.heartbeat.close()
+            self.liveness.close()
 
     def _await_all(self, timeout: float) -> None:
         """gloo's own wait would name nobody."""
@@ -163,7 +163,7 @@ class LinkTransport(Transport):
             places,
             places.index(place),
             device=torch.device("cpu"),  # gloo sends no other memory
-            heartbeat=None if links is None else links.heartbeat,
+            liveness=None if links is None else links.liveness,
             timeout=timeout,
             patience=timeout,  # whoever is in a quorum has come to its round
             member="site",

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..coordination.authentication import SEAL_BYTES, Seals
-from ..coordination.liveness import Heartbeat, Loss
+from ..coordination.authentication import SEAL_BYTES, MessageSeals
+from ..coordination.liveness import Liveness, Loss
 from ..errors import AuthenticationError, TransportError, WireError, first_line
-from .cancellable_wait import Alarm, Waiter
+from .cancellable_wait import Alarm, CancellableWait
 
 # Of a message that is never sent. gloo picks one of its devices by the tag's remainder: with this tag it is
 # that of tag 0, which all other messages have, for up to ten devices.
@@ -34,7 +34,7 @@ class Transport:
         ranks: the members', in the order of their numbers.
         rank: this member's number.
         device: where messages must lie.
-        heartbeat: who is alive; a member that is not ends a wait at once. None: nobody knows yet.
+        liveness: who is alive; a member that is not ends a wait at once. None: nobody knows yet.
         timeout: seconds to wait for a message of one that is.
         patience: seconds to wait for one to come to a round.
         member: what a member is called in errors, e.g. "site".
@@ -50,18 +50,18 @@ class Transport:
         rank: int,
         *,
         device: torch.device,
-        heartbeat: Heartbeat | None,
+        liveness: Liveness | None,
         timeout: float,
         patience: float,
         member: str,
-        seals: Seals | None = None,
+        seals: MessageSeals | None = None,
         link: str = "",
         reunion: bool = False,
     ) -> None:
         self.group = group
         self.rank, self.size = rank, len(ranks)
         self.device = device
-        self.heartbeat = heartbeat
+        self.liveness = liveness
         self.timeout = timeout
         self.patience = patience
         self.member = member
@@ -69,7 +69,7 @@ class Transport:
         self._seals = seals
         self._reunion = reunion
         self._ranks = list(ranks)
-        self._waiter = Waiter()
+        self._waiter = CancellableWait()
         self.sent_bytes = 0
         self.received_bytes = 0
 
@@ -88,14 +88,14 @@ class Transport:
         """Send `outgoing[peer]` and fill `incoming[peer]`, all at once; returns when both are done.
 
         Raises:
-            TransportError: as `Posted.wait`.
+            TransportError: as `PendingMessages.wait`.
         """
         self.post(list(outgoing.items()), list(incoming.items()), phase=phase).wait(limit)
 
     def post(
         self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], *, phase: str
-    ) -> "Posted":
-        """Begin to send and to receive; what is sent must not change until `Posted.wait` has returned.
+    ) -> "PendingMessages":
+        """Begin to send and to receive; what is sent must not change until `wait` of the result has returned.
 
         Tensors are contiguous uint8; sizes are known to both ends, and empty messages are not sent. Several
         messages of one peer arrive in the order in which they were posted.
@@ -119,7 +119,7 @@ class Transport:
         sent, received = sum(t.numel() for _, t in sends), sum(t.numel() for _, t in receives)
         # gloo returns one work per message, NCCL one for the whole batch.
         order = [p for p, _ in receives] + [p for p, _ in sends]
-        return Posted(self, works, order, sent, received, sealed, phase)
+        return PendingMessages(self, works, order, sent, received, sealed, phase)
 
     def _begin(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[dist.Work]:
         assert self.group is not None  # which for torch would be the default group
@@ -204,7 +204,7 @@ class Transport:
         """
         losses: list[Loss] = []
         given_up = Alarm()
-        if self.heartbeat is None:
+        if self.liveness is None:
             yield given_up
             return
 
@@ -214,13 +214,13 @@ class Transport:
             given_up.ring()
 
         ranks = [self._ranks[peer] for peer in peers]
-        with self.heartbeat.watching(ranks, alarm, link=self.link, reunion=self._reunion):
+        with self.liveness.watching(ranks, alarm, link=self.link, reunion=self._reunion):
             try:
                 yield given_up
             except (RuntimeError, ValueError) as error:
                 if not losses:
                     raise
-                text = f"{phase}: {self.heartbeat.describe(losses[0], self._named)}"
+                text = f"{phase}: {self.liveness.describe(losses[0], self._named)}"
                 raise TransportError(text, lasting=not losses[0].gone) from error
 
     def await_all(self, wait: Callable[[], object], alarm: Alarm) -> None:
@@ -258,14 +258,14 @@ class Transport:
 
     def not_here(self, peer: int, limit: float | None) -> str:
         """What to say of a member that closed its connection, or did not answer within `limit` seconds."""
-        if peer < 0 and self.heartbeat is not None:  # which one, torch does not say
-            gone = self.heartbeat.departed([self._ranks[peer] for peer in self.peers])
+        if peer < 0 and self.liveness is not None:  # which one, torch does not say
+            gone = self.liveness.departed([self._ranks[peer] for peer in self.peers])
             peer = self._ranks.index(gone[0]) if gone else -1
         who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
         said = ""
-        if self.heartbeat is not None and peer >= 0:
+        if self.liveness is not None and peer >= 0:
             said = ", which is alive" if limit else ""
-            said += f"; last heard of: {self.heartbeat.last_words(self._ranks[peer])}"
+            said += f"; last heard of: {self.liveness.last_words(self._ranks[peer])}"
         return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
 
     def check_seals(self, messages: Sequence["_Sealed"], *, phase: str) -> None:
@@ -289,7 +289,7 @@ class Transport:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
 
-class Posted:
+class PendingMessages:
     """Messages on their way."""
 
     def __init__(

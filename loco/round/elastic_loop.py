@@ -16,10 +16,10 @@ from loco import kernels
 from loco.kernels import Encoded
 
 from ..config import Settings
-from ..coordination.authentication import Words
+from ..coordination.authentication import StoreSeals
 from ..coordination.commit import ABORT, COMMIT, decide
 from ..errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
-from ..exchange.conversation import Exchange, Wire
+from ..exchange.conversation import Exchange, WireConfig
 from ..members.elastic import ElasticTopology, Silence
 from ..members.quorum import Claim, Plan
 from ..report import SyncReport
@@ -58,7 +58,7 @@ class ElasticLoop(OuterLoop):
         inner: Optimizer,
         settings: Settings,
         topology: ElasticTopology,
-        wire: Wire,
+        wire: WireConfig,
         *,
         offload: bool,
     ) -> None:
@@ -67,15 +67,15 @@ class ElasticLoop(OuterLoop):
         self._store_of_round: Any = None
         self._committed = ""  # the attempt that made the latest round
         self._verdict: bool | None = None  # on that round, once another site tells it
-        self._hollow = False  # θ is a part of another site's
+        self._anchor_incomplete = False  # θ is a part of another site's
         self._at_fault = False  # this site itself can't take part in the round
         super().__init__(inner, settings, topology, wire, offload=offload)
         setup = {"wire version": VERSION, "sites": topology.sites} | vars(settings) | wire.agreement()
-        self._setup = json.dumps(setup | {"parameters": fingerprint(self.layout.describe())})
+        self._setup = json.dumps(setup | {"parameters": fingerprint(self.parameters.describe())})
         self._arrive()
 
     @torch.no_grad()
-    def round(self) -> SyncReport:
+    def run_round(self) -> SyncReport:
         """A round with all sites that live, or, if they have gone on without this one, their θ.
 
         Raises:
@@ -106,9 +106,13 @@ class ElasticLoop(OuterLoop):
     def own_state(self) -> dict[str, Any]:
         return {"took_part": dict(self._took_part)}
 
-    def come_back(self, state: Mapping[str, Any]) -> bool:
+    def adopt_state(self, state: Mapping[str, Any]) -> bool:
         """Come to the others with a state that was loaded: if they are further, θ and m are theirs."""
-        self._took_part, self._committed, self._hollow = dict(state.get("took_part", {})), "", False
+        self._took_part, self._committed, self._anchor_incomplete = (
+            dict(state.get("took_part", {})),
+            "",
+            False,
+        )
         return self._arrive()
 
     @torch.no_grad()
@@ -138,7 +142,7 @@ class ElasticLoop(OuterLoop):
         links, doubt = self.topology.links, self._unfinished is not None
         tried = self._plan.attempt if self._plan is not None else ""
         claim = Claim(
-            round=-1 if self._hollow else self.rounds,
+            round=-1 if self._anchor_incomplete else self.rounds_done,
             digest=digest_of(self.anchor),
             ready=ready,
             links="" if links is None else links.name,
@@ -149,7 +153,7 @@ class ElasticLoop(OuterLoop):
         plan = self.topology.gather(claim)
         if max(member.claim.round for member in plan.members) < 0:
             raise LocoError(
-                f"round {self.rounds + 1}: no site that is left holds the whole anchor: load the last "
+                f"round {self.rounds_done + 1}: no site that is left holds the whole anchor: load the last "
                 f"checkpoints"
             )
         if doubt:
@@ -162,7 +166,7 @@ class ElasticLoop(OuterLoop):
 
     def _take_part_in(self, plan: Plan) -> SyncReport:
         self._seat(plan)
-        report = super().round()
+        report = super().run_round()
         try:
             self._serve(plan)
         except TransportError as error:  # the round is done; who came will come again
@@ -177,8 +181,10 @@ class ElasticLoop(OuterLoop):
         topology.num_sites, topology.site = len(workers), workers.index(plan.place_of(topology.id))
         self._plan, self._store_of_round = plan, None if links is None else links.store
         self._across = topology.among(plan, workers)
-        self._heartbeat = Silence() if links is None else links.heartbeat
-        self._exchange = Exchange(self._across, self._inside, self.layout.name_of, self._wire, self._habits)
+        self._liveness = Silence() if links is None else links.liveness
+        self._exchange = Exchange(
+            self._across, self._inside, self.parameters.name_of, self._wire, self._tuner
+        )
         self._step = replace(self._step, num_sites=len(workers))
         self._connected = True
 
@@ -192,13 +198,13 @@ class ElasticLoop(OuterLoop):
         if self._store_of_round is None:  # alone
             return wish == COMMIT
         assert self._plan is not None
-        return decide(self._store_of_round, f"verdict/{self._plan.attempt}", wish, Words()) == COMMIT
+        return decide(self._store_of_round, f"verdict/{self._plan.attempt}", wish, StoreSeals()) == COMMIT
 
     def _apply(self, round: Any) -> None:
         super()._apply(round)
         assert self._plan is not None
         self._committed = self._plan.attempt
-        self._took_part |= {self._plan.members[k].name: self.rounds for k in self._plan.workers}
+        self._took_part |= {self._plan.members[k].name: self.rounds_done for k in self._plan.workers}
 
     def _serve(self, plan: Plan) -> None:
         """Give θ and m to the newcomers that this site is to serve."""
@@ -208,13 +214,13 @@ class ElasticLoop(OuterLoop):
             return
         link, links, tensors = self.topology.among(plan), self.topology.links, self._shared()
         if links is None:
-            raise TransportError(f"giving round {self.rounds}: the links broke after it")
+            raise TransportError(f"giving round {self.rounds_done}: the links broke after it")
         digests = [digest_of(tensor) for tensor in tensors]
-        head = Head(round=self.rounds, digests=digests, took_part=self._took_part)
+        head = Head(round=self.rounds_done, digests=digests, took_part=self._took_part)
         links.announce(f"{plan.attempt} done by {here}")
         for newcomer in mine:
             give(link, newcomer, head, tensors)
-            _logger.warning("gave round %d to %s", self.rounds, plan.members[newcomer].name)
+            _logger.warning("gave round %d to %s", self.rounds_done, plan.members[newcomer].name)
 
     def _follow(self, plan: Plan, server: int) -> SyncReport:
         """Take θ and m from a site that holds them, once its round is done."""
@@ -223,20 +229,20 @@ class ElasticLoop(OuterLoop):
         links.await_word(f"{plan.attempt} done by {server}", plan.workers)
         link = self.topology.among(plan)
         head = take_head(link, server)
-        self._hollow = True
+        self._anchor_incomplete = True
         take(link, server, head, self._shared())
-        self._hollow = False
-        with self.rewritten(), self.layout.pieces(self.start, self.stop, write=True) as weights:
+        self._anchor_incomplete = False
+        with self.rewritten(), self.parameters.pieces(self.start, self.stop, write=True) as weights:
             kernels.write_weights(self.anchor, weights)
             dropped = self._keep_or_empty_residual(head)
-            self.rounds, self._took_part = head.round, dict(head.took_part)
+            self.rounds_done, self._took_part = head.round, dict(head.took_part)
             self._committed = ""
         _logger.warning("took round %d from %s", head.round, plan.members[server].name)
         if dropped:
             _logger.warning("%s", dropped)
         numel = self.stop - self.start
         return SyncReport(
-            round=self.rounds,
+            round=self.rounds_done,
             numel=numel,
             entries=0,
             density=0.0,
@@ -257,15 +263,15 @@ class ElasticLoop(OuterLoop):
         """What is withheld may be sent once, if this site has not taken part in a round that it can't
         remember. -> what was dropped, and why."""
         last = head.took_part.get(self.topology.name, 0)
-        if self.residual is None or last == self.rounds:
+        if self.residual is None or last == self.rounds_done:
             return ""
         norm = float(self.residual.double().norm())
         self.residual.zero_()
         if not norm:
             return ""
         return (
-            f"this site's residual of round {self.rounds} (norm {norm:.3g}) is dropped: the last round it "
-            f"took part in is {last}, and a part of it may have been sent"
+            f"this site's residual of round {self.rounds_done} (norm {norm:.3g}) is dropped: the last round "
+            f"it took part in is {last}, and a part of it may have been sent"
         )
 
     def _give_up(self, plan: Plan, error: LocoError, failed: list[Plan]) -> None:

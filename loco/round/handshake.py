@@ -14,14 +14,14 @@ from loco import kernels
 from ..errors import AgreementError, ReplicaError
 from ..members.fixed import Topology
 from ..net.transport import Transport
-from .parameters import Layout
+from .parameters import FlatParameters
 
 _AT_A_TIME = 1 << 20  # elements
 
 
-def agree_on_layout(
+def agree_on_parameters(
     everyone: Transport, topology: Topology, inner: Optimizer, setup: Mapping[str, Any]
-) -> Layout:
+) -> FlatParameters:
     """The parameters as a flat vector, once all ranks have found that they agree on it and on `setup`.
 
     A rank that can't go on says so before it raises, so that the others do not wait for it.
@@ -29,7 +29,7 @@ def agree_on_layout(
     setup = {"sites": topology.num_sites} | dict(setup)
     failure: Exception | None = None
     try:
-        layout = Layout(inner)
+        layout = FlatParameters(inner)
         check_denormals(layout.device)
         setup["parameters"] = layout.describe()
     except Exception as error:
@@ -97,7 +97,7 @@ def check_denormals(device: torch.device) -> None:
 
 
 def check_first_anchor(
-    everyone: Transport, topology: Topology, layout: Layout, anchor: Tensor, start: int
+    everyone: Transport, topology: Topology, layout: FlatParameters, anchor: Tensor, start: int
 ) -> None:
     """Every rank tells every other what it sees of its slice, from `start`, so that all refuse it or none."""
     first_bad = _first_bad(anchor)

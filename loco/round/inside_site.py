@@ -12,13 +12,13 @@ from loco import kernels
 from ..net.transport import Transport
 from ..wire.header import Status
 from ..wire.refusal import Problem
-from .parameters import Layout
+from .parameters import FlatParameters
 
 GATHER_ELEMENTS = 1 << 20  # of the anchor at a time: 4 MiB from each rank
 
 
 def compare(
-    inside: Transport, layout: Layout, norm: float, *, encoded: bool, phase: str
+    inside: Transport, layout: FlatParameters, norm: float, *, encoded: bool, phase: str
 ) -> tuple[float, Problem | None]:
     """The ranks of a site exchange slices of what must be one and the same model.
 
@@ -48,7 +48,7 @@ def compare(
 
 
 def share(
-    inside: Transport, layout: Layout, anchor: Tensor, width: int, *, write: bool = True, phase: str
+    inside: Transport, layout: FlatParameters, anchor: Tensor, width: int, *, write: bool = True, phase: str
 ) -> None:
     """Each rank of a site has the new θ of its slice; all need its cast.
 

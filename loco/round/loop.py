@@ -14,18 +14,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco import kernels
-from loco.kernels import Encoded, Gate, Known, OuterStep
+from loco.kernels import Encoded, Entries, Gate, Known, OuterStep
 
 from ..config import GATES, Settings
 from ..coordination.commit import ABORT, COMMIT
 from ..errors import LocoError, TransportError
-from ..exchange.conversation import Exchange, Outcome, Wire
-from ..exchange.tuning import Habits
+from ..exchange.conversation import Exchange, Outcome, WireConfig
+from ..exchange.tuning import ExchangeTuner
 from ..members.fixed import Topology
 from ..report import SyncReport
 from ..wire.header import VERSION, Status
 from ..wire.refusal import Problem, Refused
-from .handshake import agree_on_layout, check_denormals, check_first_anchor
+from .handshake import agree_on_parameters, check_denormals, check_first_anchor
+from .hooks import Hooks, RoundProgress
 from .inside_site import compare, share
 
 _logger = logging.getLogger(__name__)
@@ -65,23 +66,24 @@ class OuterLoop:
         inner: Optimizer,
         settings: Settings,
         topology: Topology,
-        wire: Wire,
+        wire: WireConfig,
         *,
         offload: bool,
     ) -> None:
         self.settings = settings
         self.topology = topology
-        self.rounds = 0  # rounds done
+        self.hooks = Hooks()
+        self.rounds_done = 0  # rounds done
         self._everyone = topology.everyone()
-        self._heartbeat = topology.heartbeat
+        self._liveness = topology.liveness
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
-        self.layout = agree_on_layout(
+        self.parameters = agree_on_parameters(
             self._everyone, topology, inner, {"wire version": VERSION} | vars(settings) | wire.agreement()
         )
-        self._device = torch.device("cpu") if offload else self.layout.device  # of θ, m and e
+        self._device = torch.device("cpu") if offload else self.parameters.device  # of θ, m and e
         self._inner = inner
         self._wire = wire
-        self._habits = Habits(wire.codec, topology.num_sites)
+        self._tuner = ExchangeTuner(wire.codec, topology.num_sites)
         # A name that all ranks share and no other optimizer has, to meet under after a failure.
         self._name = self._everyone.swap_records(uuid.uuid4().bytes, phase="naming")[0].hex()
         self._meeting = 0  # which of the ranks' meetings the links are from
@@ -90,9 +92,9 @@ class OuterLoop:
         self._unfinished: _Exchanged | None = None
 
         seen = GATES[settings.gate]
-        self._gate = None
+        self.gate = None
         if seen is not None:
-            self._gate = Gate(
+            self.gate = Gate(
                 dtype=seen,
                 gain=settings.gate_gain,
                 margin=settings.gate_margin,
@@ -105,17 +107,17 @@ class OuterLoop:
             nesterov=settings.nesterov,
         )
         # The ranks of a site share the flat state in equal slices, the last ones possibly shorter.
-        numel = self.layout.numel
+        numel = self.parameters.numel
         self._width = -(-numel // topology.ranks_per_site)
-        self.start = min(topology.place * self._width, numel)
+        self.start = min(topology.rank_in_site * self._width, numel)
         self.stop = min(self.start + self._width, numel)
         self.anchor = self._zeros()
         self.momentum = self._zeros() if settings.outer_momentum else None
-        self.residual = self._zeros() if self._gate is not None else None
+        self.residual = self._zeros() if self.gate is not None else None
         self._start_alike()
 
     @torch.no_grad()
-    def round(self) -> SyncReport:
+    def run_round(self) -> SyncReport:
         """A round, tried again by all ranks together if they live and only their links were lost."""
         for left in range(self.topology.repeats, -1, -1):
             try:
@@ -135,8 +137,8 @@ class OuterLoop:
         report = self.settle()
         if report is not None:
             return report  # what is to be repeated had been done after all
-        number = self.rounds + 1
-        self._heartbeat.say(f"round {number}, encoding")
+        number = self.rounds_done + 1
+        self._liveness.say(f"round {number}, encoding")
         if not self._connected:
             self._connect(again=True)
         self._verdicts.prepare(number)
@@ -144,17 +146,17 @@ class OuterLoop:
         # 2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send
         encoded, norm, problem = self._encode()
         exchanging = time.perf_counter()
-        self._heartbeat.say(f"round {number}, exchanging")
+        self._liveness.say(f"round {number}, exchanging")
         try:
             with self._conversation():
                 norm, drift = compare(
                     self._inside,
-                    self.layout,
+                    self.parameters,
                     norm,
                     encoded=encoded is not None,
                     phase=f"round {number}, weights inside the site",
                 )
-                known = Known(self.anchor, self.momentum, self._gate or Gate())
+                known = Known(self.anchor, self.momentum, self.gate or Gate())
                 outcome = self._exchange.run(
                     encoded,
                     known,
@@ -164,6 +166,7 @@ class OuterLoop:
                     problem=problem or drift,
                 )
                 assert encoded is not None
+                self._call_hooks("received", outcome)
                 # From here on the others may count on this rank.
                 self._unfinished = _Exchanged(outcome, before, began, exchanging)
                 try:
@@ -198,7 +201,7 @@ class OuterLoop:
     def tell_step(self, local_step: int) -> None:
         """What those who wait for this rank may want to know."""
         steps = f"step {local_step} of {self.settings.sync_every}"
-        self._heartbeat.say(f"computing, {steps} after round {self.rounds}")
+        self._liveness.say(f"computing, {steps} after round {self.rounds_done}")
 
     def check_whole(self) -> None:
         """Refuse to go on, or to save, after a round was stopped while it was being applied: by Ctrl-C, or
@@ -209,7 +212,7 @@ class OuterLoop:
         """
         if self._torn:
             raise LocoError(
-                f"round {self.rounds + 1} was stopped while it was being applied: this rank's state is "
+                f"round {self.rounds_done + 1} was stopped while it was being applied: this rank's state is "
                 f"neither before nor after it. Load the last checkpoint"
             )
 
@@ -219,7 +222,7 @@ class OuterLoop:
         if round is None:
             return None
         if not round.applied:
-            if not self._counts(self.rounds + 1, wish):
+            if not self._counts(self.rounds_done + 1, wish):
                 self._unfinished = None
                 return None
             self._apply(round)
@@ -236,7 +239,7 @@ class OuterLoop:
         sent, received, inside = (now - then for now, then in zip(self._bytes(), round.before, strict=True))
         sites = self.topology.num_sites
         return SyncReport(
-            round=self.rounds,
+            round=self.rounds_done,
             numel=numel,
             entries=entries,
             density=entries / numel if numel else 0.0,
@@ -264,10 +267,11 @@ class OuterLoop:
     def _apply(self, round: "_Exchanged") -> None:
         """5. e = what was not sent   6. g = Σ / R   7. m and θ   8. w = cast(θ)"""
         round.applying = time.perf_counter()
-        self._heartbeat.say(f"round {self.rounds + 1}, applying")
+        self._liveness.say(f"round {self.rounds_done + 1}, applying")
+        self._call_hooks("committed", round.outcome)
         self._torn = True
         try:
-            with self.layout.pieces(self.start, self.stop, write=True) as weights:
+            with self.parameters.pieces(self.start, self.stop, write=True) as weights:
                 round.residual_norm = kernels.apply(
                     self.anchor,
                     self.momentum,
@@ -278,32 +282,44 @@ class OuterLoop:
                     self._step,
                 )
         except BaseException:
-            self._heartbeat.leave(
-                f"round {self.rounds + 1} was stopped while it was being applied", self._across.link
+            self._liveness.leave(
+                f"round {self.rounds_done + 1} was stopped while it was being applied", self._across.link
             )
             raise
         self._torn = False
-        self.rounds += 1
+        self.rounds_done += 1
         round.applied = True
+        self._call_hooks("applied", round.outcome)
+
+    def _call_hooks(self, phase: str, outcome: Outcome | None = None, entries: Entries | None = None) -> None:
+        self.hooks.call(
+            RoundProgress(
+                phase=phase,
+                number=self.rounds_done + (phase != "applied"),
+                state=self,
+                entries=entries if outcome is None else outcome.own,
+                contributions=() if outcome is None else outcome.contributions,
+            )
+        )
 
     def own_state(self) -> dict[str, Any]:
         """What belongs to this rank's state beside what all kinds of outer loops have."""
         return {}
 
-    def come_back(self, state: Mapping[str, Any]) -> bool:
+    def adopt_state(self, state: Mapping[str, Any]) -> bool:
         """Go on from a state that was loaded -> whether another site's has taken its place."""
         return False
 
     @property
-    def habits(self) -> Habits:
-        return self._habits
+    def tuner(self) -> ExchangeTuner:
+        return self._tuner
 
     def is_called(self) -> bool:
         """Whether ranks of this run wait to connect anew. Those of a site of several may after a round that
         counts, if they lost each other before they had shared θ; and only all ranks can connect."""
         return self.topology.ranks_per_site > 1 and self.topology.is_called(self._name)
 
-    def come(self) -> None:
+    def reconnect(self) -> None:
         """Connect anew with those who wait for it."""
         if self._connected:
             self._connected = False
@@ -320,7 +336,7 @@ class OuterLoop:
 
     def _zeros(self) -> Tensor:
         """A part of the outer state. In host memory it is pinned, if there is a GPU to copy from."""
-        pinned = self._device.type == "cpu" and self.layout.device.type == "cuda"
+        pinned = self._device.type == "cpu" and self.parameters.device.type == "cuda"
         numel = self.stop - self.start
         return torch.zeros(numel, dtype=torch.float32, device=self._device, pin_memory=pinned)
 
@@ -329,7 +345,9 @@ class OuterLoop:
             self._meeting = self.topology.meet(self._name)
         self._across, self._inside = self.topology.connect(self._device, f"{self._name}/{self._meeting}")
         self._verdicts = self.topology.verdicts(f"loco/{self._name}/{self._meeting}")
-        self._exchange = Exchange(self._across, self._inside, self.layout.name_of, self._wire, self._habits)
+        self._exchange = Exchange(
+            self._across, self._inside, self.parameters.name_of, self._wire, self._tuner
+        )
         self._connected = True
         if again and self._inside.size > 1:
             with self._conversation():
@@ -347,7 +365,7 @@ class OuterLoop:
             self._connected = False
             said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
             # What others have said is told by them.
-            self._heartbeat.leave(said.partition("; last heard of")[0], self._across.link)
+            self._liveness.leave(said.partition("; last heard of")[0], self._across.link)
             self.topology.disconnect(self._across, self._inside)
             # gloo hangs up once nobody holds its messages, and the frames of this error's traceback do.
             traceback.clear_frames(error.__traceback__)
@@ -356,31 +374,33 @@ class OuterLoop:
     def _encode(self) -> tuple[Encoded | None, float, Problem | None]:
         """This rank's part of the round and its norm, or why it has none."""
         try:
-            self.layout.check_unchanged(self._inner)
+            self.parameters.check_unchanged(self._inner)
             check_denormals(self._device)
-            with self.layout.pieces(self.start, self.stop) as weights:
-                encoded = kernels.encode(self.anchor, weights, self.residual, self._gate)
+            self._call_hooks("begun")
+            with self.parameters.pieces(self.start, self.stop) as weights:
+                encoded = kernels.encode(self.anchor, weights, self.residual, self.gate)
+            self._call_hooks("encoded", entries=encoded.entries)
             norm = float(torch.linalg.vector_norm(encoded.entries.values))
         except Exception as error:
             return None, 0.0, Problem(Status.FAILED, seen=error)
         position = encoded.first_nonfinite
         if position < 0:
             return encoded, norm, None
-        return encoded, norm, Problem(Status.NON_FINITE, self.layout.index_at(self.start + position))
+        return encoded, norm, Problem(Status.NON_FINITE, self.parameters.index_at(self.start + position))
 
     def _start_alike(self) -> None:
         """θ is site 0's weights, on all sites, verified; w = cast(θ)."""
-        with torch.no_grad(), self.layout.pieces(self.start, self.stop) as weights:
+        with torch.no_grad(), self.parameters.pieces(self.start, self.stop) as weights:
             for part, w in zip(self.anchor.split([w.numel() for w in weights]), weights, strict=True):
                 part.copy_(w)
         self._across.broadcast(self.anchor, phase="first anchor")
         self.reset_weights()
-        check_first_anchor(self._everyone, self.topology, self.layout, self.anchor, self.start)
+        check_first_anchor(self._everyone, self.topology, self.parameters, self.anchor, self.start)
 
     @torch.no_grad()
     def reset_weights(self) -> None:
         """w = cast(θ), on all ranks of a site together."""
-        with self.layout.pieces(self.start, self.stop, write=True) as weights:
+        with self.parameters.pieces(self.start, self.stop, write=True) as weights:
             kernels.write_weights(self.anchor, weights)
         self._share_anchor()
 
@@ -393,8 +413,8 @@ class OuterLoop:
             self._share_anchor(write=lacking)
 
     def _share_anchor(self, *, write: bool = True) -> None:
-        phase = f"round {self.rounds}, anchor inside the site"
-        share(self._inside, self.layout, self.anchor, self._width, write=write, phase=phase)
+        phase = f"round {self.rounds_done}, anchor inside the site"
+        share(self._inside, self.parameters, self.anchor, self._width, write=write, phase=phase)
 
     def _bytes(self) -> tuple[int, int, int]:
         return self._across.sent_bytes, self._across.received_bytes, self._inside.sent_bytes

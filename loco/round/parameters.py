@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Layout:
+class FlatParameters:
     """Every parameter once, in the order of the parameter groups, each in its logical (row-major) order.
 
     Frozen parameters have their place too: they may thaw later, and the sites must agree on them anyway.

@@ -27,12 +27,12 @@ def state_of(outer: OuterLoop) -> dict[str, Any]:
         "format": 1,
         **identity(outer),
         "settings": vars(outer.settings).copy(),
-        "round": outer.rounds,
+        "round": outer.rounds_done,
         "anchor": outer.anchor,
         "momentum": outer.momentum,
         "residual": outer.residual,
-        "weights": [p.detach() for p in outer.layout.params],
-        "habits": outer.habits.state(),
+        "weights": [p.detach() for p in outer.parameters.params],
+        "tuner": outer.tuner.state(),
         **outer.own_state(),
     }
 
@@ -47,7 +47,7 @@ def check(outer: OuterLoop, state: Mapping[str, Any]) -> None:
         count = state.get(name)
         if not isinstance(count, int) or count < 0:
             raise ValueError(f"this state's {name} is {count!r}, not a number of rounds or steps")
-    if len(state.get("weights") or []) != len(outer.layout.params):
+    if len(state.get("weights") or []) != len(outer.parameters.params):
         raise ValueError("this state does not hold the weights of all parameters: it is damaged")
     for name, mine, saved in _tensors(outer, state):
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (mine.shape, mine.dtype):
@@ -63,13 +63,13 @@ def take_over(outer: OuterLoop, state: Mapping[str, Any]) -> None:
     with outer.rewritten():
         for _, mine, saved in _tensors(outer, state):
             mine.copy_(saved)
-        outer.rounds = int(state["round"])
-    outer.habits.resume(state.get("habits"))
+        outer.rounds_done = int(state["round"])
+    outer.tuner.resume(state.get("tuner"))
 
 
 def identity(outer: OuterLoop) -> dict[str, Any]:
     """Whose state it is."""
-    return outer.topology.seat() | {"parameters": outer.layout.describe()}
+    return outer.topology.seat() | {"parameters": outer.parameters.describe()}
 
 
 def check_same(key: str, saved: Any, mine: Any) -> None:
@@ -93,6 +93,6 @@ def _tensors(outer: OuterLoop, state: Mapping[str, Any]) -> Iterator[tuple[str, 
         mine = getattr(outer, name)
         if mine is not None:
             yield name, mine, state.get(name)
-    layout = outer.layout
+    layout = outer.parameters
     for name, param, saved in zip(layout.names, layout.params, state["weights"], strict=True):
         yield f"weight {name}", param, saved
