@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -110,6 +111,8 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # A suite that was started in the background of a shell has SIGINT ignored, and so would its ranks.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     poison.fill_tensors(filled)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,17 @@ A, B = ["runs.A.method=ddp"], ["runs.B.method=diloco"]
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
     folder = tmp_path_factory.mktemp("kept")
     return folder, trained(folder, *A)
+
+
+@pytest.fixture
+def kept(trained_once: tuple[Path, dict[str, int]], tmp_path: Path) -> tuple[Path, dict[str, int]]:
+    """A copy for each test, with the same times: they change it, and run in any order."""
+    folder, times = trained_once
+    shutil.copytree(folder, tmp_path / "kept")
+    return tmp_path / "kept", times
 
 
 def test_what_is_there_is_kept_and_what_is_missing_trained(
