@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.errors import ExperimentError
 from loco.config import Settings, matching_gain
-from loco.exchange.conversation import WireConfig
+from loco.exchange.wire_config import WireConfig
 
 TITLES = {
     "single": "one trainer",

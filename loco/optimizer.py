@@ -7,13 +7,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .config import Settings, matching_gain
-from .exchange.conversation import WireConfig
-from .members.elastic import ElasticTopology
+from .exchange.wire_config import WireConfig
 from .members.fixed import Topology
+from .members.view import SiteTopology
 from .report import SyncReport
-from .round.elastic_loop import ElasticLoop
 from .round.hooks import Hook
 from .round.loop import OuterLoop
+from .round.outer_state import OuterState
 from .round.state import check, state_of, take_over
 from .wrapper import Wrapper
 
@@ -25,17 +25,13 @@ class LowCommunicationOptimizer(Wrapper):
         self,
         inner: Optimizer,
         settings: Settings,
-        topology: Topology | None,
+        topology: SiteTopology | None,
         wire: WireConfig,
         offload: bool,
     ) -> None:
         super().__init__(inner)
-        topology = topology or Topology()
-        if isinstance(topology, ElasticTopology):
-            self._outer = ElasticLoop(inner, settings, topology, wire, offload=offload)
-        else:
-            self._outer = OuterLoop(inner, settings, topology, wire, offload=offload)
-        self.topology = self._outer.topology
+        self.topology = topology or Topology()
+        self._outer = OuterLoop(inner, settings, self.topology, wire, offload=offload)
         self.local_step = 0  # inner steps since the last round
         self.last_report: SyncReport | None = None
 
@@ -101,11 +97,11 @@ class LowCommunicationOptimizer(Wrapper):
         return False
 
     @property
-    def outer_state(self) -> OuterLoop:
+    def outer_state(self) -> OuterState:
         """θ (`anchor`), m (`momentum`) and e (`residual`) of this rank's part of the parameters, which is
         `start` to `stop`; `parameters`, which says where each parameter lies; the `gate`; `rounds_done`.
         """
-        return self._outer
+        return self._outer.state
 
     def register_round_hook(self, hook: Hook) -> RemovableHandle:
         """Have `hook(progress)` called at every phase of every round on this rank: see `loco.RoundProgress`.
@@ -116,12 +112,12 @@ class LowCommunicationOptimizer(Wrapper):
 
     @property
     def sync_every(self) -> int:
-        return self._outer.settings.sync_every
+        return self._outer.state.settings.sync_every
 
     @property
     def round(self) -> int:
         """Rounds done."""
-        return self._outer.rounds_done
+        return self._outer.state.rounds_done
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, and under "loco" all that the outer loop holds on this rank.
@@ -134,7 +130,7 @@ class LowCommunicationOptimizer(Wrapper):
             hook(self)
         state: dict[str, Any] = self.inner.state_dict()
         own = {"local_step": self.local_step, "inner_entries": len(state["state"])}
-        state = {**state, "loco": state_of(self._outer) | own}
+        state = {**state, "loco": state_of(self._outer.state) | own}
         for hook in self._optimizer_state_dict_post_hooks.values():
             state = hook(self, state) or state
         return state
@@ -156,7 +152,7 @@ class LowCommunicationOptimizer(Wrapper):
                 "optimizer's state into the inner optimizer before you wrap it"
             )
         outer = state_dict.pop("loco")
-        check(self._outer, outer)
+        check(self._outer.state, outer)
         found = len(state_dict["state"])
         saved = outer.get("inner_entries", found)
         if found != saved:
@@ -171,8 +167,8 @@ class LowCommunicationOptimizer(Wrapper):
         except BaseException:
             self.inner.load_state_dict(before)
             raise
-        take_over(self._outer, outer)
-        self.local_step = 0 if self._outer.adopt_state(outer) else int(outer["local_step"])
+        take_over(self._outer.state, outer)
+        self.local_step = 0 if self._outer.resume() else int(outer["local_step"])
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -184,7 +180,7 @@ class LowCommunicationOptimizer(Wrapper):
 
     def __repr__(self) -> str:
         settings = ", ".join(
-            f"{name}={value!r}" for name, value in vars(self._outer.settings).items() if name != "kind"
+            f"{name}={value!r}" for name, value in vars(self._outer.state.settings).items() if name != "kind"
         )
         return f"{type(self).__name__}({settings}, sites={self.topology.num_sites}) around {self.inner}"
 
@@ -246,7 +242,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        topology: Topology | None = None,
+        topology: SiteTopology | None = None,
         gate: str = "bf16",
         gate_gain: float | None = None,
         gate_margin: float = 0.0,
@@ -306,7 +302,7 @@ class DiLoCo(LowCommunicationOptimizer):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        topology: Topology | None = None,
+        topology: SiteTopology | None = None,
         wire: str = "float32",
         offload: bool = False,
     ) -> None:

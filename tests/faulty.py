@@ -20,11 +20,11 @@ from loco import kernels
 from loco.checkpoints.manifest import Manifest
 from loco.coordination import commit, meeting
 from loco.errors import TransportError
-from loco.exchange.conversation import Exchange
 from loco.exchange.transfer import Transfer
 from loco.members import fixed
 from loco.net.linking import PatientStore
 from loco.net.transport import PendingMessages, Transport
+from loco.round.round import Round
 from loco.wire.framing import Frame, Framing
 
 # In the order of a round. "voted": a rank's last vote is on its way, and it waits for the others'.
@@ -82,7 +82,7 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
     elif fault.at == "encode":
         before(kernels, "encode")
     elif fault.at == "announcement":
-        before(Exchange, "_announce")
+        before(Round, "announce")
     elif fault.at in ("vote 1", "vote 2"):
         before(Transport, "swap_records", lambda self, _, phase, **__: self.size > 1 and fault.at in phase)
     elif fault.at == "payload":

@@ -16,8 +16,10 @@ from states import Snapshot, small_model, snapshot, train
 
 import loco
 from loco.errors import TransportError
-from loco.exchange import conversation
-from loco.round import elastic_loop, recovery
+from loco.exchange import EXCHANGES
+from loco.members import elastic
+from loco.round import recovery
+from loco.round.round import Round
 
 PATIENCE = 90.0  # seconds; no test is about time
 HEARTBEAT = 1500
@@ -149,16 +151,15 @@ class _Site:
         self.net = small_model(self.seed)
         inner = torch.optim.AdamW(self.net.parameters(), lr=1e-4)
         self.optimizer = loco.PulseLoCo(inner, topology=topology, **{"sync_every": 10_000, **options})
-        self.loop: Any = self.optimizer.outer_state
         self.gave_up: list[Snapshot] = []
         self.checkpoints: dict[str, loco.Checkpoints] = {}  # by folder
-        give_up = self.loop._give_up
+        failed = elastic.QuorumAttempts.failed
 
-        def give_up_and_tell(*args: Any) -> None:
+        def failed_and_told(*args: Any, **kwargs: Any) -> None:
             self.gave_up.append(snapshot(self.optimizer))
-            give_up(*args)
+            failed(*args, **kwargs)
 
-        self.loop._give_up = give_up_and_tell
+        elastic.QuorumAttempts.failed = failed_and_told
 
     def obey(self, parent: Connection) -> None:
         parent.send_bytes(pickle.dumps(Told(self.optimizer.round, after=snapshot(self.optimizer))))
@@ -179,7 +180,7 @@ class _Site:
         except (loco.LocoError, ValueError) as error:
             return Told(self.optimizer.round, error=f"{type(error).__name__}: {error}")
         took_part = report.exchange != "rejoin"
-        plan = self.loop._plan
+        plan = self.topology.plan
         names, came = (), ()
         if took_part and plan is not None:
             names = tuple(plan.members[k].name for k in plan.workers)
@@ -236,19 +237,19 @@ class _Site:
         """In the next round: while sites send their entries, or when they vote on what arrived; or when this
         site has given another one θ and not yet m."""
         if moment == "voting":
-            conversation.Exchange.confirm = _die
+            Round.vote = _die
         elif moment == "giving":
-            elastic_loop.give = _give_half
+            recovery.give = _give_half
         else:
-            conversation.gather = conversation.owner_reduce = _die
+            EXCHANGES.update(dict.fromkeys(EXCHANGES, _die))
 
     def lose_the_verdict(self) -> None:
         """In the next round: the last vote does not reach this site, nor does the store answer."""
-        confirm, decide = conversation.Exchange.confirm, elastic_loop.decide
+        vote, decide = Round.vote, elastic.decide
         self.lost = False
 
-        def lose(*args: Any, **kwargs: Any) -> None:
-            confirm(*args, **kwargs)  # the others do hear this site
+        def lose(self: Round) -> None:
+            vote(self)  # the others do hear this site
             if not self.lost:
                 self.lost = True
                 raise TransportError("the link is cut")
@@ -260,11 +261,13 @@ class _Site:
             raise TransportError("the store does not answer")
 
         self.cut = True
-        conversation.Exchange.confirm, elastic_loop.decide = lose, no_answer
+        Round.vote, elastic.decide = lose, no_answer
 
 
-def _give_half(link: Any, peer: int, head: Any, tensors: list[torch.Tensor]) -> None:
-    recovery.give(link, peer, head, tensors[:1])
+def _give_half(
+    link: Any, peer: int, head: Any, tensors: list[torch.Tensor], give: Any = recovery.give
+) -> None:
+    give(link, peer, head, tensors[:1])
     _die()
 
 

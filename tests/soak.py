@@ -35,9 +35,8 @@ from states import snapshot
 from torch._C._distributed_c10d import TCPStore
 
 import loco
-from loco.exchange.conversation import Exchange
 from loco.exchange.stream import Stream
-from loco.round.loop import OuterLoop
+from loco.round.round import Round
 from loco.wire.framing import Framing
 
 NUMEL, STEPS = 2003, 2
@@ -155,7 +154,7 @@ def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
     told = Told("", Counter(), 0, [])
     struck = Path(folder) / f"struck-{rank}"  # what has happened does not happen again after a restart
     began = time.monotonic()
-    with _conservation_checked(told):
+    with _conservation_checked(told, optimizer):
         while optimizer.round < plan.rounds:
             number = optimizer.round + 1
             fault = plan.fault(number)
@@ -196,7 +195,7 @@ def _attempt(optimizer: loco.PulseLoCo, told: Told) -> None:
 def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection) -> Iterator[None]:
     """One attempt of a round, in which `kind` happens to this site."""
     anchor, weight = optimizer.outer_state.anchor, optimizer.outer_state.parameters.params[-1].data
-    arrived, vote = Stream.arrived, Exchange._vote
+    arrived, vote = Stream.arrived, Round.vote
     confirmed = False
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -214,13 +213,14 @@ def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection) -> Iterato
         return {}
 
     def last_vote(sent: bool, error: BaseException) -> Callable[..., None]:
-        def cut(self: Exchange, problem: Any, round: int, number: int) -> None:
+        def cut(self: Round) -> None:
             nonlocal confirmed
-            if number == 1 or confirmed:
-                return vote(self, problem, round, number)
+            if confirmed:
+                return vote(self)
             confirmed = True
+            self.is_promised = True
             if sent:
-                vote(self, problem, round, number)
+                vote(self)
             raise error
 
         return cut
@@ -234,11 +234,11 @@ def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection) -> Iterato
         elif kind == "hang up":
             patch.setattr(Stream, "arrived", lose)
         elif kind == "last vote sent":
-            patch.setattr(Exchange, "_vote", last_vote(True, loco.TransportError("lost a link (injected)")))
+            patch.setattr(Round, "vote", last_vote(True, loco.TransportError("lost a link (injected)")))
         elif kind == "last vote not sent":
-            patch.setattr(Exchange, "_vote", last_vote(False, loco.TransportError("lost a link (injected)")))
+            patch.setattr(Round, "vote", last_vote(False, loco.TransportError("lost a link (injected)")))
         elif kind == "interrupt":
-            patch.setattr(Exchange, "_vote", last_vote(True, KeyboardInterrupt()))
+            patch.setattr(Round, "vote", last_vote(True, KeyboardInterrupt()))
         elif kind == "late":
             time.sleep(0.1)
         elif kind == "stop":
@@ -259,24 +259,30 @@ def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection) -> Iterato
 
 
 @contextmanager
-def _conservation_checked(told: Told) -> Iterator[None]:
+def _conservation_checked(told: Told, optimizer: loco.PulseLoCo) -> Iterator[None]:
     """Around every round that is applied: what was sent and what is withheld are s, bit for bit."""
-    apply = OuterLoop._apply
+    update = torch.zeros(0)
 
-    def checked(self: OuterLoop, round: Any) -> None:
-        assert self.residual is not None
-        w = torch.cat([p.detach().reshape(-1).float() for p in self.parameters.params])
-        update = (self.anchor - w) + self.residual
-        apply(self, round)
-        sent, own = torch.zeros_like(update), round.outcome.own
-        sent[own.indices()] = own.values
-        assert not ((sent != 0) & (self.residual != 0)).any()
-        np.testing.assert_array_equal(bits(sent + self.residual), bits(update + 0.0))
-        told.checked += 1
+    def check(progress: loco.RoundProgress) -> None:
+        nonlocal update
+        state = progress.state
+        assert state.residual is not None
+        if progress.phase == "committed":
+            w = torch.cat([p.detach().reshape(-1).float() for p in state.parameters.params])
+            update = (state.anchor - w) + state.residual
+        elif progress.phase == "applied":
+            assert progress.entries is not None
+            sent = torch.zeros_like(update)
+            sent[progress.entries.indices()] = progress.entries.values
+            assert not ((sent != 0) & (state.residual != 0)).any()
+            np.testing.assert_array_equal(bits(sent + state.residual), bits(update + 0.0))
+            told.checked += 1
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OuterLoop, "_apply", checked)
+    handle = optimizer.register_round_hook(check)
+    try:
         yield
+    finally:
+        handle.remove()
 
 
 def _resources() -> tuple[int, int, int]:

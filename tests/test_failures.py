@@ -138,7 +138,7 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str, options: dict[str, 
     ("kind", "where", "options"),
     [
         ("PulseLoCo", "loco.kernels.encode", {}),
-        ("PulseLoCo", "loco.exchange.conversation.Exchange._announcement", {}),
+        ("PulseLoCo", "loco.round.round.fp32_bits", {}),
         *(
             ("PulseLoCo", where, {"exchange": exchange})
             for exchange in ("gather", "owner", "dense")
@@ -149,7 +149,6 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str, options: dict[str, 
             )
         ),
         ("PulseLoCo", "loco.kernels.add_up", {"exchange": "owner"}),
-        ("PulseLoCo", "loco.exchange.tuning.ExchangeTuner.learn", {}),
         ("DiLoCo", "loco.kernels.encode", {}),
         ("DiLoCo", "loco.wire.framing.Framing.seal", {}),
         ("DiLoCo", "loco.wire.framing.Framing.open", {}),
@@ -206,9 +205,19 @@ def non_finite(rank: int, kind: str) -> dict[str, Any]:
     if rank == 2:
         weight.data[1, 1] = float("inf")
     before = snapshot(optimizer)
-    sent = optimizer._outer._across.sent_bytes
+    sent = 0
+
+    def count(progress: loco.RoundProgress) -> None:
+        nonlocal across, sent
+        across = progress.view.across
+        sent = sent or across.sent_bytes  # before the round
+
+    across = None
+    handle = optimizer.register_round_hook(count)
     error = error_of(optimizer.sync)
-    sent = optimizer._outer._across.sent_bytes - sent
+    handle.remove()
+    assert across is not None
+    sent = across.sent_bytes - sent
     after = snapshot(optimizer)
     weight.data.copy_(kept)
     return {"error": error, "sent": sent, "before": before, "after": after, "next": optimizer.sync().round}

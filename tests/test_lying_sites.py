@@ -10,8 +10,11 @@ from states import Snapshot, assert_same, snapshot
 from test_failures import build_scripted
 
 import loco
-from loco.exchange.conversation import Exchange
+from loco.members.view import View
 from loco.net.transport import Transport
+from loco.round import round as one_round
+from loco.round import votes
+from loco.round.round import Round
 from loco.wire.framing import Frame, Framing
 from loco.wire.header import Header, Kind
 
@@ -19,11 +22,10 @@ from loco.wire.header import Header, Kind
 def foreign_header(rank: int, where: str, changes: dict[str, Any]) -> tuple[tuple[str, str], int]:
     """Site 1 sends what is not of this run, in a header that is whole."""
     optimizer = build_scripted(rank)
-    announcement, seal = Exchange._announcement, Framing.seal
+    announce, seal = one_round.announce, Framing.seal
 
-    def forge_announcement(self: Exchange, *args: Any) -> Any:
-        codec, header = announcement(self, *args)
-        return codec, replace(header, **changes)
+    def forge_announcement(view: View, mine: Header) -> Any:
+        return announce(view, replace(mine, **changes))
 
     def forge_frame(self: Framing, *args: Any) -> Frame:
         header, body = seal(self, *args)
@@ -31,7 +33,7 @@ def foreign_header(rank: int, where: str, changes: dict[str, Any]) -> tuple[tupl
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and where == "announcement":
-            patch.setattr(Exchange, "_announcement", forge_announcement)
+            patch.setattr(one_round, "announce", forge_announcement)
         if rank == 1 and where == "frame":
             patch.setattr(Framing, "seal", forge_frame)
         error = error_of(optimizer.sync)
@@ -83,15 +85,14 @@ def test_what_did_not_come_is_missed_even_if_its_sender_votes_for_the_round(exch
 def silent_announcement(rank: int) -> tuple[tuple[str, str], int]:
     """Site 1 announces nothing, and votes for the round nevertheless."""
     optimizer = build_scripted(rank)
-    announcement = Exchange._announcement
+    announce = one_round.announce
 
-    def hide(self: Exchange, *args: Any) -> Any:
-        codec, header = announcement(self, *args)
-        return codec, Header(kind=Kind.VOTE, site=header.site, round=header.round, digest=header.digest)
+    def hide(view: View, mine: Header) -> Any:
+        return announce(view, Header(kind=Kind.VOTE, site=mine.site, round=mine.round, digest=mine.digest))
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Exchange, "_announcement", hide)
+            patch.setattr(one_round, "announce", hide)
         error = error_of(optimizer.sync)
     return error, optimizer.sync().round
 
@@ -112,7 +113,7 @@ def other_exchange(rank: int) -> tuple[str, int]:
         optimizer = loco.PulseLoCo(inner, exchange="owner", topology=loco.Topology(repeats=0))
         with pytest.MonkeyPatch.context() as lie:
             if rank == 0:
-                lie.setattr(Exchange, "_chosen", lambda *_: "gather")
+                lie.setattr(Round, "_chosen_exchange", lambda *_: "gather")
             kind, _ = error_of(optimizer.sync)
         while optimizer.round == 0:
             error_of(optimizer.sync)
@@ -156,17 +157,17 @@ def damaged_last_vote(rank: int) -> tuple[tuple[str, str], Snapshot, Snapshot]:
         return loco.PulseLoCo(inner, sync_every=1, topology=topology)
 
     clean, hurt = built(), built()
-    read, damaged = Exchange._read_vote, rank != 1
+    read, damaged = votes.read_vote, rank != 1
 
-    def misread(self: Exchange, raw: bytes, member: int, transport: Transport, *args: Any) -> Header:
+    def misread(raw: bytes, site: int, transport: Transport, member: int, round: int, number: int) -> Header:
         nonlocal damaged
-        if not damaged and args[1] == 2 and transport is self.inside:
+        if not damaged and number == 2 and transport.member == "rank of this site":
             damaged = True
             raw = bytes([raw[0] ^ 0x40]) + raw[1:]
-        return read(self, raw, member, transport, *args)
+        return read(raw, site, transport, member, round, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Exchange, "_read_vote", misread)
+        patch.setattr(votes, "read_vote", misread)
         error = error_of(hurt.step)
     while hurt.round < 3:
         error_of(hurt.sync if hurt.round == 0 else hurt.step)

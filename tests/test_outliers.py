@@ -11,7 +11,7 @@ from sites import error_of, run_ranks
 from states import assert_same, snapshot
 
 import loco
-from loco.exchange.outliers import outliers
+from loco.round.outliers import outliers
 
 
 @pytest.mark.parametrize(

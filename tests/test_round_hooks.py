@@ -7,7 +7,7 @@ import torch
 from sites import run_ranks
 
 import loco
-from loco.round.hooks import PHASES, RoundProgress
+from loco.round.hooks import Phase, RoundProgress
 
 
 def build(rank: int, **options: Any) -> tuple[torch.nn.Parameter, loco.PulseLoCo]:
@@ -32,7 +32,7 @@ def phases_seen(rank: int, exchange: str) -> list[tuple[str, int, int, int]]:
 @pytest.mark.parametrize(("exchange", "contributions"), [("gather", 2), ("owner", 1)])
 def test_a_hook_sees_every_phase_once_and_none_after_it_is_removed(exchange: str, contributions: int) -> None:
     for seen in run_ranks(2, phases_seen, exchange):
-        assert [phase for phase, *_ in seen] == list(PHASES)
+        assert [phase for phase, *_ in seen] == list(Phase)
         assert {number for _, number, *_ in seen} == {1}
         entries = seen[1][2]
         assert entries > 0

@@ -152,12 +152,12 @@ def test_a_state_that_lacks_the_inner_optimizers_is_refused() -> None:
 
 def test_what_bytes_are_predicted_from_is_resumed_and_may_be_missing() -> None:
     optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
-    optimizer._outer.tuner.spread = 1.75
-    optimizer._outer.tuner.entry_bytes["tight"] = 2.25
+    optimizer.outer_state.tuner.spread = 1.75
+    optimizer.outer_state.tuner.entry_bytes["tight"] = 2.25
     state = optimizer.state_dict()
     other = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
     other.load_state_dict(state)
-    assert other._outer.tuner.state() == optimizer._outer.tuner.state()
+    assert other.outer_state.tuner.state() == optimizer.outer_state.tuner.state()
     del state["loco"]["tuner"]  # as it was saved before
     other.load_state_dict(state)
-    assert other._outer.tuner.spread == 1.75
+    assert other.outer_state.tuner.spread == 1.75

@@ -1,7 +1,6 @@
 """Headers and frames: entries come back exactly, bytes are pinned, and nothing malformed is taken for one."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,12 +38,11 @@ def sparse(positions: list[int], values: list[float], numel: int) -> Entries:
 
 def framing(numel: int, codec: Codec = FAST, site: int = 2) -> Framing:
     """Of a run of `numel` elements, as site 2 sends them and site 0 receives them."""
-    across: Any = SimpleNamespace(rank=site, device=torch.device("cpu"))
     rng = np.random.default_rng(numel)
     anchor, momentum = (
         torch.from_numpy((0.02 * rng.standard_normal(numel)).astype(np.float32)) for _ in "ab"
     )
-    return Framing(across, codec, Known(anchor, momentum, Gate()), round=7, digest=DIGEST)
+    return Framing(site, torch.device("cpu"), codec, Known(anchor, momentum, Gate()), round=7, digest=DIGEST)
 
 
 def send(entries: Entries, numel: int, codec: Codec = FAST) -> Frame:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import loco
-import loco.exchange.conversation
+import loco.round.round
 from experiments.bench.namespaces import counters
 from experiments.bench.noisy_site import NoisySite
 from loco.exchange.transfer import Transfer
-from loco.net.transport import PendingMessages
+from loco.net.transport import PendingMessages, Transport
 
 _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
 
@@ -44,8 +44,8 @@ class WatchedTransfer(Transfer):
     last: WatchedTransfer | None = None
     coding_seconds = coding_cpu = waited_seconds = 0.0
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         WatchedTransfer.last = self
 
     def attempt(self, do: Callable[[], Any]) -> Any:
@@ -71,7 +71,7 @@ class Trainer:
 
     def __init__(self, site: int, numel: int) -> None:
         # The exchange makes its transfers itself: put the one that is watched in their place.
-        loco.exchange.conversation.__dict__["Transfer"] = WatchedTransfer
+        loco.round.round.__dict__["Transfer"] = WatchedTransfer
         self._noise = NoisySite(numel, site)
         self._weight = self._noise.parameter.detach()
         self._topology = loco.Topology()
@@ -95,9 +95,14 @@ class Trainer:
         if kind is not None:
             self._optimizer = kind(self._noise.inner, topology=self._topology, **options)
 
+    def _across(self) -> Transport:
+        view = self._optimizer._outer._view
+        assert view is not None
+        return view.across
+
     def latency(self) -> float:
         """Seconds for a small message to all and theirs back."""
-        across = self._optimizer._outer._across
+        across = self._across()
         taken = []
         for _ in range(21):
             start = time.perf_counter()
@@ -107,7 +112,7 @@ class Trainer:
 
     def speed(self, size: int) -> float:
         """Bytes per second from this site, when all send so many to each at once."""
-        across = self._optimizer._outer._across
+        across = self._across()
         mine = torch.zeros(size, dtype=torch.uint8)
         theirs = {peer: torch.empty_like(mine) for peer in across.peers}
         dist.barrier()

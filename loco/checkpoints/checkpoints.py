@@ -11,7 +11,7 @@ from typing import Any
 
 from ..coordination.rendezvous import NeededError, Rendezvous, swap_or_fail
 from ..errors import CheckpointError
-from ..members.fixed import Topology
+from ..members.view import SiteTopology
 from ..optimizer import LowCommunicationOptimizer
 from .directory import CheckpointDirectory
 from .formats import FORMATS
@@ -122,7 +122,7 @@ class Checkpoints:
             failure = error
         mine: dict[str, Any] = {"save": uuid.uuid4().hex}
         mine["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
-        told = swap_or_fail(notes, mine, failure, what, optimizer._outer.is_called)
+        told = swap_or_fail(notes, mine, failure, what, optimizer._outer.is_reconnection_waiting)
         self._at_home = True
         all_held = [note["held"] for note in told]
         common = [one for one in all_held[0] if all(one in of_rank for of_rank in all_held)]
@@ -131,7 +131,7 @@ class Checkpoints:
 
         def write(folder: Path) -> None:
             FORMATS[self.format][0](tree, folder)
-            outer, state = optimizer._outer, tree["optimizer"]
+            outer, state = optimizer.outer_state, tree["optimizer"]
             manifest_of(outer, state, save=told[0]["save"], format=self.format, folder=folder).write(folder)
 
         def work() -> None:
@@ -158,7 +158,7 @@ class Checkpoints:
                 self.wait()
             except Exception as error:
                 failure = error
-            swap_or_fail(notes, {}, failure, f"after {what}", optimizer._outer.is_called)
+            swap_or_fail(notes, {}, failure, f"after {what}", optimizer._outer.is_reconnection_waiting)
 
     def _named(self, notes: Rendezvous) -> str:
         """Of several folders that a training saves to, the later ones are called by their numbers."""
@@ -263,6 +263,6 @@ class Checkpoints:
         self.close()
 
 
-def _directory_of(folder: Path, topology: Topology) -> CheckpointDirectory:
+def _directory_of(folder: Path, topology: SiteTopology) -> CheckpointDirectory:
     everyone = topology.everyone()
     return CheckpointDirectory(folder, everyone.rank, everyone.size, name_of(topology))

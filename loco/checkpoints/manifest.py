@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..members.fixed import Topology
-from ..round.loop import OuterLoop
+from ..members.view import SiteTopology
+from ..round.outer_state import OuterState
 from ..round.state import check_same, digest_of, identity
 from ..wire.header import VERSION
 
@@ -57,7 +57,7 @@ class Manifest:
         text = json.dumps(dataclasses.asdict(self), indent=1)
         (folder / NAME).write_text(text + "\n", encoding="utf-8")
 
-    def check_belongs(self, outer: OuterLoop) -> None:
+    def check_belongs(self, outer: OuterState) -> None:
         """Refuse what is not of this training, whichever of its ranks saved it.
 
         Raises:
@@ -81,7 +81,7 @@ class Manifest:
 
 
 def manifest_of(
-    outer: OuterLoop, state: Mapping[str, Any], *, save: str, format: str, folder: Path
+    outer: OuterState, state: Mapping[str, Any], *, save: str, format: str, folder: Path
 ) -> Manifest:
     """Of a state of `outer` whose data files lie in `folder`."""
     from loco import __version__  # which is set once loco has imported this
@@ -105,7 +105,7 @@ def manifest_of(
     )
 
 
-def name_of(topology: Topology) -> str:
+def name_of(topology: SiteTopology) -> str:
     """What a manifest calls this site; "" if its number says who it is."""
     return topology.seat().get("name", "")
 

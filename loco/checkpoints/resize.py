@@ -16,7 +16,7 @@ from torch import Tensor
 from loco import kernels
 
 from ..net.transport import Transport, as_bytes
-from ..round.loop import OuterLoop
+from ..round.outer_state import OuterState
 from ..round.state import identity
 
 
@@ -78,7 +78,7 @@ class Roster:
         return staying[first:] + staying[:first] + self.joining
 
 
-def update_of(outer: OuterLoop, state: dict[str, Any], old_site: int) -> Tensor:
+def update_of(outer: OuterState, state: dict[str, Any], old_site: int) -> Tensor:
     """s = Δ + e of another site's state, for this rank's slice.
 
     Raises:
@@ -162,7 +162,7 @@ def _moved(
 
 
 def send_to_joining(
-    everyone: Transport, roster: Roster, tree: dict[str, Any] | None, outer: OuterLoop
+    everyone: Transport, roster: Roster, tree: dict[str, Any] | None, outer: OuterState
 ) -> Any:
     """What a joining rank takes from that of its place in site 0, which sends it: θ, m, and `extra`, counters
     and hyperparameters. -> on a joining rank the state to load and `extra`; elsewhere `tree`."""

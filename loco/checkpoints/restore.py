@@ -11,7 +11,7 @@ from torch import Tensor
 from ..coordination.rendezvous import swap_or_fail
 from ..errors import CheckpointError, ReplicaError
 from ..optimizer import LowCommunicationOptimizer
-from ..round.loop import OuterLoop
+from ..round.outer_state import OuterState
 from ..round.state import digest_of, identity
 from .directory import CheckpointDirectory
 from .formats import FORMATS
@@ -46,7 +46,7 @@ def resume(
         save, roster = chosen
         read = _Read()
         try:
-            _read_all(read, directory, saves[save], roster, optimizer._outer)
+            _read_all(read, directory, saves[save], roster, optimizer.outer_state)
             verdict, text = "whole", ""
         except _DamagedError as error:
             verdict, text = "damaged", str(error)
@@ -69,7 +69,7 @@ def resume(
 
 
 def _read_all(
-    read: _Read, directory: CheckpointDirectory, save: Save, roster: Roster, outer: OuterLoop
+    read: _Read, directory: CheckpointDirectory, save: Save, roster: Roster, outer: OuterState
 ) -> None:
     """Fill `read`. Nothing is changed, and nothing sent.
 
@@ -99,7 +99,7 @@ class _DamagedError(Exception):
     """A rank's folder is not what was written."""
 
 
-def _read(directory: CheckpointDirectory, position: Position, rank: int, outer: OuterLoop) -> dict[str, Any]:
+def _read(directory: CheckpointDirectory, position: Position, rank: int, outer: OuterState) -> dict[str, Any]:
     """What a rank saved, proven to be that.
 
     Raises:
@@ -130,7 +130,7 @@ def _read(directory: CheckpointDirectory, position: Position, rank: int, outer: 
     return tree
 
 
-def _check_tensors(own: dict[str, Any], manifest: Manifest, outer: OuterLoop) -> None:
+def _check_tensors(own: dict[str, Any], manifest: Manifest, outer: OuterState) -> None:
     """The data are those that the manifest speaks of."""
     if Position(own["round"], own["local_step"]) != manifest.position:
         raise ValueError(f"its data are of {Position(own['round'], own['local_step'])}")
@@ -145,7 +145,7 @@ def _take_up(
     position: Position,
 ) -> Any:
     """Everything has been read and found whole: now the ranks change."""
-    outer, everyone = optimizer._outer, optimizer.topology.everyone()
+    outer, everyone = optimizer.outer_state, optimizer.topology.everyone()
     tree = read.tree
     if roster.joining:
         tree = send_to_joining(everyone, roster, tree, outer)
@@ -160,7 +160,7 @@ def _take_up(
     try:
         optimizer.load_state_dict(state)
         if read.tree is None:
-            outer.reset_weights()
+            optimizer._outer.reset_weights()
     except Exception as error:
         failure = error
     # The ranks of one place hold the same slice of θ.

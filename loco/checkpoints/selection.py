@@ -73,7 +73,7 @@ def newest(
         ValueError, CheckpointError: as `Checkpoints.load`.
     """
     each, unseen = optimizer.topology.ranks_per_site, None
-    withholds = optimizer._outer.residual is not None
+    withholds = optimizer.outer_state.residual is not None
     for name, save in sorted(saves.items(), key=lambda item: (item[1].position, item[0]), reverse=True):
         if name in passed_over:
             continue

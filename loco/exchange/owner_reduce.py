@@ -9,6 +9,7 @@ from ..errors import NonFiniteError
 from ..net.transport import PendingMessages
 from ..wire.framing import Frame, Frames, slices_of
 from ..wire.header import Header, Kind
+from ..wire.refusal import overflow_text
 from .stream import AHEAD, Arrived, Stream
 from .transfer import Transfer
 
@@ -45,7 +46,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
             in_order = [part for _, part in sorted(parts.items()) if part is not None]
             sums = kernels.add_up(in_order, at.stop - at.start)
             if not bool(sums.values.isfinite().all()):
-                raise NonFiniteError(f"{work.phase('sums')}: the sites' updates add up to an infinite one")
+                raise NonFiniteError(overflow_text(framing.round))
             found[across.rank].append(framing.as_received(sums, at))
             return sums
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from loco.kernels import Entries
 
-from ..errors import WireError
+from ..errors import NonFiniteError, WireError
 from ..net.transport import PendingMessages, Transport
 from ..wire.framing import Frame, Framing
 from ..wire.header import Header, Kind, Status
@@ -23,12 +23,15 @@ class Transfer:
 
     All messages are exchanged whatever happens here in between, since the peers wait for them: what fails
     becomes a `problem` for the vote, and a frame that can't be made is replaced by one that says so.
+
+    Args:
+        problem: what went wrong before.
     """
 
-    def __init__(self, across: Transport, framing: Framing) -> None:
+    def __init__(self, across: Transport, framing: Framing, *, problem: Problem | None = None) -> None:
         self.across = across
         self.framing = framing
-        self.problem: Problem | None = None
+        self.problem = problem
         self.missing: int | None = None  # a site that could not send all; its vote should say why
         self.seconds = 0.0  # from the first message to the last
         self._began: float | None = None
@@ -42,9 +45,11 @@ class Transfer:
             return None
         try:
             return do()
+        except NonFiniteError as error:
+            self.problem = Problem(Status.OVERFLOW, seen=error)
         except Exception as error:
             self.problem = Problem(Status.FAILED, seen=error)
-            return None
+        return None
 
     def seal(self, entries: Callable[[], Entries], at: slice, number: int, kind: Kind) -> Frame:
         frame = self.attempt(lambda: self.framing.seal(entries(), at, number, kind))

@@ -1,5 +1,6 @@
 """Which exchange moves the fewest bytes, predicted from the last round; which code is quickest, by trying."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..wire.framing import Frames, slices_of
 from ..wire.header import HEADER_BYTES, Header
 from .transfer import Transfer
 
+_logger = logging.getLogger(__name__)
 ENOUGH = 1000  # entries, to learn from
 CLEARLY = 1.2
 AGAIN = 32  # rounds, after which a code is tried again
@@ -44,6 +46,7 @@ class ExchangeTuner:
         self.entry_bytes = {FAST.name: 5.1, TIGHT.name: 2.4}
         self.spread = 1 + (sites - 1) / 3  # entries of the sums, over those of one site
         self._seconds: dict[str, float] = {}  # of an exchange for each of this site's entries, by code
+        self._codec: Codec = FAST  # of the last round
         self._since: dict[str, int] = {}  # rounds since a code was tried
 
     def state(self) -> dict[str, Any]:
@@ -58,7 +61,15 @@ class ExchangeTuner:
             self.spread = float(state["spread"])
 
     def codec(self) -> Codec:
-        """The code for this round: with "auto" the one whose exchange took less time when it was last tried.
+        """The code for this round. Never fails: the last one will do."""
+        try:
+            self._codec = self._quickest()
+        except Exception:
+            _logger.warning("the exchange's tuner could not choose a code", exc_info=True)
+        return self._codec
+
+    def _quickest(self) -> Codec:
+        """With "auto" the one whose exchange took less time when it was last tried.
 
         Coding and sending overlap, here and at the peers, and what a round takes only a round can tell. So
         each code is tried, and now and then again. The fast one must be clearly quicker: it needs the link
@@ -74,21 +85,35 @@ class ExchangeTuner:
         quicker = CLEARLY * self._seconds[FAST.name] < self._seconds[TIGHT.name]
         return FAST if quicker else TIGHT
 
+    def exchange(self, announcements: Sequence[Header]) -> str:
+        """The exchange that is predicted to send the fewest bytes; the same on all sites."""
+        predicted = predicted_bytes(announcements)
+        return min(predicted, key=lambda name: predicted[name])
+
     def announced(self, codec: Codec, entries: int, numel: int) -> tuple[int, int]:
         """The bytes to expect of this site's payload, and of the sums."""
         each = self.entry_bytes[codec.name]
         return round(entries * each), round(min(entries * self.spread, numel) * each)
 
-    def learn(self, codec: Codec, work: Transfer, contributions: list[Entries], own: Entries) -> None:
-        """
+    def learn(self, codec: Codec, work: Transfer, contributions: Sequence[Entries], own: Entries) -> None:
+        """Never fails: what can't be learned is not worth a round.
+
         Args:
             contributions: all sites' entries, or their sums alone.
         """
+        try:
+            self._learn(codec, work, contributions, own)
+        except Exception:
+            _logger.warning("the exchange's tuner could not learn from a round", exc_info=True)
+
+    def _learn(self, codec: Codec, work: Transfer, contributions: Sequence[Entries], own: Entries) -> None:
         framing = work.framing
         self._since = {name: rounds + 1 for name, rounds in self._since.items()} | {codec.name: 0}
         if codec.name not in SPARSE:
             return
-        self._seconds[codec.name] = work.seconds / max(own.values.numel(), 1)
+        if not own.values.numel():
+            return  # how long it took says nothing of an entry
+        self._seconds[codec.name] = work.seconds / own.values.numel()
         if framing.coded_entries >= ENOUGH:
             self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries
         entries, sums = own.values.numel(), contributions[0].values.numel()
@@ -98,7 +123,7 @@ class ExchangeTuner:
             self.spread = sums / entries
 
 
-def _sampled(own: Entries, contributions: list[Entries], numel: int) -> tuple[int, int]:
+def _sampled(own: Entries, contributions: Sequence[Entries], numel: int) -> tuple[int, int]:
     """The entries of one site, and of all together, in some stretches of the vector."""
     length, entries, sums = 1 << 14, 0, 0
     for first in range(0, numel, max(length, numel // (64 * BLOCK) * BLOCK)):

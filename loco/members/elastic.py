@@ -4,27 +4,30 @@ import json
 import logging
 import os
 import socket
+import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from ..coordination.authentication import StoreSeals
-from ..coordination.commit import Verdicts
-from ..coordination.liveness import Liveness
+from ..coordination.commit import decide
 from ..coordination.rendezvous import Alone
-from ..errors import AgreementError
+from ..coordination.store_client import StoreClient
+from ..errors import AgreementError, LocoError, NonFiniteError, PeerError, TransportError, WireError
 from ..net.links import Links, LinkTransport, host_store
 from ..net.transport import Transport
-from .fixed import Topology
 from .lighthouse import HOW_TO_START, Lighthouse
-from .quorum import Claim, Member, Plan, plan
+from .quorum import Claim, Plan, plan
+from .view import Standing, View
 
+MOST = 3  # rounds that fail among the same sites before it is said: repeating mends only who is gone
+_PAUSE = 0.2  # seconds between two looks at whether all have come to the start
 _logger = logging.getLogger(__name__)
 
 
-class ElasticTopology(Topology):
+class ElasticTopology:
     """Sites of one process each, of which some may die and come back while the others train on.
 
     It takes the place of `loco.Topology`, and of `init_process_group`:
@@ -52,6 +55,7 @@ class ElasticTopology(Topology):
     Attributes:
         num_sites: R of the latest round.
         site: this site's number in it, 0 … R−1.
+        plan: of the latest quorum; None before the first.
 
     Raises:
         ImportError: torchft is not installed.
@@ -90,7 +94,6 @@ class ElasticTopology(Topology):
         self.id = f"{self.name}:{process}"
         self.timeout = self.patience = float(timeout)  # whoever is in a quorum has come to its round
         self.dead_after = float(dead_after)
-        self.repeats = 0  # a round that fails is for the next quorum
         self.connect_timeout = float(connect_timeout)
         self.num_sites, self.site = 1, 0
         self._address = address or socket.gethostname()
@@ -100,7 +103,7 @@ class ElasticTopology(Topology):
         )
         self.notes = Alone()  # what a site keeps is its own
         self._links: Links | None = None
-        self._members: tuple[Member, ...] = ()
+        self.plan: Plan | None = None
 
     def gather(self, claim: Claim) -> Plan:
         """Ask who is there, and decide with them who does what.
@@ -109,13 +112,18 @@ class ElasticTopology(Topology):
             AgreementError: the run's sites were set up differently from this one.
             TransportError: the lighthouse is gone.
         """
-        decided = plan(*self._lighthouse.ask(claim))
+        try:
+            decided = plan(*self._lighthouse.ask(claim))
+        except TransportError as error:
+            error.lasting = True
+            raise
         if decided.place_of(self.id) < 0:
             raise AgreementError(
                 f"{self.name} was set up differently from the sites of the run that it came to: "
                 f"{_difference(decided.members[0].claim.setup, claim.setup)}"
             )
         self._tell(decided)
+        self.plan = decided
         return decided
 
     def link(self, decided: Plan) -> None:
@@ -150,9 +158,9 @@ class ElasticTopology(Topology):
             places = list(range(len(decided.members)))
         return LinkTransport(self.links, places, decided.place_of(self.id), timeout=self.timeout)
 
-    def unlink(self) -> None:
+    def unlink(self, why: str = "it left the links") -> None:
         if self._links is not None:
-            self._links.close("it left the links")
+            self._links.close(why)
         self._links = None
 
     def close(self) -> None:
@@ -160,37 +168,24 @@ class ElasticTopology(Topology):
         self.unlink()
         self._lighthouse.close()
 
-    # What the outer loop asks of a topology. Until the first quorum a site is alone.
-
-    @property
-    def liveness(self) -> Liveness:
-        return Silence()
-
     def everyone(self) -> Transport:
+        """A site is built alone: who the others are, a quorum says."""
+        return self.alone()
+
+    def alone(self) -> Transport:
         return LinkTransport(None, [0], 0, timeout=self.timeout)
 
-    def connect(self, device: torch.device, name: str = "") -> tuple[Transport, Transport]:
-        return self.everyone(), self.everyone()
-
-    def disconnect(self, *links: Transport) -> None:
-        for link in links:
-            link.close()
-
-    def verdicts(self, place: str) -> Verdicts:
-        """Of a site that is alone; those of a quorum are in the store of its links."""
-        return Verdicts(HashStore(), StoreSeals(), place, clears_up=True)
+    def membership(self, device: torch.device, setup: Mapping[str, Any]) -> "QuorumMembership":
+        return QuorumMembership(self, json.dumps({"sites": self.sites} | dict(setup)))
 
     def seat(self) -> dict[str, Any]:
         """A site is known by its name: its number is another one in every quorum. To its state and to its
         checkpoints it is alone."""
         return {"name": self.name, "site": 0, "num_sites": 1, "rank_in_site": 0, "ranks_per_site": 1}
 
-    def meet(self, name: str) -> int:
-        raise AssertionError("sites that come and go meet in the next quorum")
-
     def _tell(self, decided: Plan) -> None:
         """Log who has come and who is gone."""
-        before = {member.id: member.name for member in self._members}
+        before = {} if self.plan is None else {member.id: member.name for member in self.plan.members}
         now = {member.id: member.name for member in decided.members}
         if before and before != now:
             gone = ", ".join(name for id, name in before.items() if id not in now) or "nobody"
@@ -198,17 +193,167 @@ class ElasticTopology(Topology):
             _logger.warning("the sites are now %s (gone: %s; come: %s)", ", ".join(now.values()), gone, come)
         for member in decided.strangers:
             _logger.warning("%s was set up differently, and is left out", member.name)
-        self._members = decided.members
 
     def __repr__(self) -> str:
         return f"ElasticTopology(name={self.name!r}): this is site {self.site} of {self.num_sites} now"
 
 
-class Silence(Liveness):
-    """The signs of life of a site that nobody listens to."""
+class QuorumMembership:
+    """The views of one optimizer over an `ElasticTopology`: a quorum for each round.
 
-    def __init__(self) -> None:
+    Args:
+        setup: what all sites of a run have in common.
+    """
+
+    others_may_be_ahead = True
+
+    def __init__(self, topology: ElasticTopology, setup: str) -> None:
+        self._topology = topology
+        self._setup = setup
+
+    def form(self, standing: Standing) -> View:
+        """
+        Raises:
+            AgreementError: the run's sites were set up differently from this one.
+            LocoError: no site holds the whole anchor.
+            TransportError: the lighthouse is gone; or, and then it does not last, a member was lost.
+        """
+        topology = self._topology
+        while True:
+            plan = topology.gather(self._claim(standing))
+            claims = [member.claim for member in plan.members]
+            if max(claim.round for claim in claims) < 0:
+                raise LocoError(
+                    f"round {standing.rounds_done + 1}: no site that is left holds the whole anchor: load "
+                    f"the last checkpoints"
+                )
+            is_new_run = all(claim.round <= 0 for claim in claims) and not plan.runs
+            if standing.ready or not is_new_run or len(claims) >= topology.sites:
+                break
+            time.sleep(_PAUSE)
+        if standing.ready or plan.newcomers:
+            topology.link(plan)
+        return self._view(plan, standing)
+
+    def give_up(self, why: str) -> None:
+        self._topology.unlink(why)
+
+    def attempts(self) -> "QuorumAttempts":
+        return QuorumAttempts(self._topology)
+
+    def is_reconnection_waiting(self) -> bool:
+        return False
+
+    def _claim(self, standing: Standing) -> Claim:
+        links = self._topology.links
+        return Claim(
+            round=standing.rounds_done,
+            digest=standing.digest(),
+            ready=standing.ready,
+            links="" if links is None else links.name,
+            committed=standing.committed,
+            doubt=standing.doubt,
+            setup=self._setup,
+        )
+
+    def _view(self, plan: Plan, standing: Standing) -> View:
+        topology, links = self._topology, self._topology.links
+        me = plan.place_of(topology.id)
+        takes_part = me in plan.workers
+        workers = list(plan.workers) if takes_part else [me]
+        if takes_part:
+            topology.num_sites, topology.site = len(workers), workers.index(me)
+        committed = None
+        if standing.doubt:
+            committed = any(member.claim.committed == standing.doubt for member in plan.members)
+        return View(
+            name=plan.attempt,
+            site=workers.index(me),
+            num_sites=len(workers),
+            across=topology.among(plan, workers) if takes_part else topology.alone(),
+            inside=topology.alone(),
+            liveness=Unheard() if links is None else links.liveness,
+            register=_OneVerdict(None if links is None else links.store, plan.attempt),
+            site_names=tuple(plan.members[k].name for k in workers),
+            handover=QuorumHandover(topology, plan, me),
+            runs_round=plan.runs and takes_part,
+            committed=committed,
+        )
+
+
+class QuorumHandover:
+    """θ and m, from the members of a quorum that hold them to those that have come.
+
+    Args:
+        me: this site's index among the members.
+    """
+
+    def __init__(self, topology: ElasticTopology, plan: Plan, me: int) -> None:
+        self._topology = topology
+        self._plan = plan
+        self._me = me
+        self.link = topology.among(plan)
+        self.source = plan.newcomers.get(me)
+        self.receivers = tuple(newcomer for newcomer, server in plan.newcomers.items() if server == me)
+
+    def announce(self) -> None:
+        self._links().announce(f"{self._plan.attempt} done by {self._me}")
+
+    def await_source(self) -> None:
+        self._links().await_word(f"{self._plan.attempt} done by {self.source}", self._plan.workers)
+
+    def name_of(self, member: int) -> str:
+        return self._plan.members[member].name
+
+    def _links(self) -> Links:
+        links = self._topology.links
+        if links is None:
+            raise TransportError("the links to the sites that have come broke after the round")
+        return links
+
+
+class QuorumAttempts:
+    """A round that fails is tried again among those who are left, unless it keeps failing among the same."""
+
+    def __init__(self, topology: ElasticTopology) -> None:
+        self._topology = topology
+        self._failed: list[list[str]] = []  # ids of the members, by attempt
+
+    def failed(self, view: View | None, error: Exception, *, refused: bool, own_fault: bool) -> None:
+        is_repeatable = isinstance(error, TransportError | WireError | NonFiniteError | PeerError)
+        no_quorum = view is None and isinstance(error, TransportError) and error.lasting
+        if own_fault or no_quorum or not is_repeatable:
+            raise error from None
+        self._topology.unlink()
+        plan = self._topology.plan
+        self._failed.append([] if plan is None else [member.id for member in plan.members])
+        _logger.warning("%s; asking who is left", error)
+        latest = self._failed[-MOST:]
+        if len(latest) == MOST and latest.count(latest[0]) == MOST:
+            raise error from None
+
+
+class _OneVerdict:
+    """On the one round of a quorum's attempt, in the store of its links. If the store's host is lost too, the
+    next quorum tells: a site that knows says so there.
+
+    Args:
+        store: None for a site that is alone.
+    """
+
+    def __init__(self, store: StoreClient | None, attempt: str) -> None:
+        self._store = store
+        self._key = f"verdict/{attempt}"
+
+    def prepare(self, number: int) -> None:
         pass
+
+    def on(self, number: int, wish: str) -> str:
+        return wish if self._store is None else decide(self._store, self._key, wish, StoreSeals())
+
+
+class Unheard:
+    """The signs of life of a site that nobody waits for."""
 
     def say(self, doing: str) -> None:
         pass

@@ -4,7 +4,7 @@ import hashlib
 import struct
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line
 from ..net.linking import TRIES, PatientStore, link, only_gloo
 from ..net.transport import Transport, any_device, listed, wire_device
+from .world import WorldMembership
 
 _OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, chance
 
@@ -294,6 +295,10 @@ class Topology:
         if name not in self._seals:
             self._seals[name] = MessageSeals(self._key, self._session, name, dist.get_rank(group))
         return self._seals[name]
+
+    def membership(self, device: torch.device, setup: Mapping[str, Any]) -> WorldMembership:
+        """Of one optimizer. All ranks have proven that they agree on its setup."""
+        return WorldMembership(self, device)
 
     def seat(self) -> dict[str, Any]:
         """Who this rank is, as its state remembers it."""

@@ -77,7 +77,8 @@ class Plan:
 
 def plan(attempt: str, quorum: Sequence[Member]) -> Plan:
     """
-    1. A site in doubt about an attempt that another has committed will commit it too: it counts as done.
+    1. A site in doubt about an attempt that another has committed will commit it too: it counts as done, and
+       so do the inner steps that the site has come with. It is not ready for another round.
     2. The run is what most of the sites that are ready hold, of those who are furthest: rounds first, then
        numbers, then the first site. If none that is ready has done a round (a start, or a restart), of all:
        a site that has lost its checkpoints may be ready before the others have brought theirs.
@@ -111,7 +112,7 @@ def _settled(members: list[Member]) -> list[Member]:
     for member in members:
         outcome = committed.get(member.claim.doubt)
         if outcome is not None:
-            claim = replace(member.claim, round=outcome.round, digest=outcome.digest)
+            claim = replace(member.claim, round=outcome.round, digest=outcome.digest, ready=False)
             member = replace(member, claim=claim)
         settled.append(member)
     return settled

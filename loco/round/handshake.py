@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from loco import kernels
 
 from ..errors import AgreementError, ReplicaError
-from ..members.fixed import Topology
+from ..members.view import SiteTopology
 from ..net.transport import Transport
 from .parameters import FlatParameters
 
@@ -20,7 +20,7 @@ _AT_A_TIME = 1 << 20  # elements
 
 
 def agree_on_parameters(
-    everyone: Transport, topology: Topology, inner: Optimizer, setup: Mapping[str, Any]
+    everyone: Transport, topology: SiteTopology, inner: Optimizer, setup: Mapping[str, Any]
 ) -> FlatParameters:
     """The parameters as a flat vector, once all ranks have found that they agree on it and on `setup`.
 
@@ -97,7 +97,7 @@ def check_denormals(device: torch.device) -> None:
 
 
 def check_first_anchor(
-    everyone: Transport, topology: Topology, layout: FlatParameters, anchor: Tensor, start: int
+    everyone: Transport, topology: SiteTopology, layout: FlatParameters, anchor: Tensor, start: int
 ) -> None:
     """Every rank tells every other what it sees of its slice, from `start`, so that all refuse it or none."""
     first_bad = _first_bad(anchor)

@@ -3,17 +3,26 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
 
 from torch.utils.hooks import RemovableHandle
 
 from loco.kernels import Entries
 
-# In the order of a round. "begun": the inner steps are done, and nothing has been read yet. "encoded": this
-# rank knows what it would send. "announced": all sites know what each would send, and none refuses.
-# "received": all entries are here. "voted": all sites have everything. "committed": the round counts on all
-# sites. "applied": θ, m, e and w are those after the round.
-PHASES = ("begun", "encoded", "announced", "received", "voted", "committed", "applied")
+from ..members.view import View
+from .outer_state import OuterState
+
+
+class Phase(StrEnum):
+    """In the order of a round."""
+
+    BEGUN = "begun"  # the inner steps are done, and nothing has been read yet
+    ENCODED = "encoded"  # this rank knows what it would send
+    ANNOUNCED = "announced"  # all sites know what each would send, and none refuses
+    RECEIVED = "received"  # all entries are here
+    VOTED = "voted"  # all sites have everything
+    COMMITTED = "committed"  # the round counts, on all sites
+    APPLIED = "applied"  # θ, m, e and w are those after the round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +30,19 @@ class RoundProgress:
     """A round at one of its phases, on this rank.
 
     Attributes:
-        phase: one of PHASES.
+        phase: a `Phase`, which compares as its name.
         number: of the round, from 1.
+        view: who takes part, and the links to them.
         state: `optimizer.outer_state`. A hook may change weights and state at "begun" and "applied", and
             nothing in between.
         entries: what this rank sends, from "encoded" on.
         contributions: from "received" on, what is added up in this order: each site's entries, or their sums.
     """
 
-    phase: str
+    phase: Phase
     number: int
-    state: Any
+    view: View
+    state: OuterState
     entries: Entries | None = None
     contributions: Sequence[Entries] = ()
 

@@ -1,52 +1,38 @@
-"""The outer loop: the state that the sites share, and a round as its numbered steps (DESIGN's §2)."""
+"""The outer loop: rounds, one after the other, and what is done when one of them fails."""
 
 import logging
-import time
-import traceback
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from loco import kernels
-from loco.kernels import Encoded, Entries, Gate, Known, OuterStep
-
-from ..config import GATES, Settings
+from ..config import Settings
 from ..coordination.commit import ABORT, COMMIT
-from ..errors import LocoError, TransportError
-from ..exchange.conversation import Exchange, Outcome, WireConfig
+from ..errors import LocoError, TransportError, WireError
 from ..exchange.tuning import ExchangeTuner
-from ..members.fixed import Topology
+from ..exchange.wire_config import WireConfig
+from ..members.view import SiteTopology, Standing, View
 from ..report import SyncReport
-from ..wire.header import VERSION, Status
-from ..wire.refusal import Problem, Refused
-from .handshake import agree_on_parameters, check_denormals, check_first_anchor
-from .hooks import Hooks, RoundProgress
-from .inside_site import compare, share
+from ..wire.header import VERSION
+from ..wire.refusal import Refused
+from .handshake import agree_on_parameters, check_first_anchor, fingerprint
+from .hooks import Hooks, Phase
+from .outer_state import OuterState
+from .recovery import adopt_state, hand_over_state
+from .round import Round, share_anchor
+from .state import digest_of
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Exchanged:
-    """A round whose entries are all here, until it is certain whether it counts, and it is applied."""
-
-    outcome: Outcome
-    before: tuple[int, int, int]  # bytes
-    began: float
-    exchanging: float
-    applying: float = 0.0
-    applied: bool = False
-    residual_norm: float = 0.0
-
-
 class OuterLoop:
-    """Anchor θ, outer momentum m and residual e of this rank's slice, and the rounds over them.
+    """Rounds over one optimizer's parameters.
+
+    What holds when a site is lost in a round: no other site has changed θ, m, e or w, and all can repeat the
+    round with what they had. If the loss came so late that some ranks have heard all votes and others have
+    not, those others hold all that the round takes: they learn whether it was committed, and commit it too.
 
     Args:
         inner: the optimizer whose parameters are synchronised.
@@ -58,363 +44,281 @@ class OuterLoop:
     Raises:
         ValueError: this rank's parameters can't be synchronised.
         AgreementError: another rank's can't, or the sites differ.
-        TransportError, ReplicaError: site 0's weights did not reach all.
+        TransportError, ReplicaError: the first anchor did not reach all.
     """
 
     def __init__(
-        self,
-        inner: Optimizer,
-        settings: Settings,
-        topology: Topology,
-        wire: WireConfig,
-        *,
-        offload: bool,
+        self, inner: Optimizer, settings: Settings, topology: SiteTopology, wire: WireConfig, *, offload: bool
     ) -> None:
-        self.settings = settings
-        self.topology = topology
         self.hooks = Hooks()
-        self.rounds_done = 0  # rounds done
-        self._everyone = topology.everyone()
-        self._liveness = topology.liveness
-        # A rank that can't go on says so before it raises, so that the others do not wait for it.
-        self.parameters = agree_on_parameters(
-            self._everyone, topology, inner, {"wire version": VERSION} | vars(settings) | wire.agreement()
-        )
-        self._device = torch.device("cpu") if offload else self.parameters.device  # of θ, m and e
         self._inner = inner
         self._wire = wire
-        self._tuner = ExchangeTuner(wire.codec, topology.num_sites)
-        # A name that all ranks share and no other optimizer has, to meet under after a failure.
-        self._name = self._everyone.swap_records(uuid.uuid4().bytes, phase="naming")[0].hex()
-        self._meeting = 0  # which of the ranks' meetings the links are from
-        self._connect()
-        self._torn = False
-        self._unfinished: _Exchanged | None = None
-
-        seen = GATES[settings.gate]
-        self.gate = None
-        if seen is not None:
-            self.gate = Gate(
-                dtype=seen,
-                gain=settings.gate_gain,
-                margin=settings.gate_margin,
-                value_steps=settings.value_steps,
-            )
-        self._step = OuterStep(
-            num_sites=topology.num_sites,
-            lr=settings.outer_lr,
-            momentum=settings.outer_momentum,
-            nesterov=settings.nesterov,
+        setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
+        # A rank that can't go on says so before it raises, so that the others do not wait for it.
+        parameters = agree_on_parameters(topology.everyone(), topology, inner, setup)
+        tuner = ExchangeTuner(wire.codec, topology.num_sites)
+        self.state = OuterState.of(parameters, settings, topology, tuner, offload=offload)
+        self._membership = topology.membership(
+            self.state.device, setup | {"parameters": fingerprint(parameters.describe())}
         )
-        # The ranks of a site share the flat state in equal slices, the last ones possibly shorter.
-        numel = self.parameters.numel
-        self._width = -(-numel // topology.ranks_per_site)
-        self.start = min(topology.rank_in_site * self._width, numel)
-        self.stop = min(self.start + self._width, numel)
-        self.anchor = self._zeros()
-        self.momentum = self._zeros() if settings.outer_momentum else None
-        self.residual = self._zeros() if self.gate is not None else None
-        self._start_alike()
+        self._view: View | None = None
+        self._pending: Round | None = None  # this rank has promised it or applied it, and its end is missing
+        self._committed = ""  # the name of the view that made the latest round
+        self._start()
 
     @torch.no_grad()
     def run_round(self) -> SyncReport:
-        """A round, tried again by all ranks together if they live and only their links were lost."""
-        for left in range(self.topology.repeats, -1, -1):
-            try:
-                return self._attempt()
-            except TransportError as error:
-                if error.lasting or not left:
-                    raise
-                _logger.warning("%s. The round is repeated over new links", error)
-        raise AssertionError("the last attempt returns or raises")
+        """A round with all members, tried again as long as that can help.
 
-    def _attempt(self) -> SyncReport:
-        """Steps 2 to 8 (step 1 is the caller's H inner steps).
-
-        Until it is certain that every site has received everything, nothing is written: a round that fails
-        leaves θ, m, e and w as they were, and can be repeated by all ranks together.
+        Raises:
+            LocoError: the round failed and changed nothing; it can be repeated.
         """
-        report = self.settle()
-        if report is not None:
-            return report  # what is to be repeated had been done after all
-        number = self.rounds_done + 1
-        self._liveness.say(f"round {number}, encoding")
-        if not self._connected:
-            self._connect(again=True)
-        self._verdicts.prepare(number)
-        before, began = self._bytes(), time.perf_counter()
-        # 2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send
-        encoded, norm, problem = self._encode()
-        exchanging = time.perf_counter()
-        self._liveness.say(f"round {number}, exchanging")
-        try:
-            with self._conversation():
-                norm, drift = compare(
-                    self._inside,
-                    self.parameters,
-                    norm,
-                    encoded=encoded is not None,
-                    phase=f"round {number}, weights inside the site",
+        self.state.check_whole()
+        attempts = self._membership.attempts()
+        while True:
+            view: View | None = None
+            current: Round | None = None
+            try:
+                report = self._settle_unless_told_later()
+                if report is not None:
+                    return report  # what was to be repeated had been done after all
+                view = self._form(ready=True)
+                report = self._settle_as_told(view)
+                if view.handover is not None and view.handover.source is not None:
+                    return self._adopt(view)
+                if report is not None and not view.runs_round:
+                    return report
+                current = Round(
+                    self.state, view, self._wire, check_parameters=self._check_parameters, hooks=self.hooks
                 )
-                known = Known(self.anchor, self.momentum, self.gate or Gate())
-                outcome = self._exchange.run(
-                    encoded,
-                    known,
-                    norm=norm,
-                    outlier_factor=self.settings.outlier_factor,
-                    round=number,
-                    problem=problem or drift,
-                )
-                assert encoded is not None
-                self._call_hooks("received", outcome)
-                # From here on the others may count on this rank.
-                self._unfinished = _Exchanged(outcome, before, began, exchanging)
-                try:
-                    self._exchange.confirm(outcome, round=number)
-                except Refused:
-                    self._unfinished = None  # nobody has all votes
-                    raise
-        except Exception:
-            report = self._finish(ABORT)
-            if report is None:
-                raise
-            return report
-        report = self._finish(COMMIT)
-        if report is None:
-            with self._conversation():
-                raise TransportError(
-                    f"round {number}: another rank lost its links in the last vote, so no rank has applied "
-                    f"the round, and all can repeat it"
-                )
-        return report
+                report = self._attempt(current)
+            except Refused as refusal:
+                error, refused = refusal.error, True
+            except (TransportError, WireError) as failure:
+                error, refused = failure, False
+            else:
+                self._serve(view)
+                return report
+            own_fault = current is not None and current.failed_here
+            attempts.failed(view, error, refused=refused, own_fault=own_fault)
 
     @torch.no_grad()
     def settle(self) -> SyncReport | None:
         """Finish a round whose end was cut off, if any -> its report, if it counts.
 
-        Raises:
-            LocoError: it can't be finished yet; or this rank can't go on, see `check_whole`.
-        """
-        self.check_whole()
-        return self._finish(ABORT)
-
-    def tell_step(self, local_step: int) -> None:
-        """What those who wait for this rank may want to know."""
-        steps = f"step {local_step} of {self.settings.sync_every}"
-        self._liveness.say(f"computing, {steps} after round {self.rounds_done}")
-
-    def check_whole(self) -> None:
-        """Refuse to go on, or to save, after a round was stopped while it was being applied: by Ctrl-C, or
-        for want of memory.
+        To be called before w moves. Where the others may be ahead, a round in doubt is given up instead: if
+        it counts after all, the next view brings the others' θ.
 
         Raises:
-            LocoError: the state is half of one round and half of the next.
+            LocoError: it can't be finished yet; or this rank can't go on, see `OuterState.check_whole`.
         """
-        if self._torn:
-            raise LocoError(
-                f"round {self.rounds_done + 1} was stopped while it was being applied: this rank's state is "
-                f"neither before nor after it. Load the last checkpoint"
-            )
+        self.state.check_whole()
+        report = self._settle_unless_told_later()
+        self._pending = None
+        return report
 
-    def _finish(self, wish: str) -> SyncReport | None:
-        """Apply the round whose entries are all here, if it counts for all ranks -> its report."""
-        round = self._unfinished
-        if round is None:
-            return None
-        if not round.applied:
-            if not self._counts(self.rounds_done + 1, wish):
-                self._unfinished = None
-                return None
-            self._apply(round)
-        if self._inside.size > 1:
-            if self._connected:
-                with self._conversation():
-                    self._share_anchor()
-            else:
-                self._connect(again=True)  # which ends with it
-        self._unfinished = None
-        done = time.perf_counter()
-
-        numel, entries = self.stop - self.start, round.outcome.own.values.numel()
-        sent, received, inside = (now - then for now, then in zip(self._bytes(), round.before, strict=True))
-        sites = self.topology.num_sites
-        return SyncReport(
-            round=self.rounds_done,
-            numel=numel,
-            entries=entries,
-            density=entries / numel if numel else 0.0,
-            wire=round.outcome.codec,
-            exchange=round.outcome.exchange,
-            payload_bytes=round.outcome.payload_bytes,
-            sent_bytes=sent,
-            received_bytes=received,
-            site_bytes=inside,
-            dense_bytes=2 * (sites - 1) * 4 * numel // sites,
-            update_norms=round.outcome.norms,
-            left_out=round.outcome.left_out,
-            residual_norm=round.residual_norm,
-            seconds={
-                "encode": round.exchanging - round.began,
-                "exchange": round.applying - round.exchanging,
-                "apply": done - round.applying,
-            },
-        )
-
-    def _counts(self, number: int, wish: str) -> bool:
-        """Whether all ranks apply the round, or none."""
-        return self._verdicts.on(number, wish) == COMMIT
-
-    def _apply(self, round: "_Exchanged") -> None:
-        """5. e = what was not sent   6. g = Σ / R   7. m and θ   8. w = cast(θ)"""
-        round.applying = time.perf_counter()
-        self._liveness.say(f"round {self.rounds_done + 1}, applying")
-        self._call_hooks("committed", round.outcome)
-        self._torn = True
-        try:
-            with self.parameters.pieces(self.start, self.stop, write=True) as weights:
-                round.residual_norm = kernels.apply(
-                    self.anchor,
-                    self.momentum,
-                    weights,
-                    self.residual,
-                    round.outcome.own,
-                    round.outcome.contributions,
-                    self._step,
-                )
-        except BaseException:
-            self._liveness.leave(
-                f"round {self.rounds_done + 1} was stopped while it was being applied", self._across.link
-            )
-            raise
-        self._torn = False
-        self.rounds_done += 1
-        round.applied = True
-        self._call_hooks("applied", round.outcome)
-
-    def _call_hooks(self, phase: str, outcome: Outcome | None = None, entries: Entries | None = None) -> None:
-        self.hooks.call(
-            RoundProgress(
-                phase=phase,
-                number=self.rounds_done + (phase != "applied"),
-                state=self,
-                entries=entries if outcome is None else outcome.own,
-                contributions=() if outcome is None else outcome.contributions,
-            )
-        )
-
-    def own_state(self) -> dict[str, Any]:
-        """What belongs to this rank's state beside what all kinds of outer loops have."""
-        return {}
-
-    def adopt_state(self, state: Mapping[str, Any]) -> bool:
-        """Go on from a state that was loaded -> whether another site's has taken its place."""
-        return False
-
-    @property
-    def tuner(self) -> ExchangeTuner:
-        return self._tuner
-
-    def is_called(self) -> bool:
-        """Whether ranks of this run wait to connect anew. Those of a site of several may after a round that
-        counts, if they lost each other before they had shared θ; and only all ranks can connect."""
-        return self.topology.ranks_per_site > 1 and self.topology.is_called(self._name)
-
-    def reconnect(self) -> None:
-        """Connect anew with those who wait for it."""
-        if self._connected:
-            self._connected = False
-            self.topology.disconnect(self._across, self._inside)
-        self._connect(again=True)
-
-    @contextmanager
-    def rewritten(self) -> Iterator[None]:
-        """Around what replaces the whole state: torn until it is done."""
-        self._torn = True
-        yield
-        self._torn = False
-        self._unfinished = None
-
-    def _zeros(self) -> Tensor:
-        """A part of the outer state. In host memory it is pinned, if there is a GPU to copy from."""
-        pinned = self._device.type == "cpu" and self.parameters.device.type == "cuda"
-        numel = self.stop - self.start
-        return torch.zeros(numel, dtype=torch.float32, device=self._device, pin_memory=pinned)
-
-    def _connect(self, *, again: bool = False) -> None:
-        if again:
-            self._meeting = self.topology.meet(self._name)
-        self._across, self._inside = self.topology.connect(self._device, f"{self._name}/{self._meeting}")
-        self._verdicts = self.topology.verdicts(f"loco/{self._name}/{self._meeting}")
-        self._exchange = Exchange(
-            self._across, self._inside, self.parameters.name_of, self._wire, self._tuner
-        )
-        self._connected = True
-        if again and self._inside.size > 1:
-            with self._conversation():
-                self._catch_up_in_site()
-
-    @contextmanager
-    def _conversation(self) -> Iterator[None]:
-        """Messages that all ranks exchange in one order. Who leaves early hangs up, so that no message of
-        a repeat is taken for one that a peer still waits for."""
-        try:
-            yield
-        except Refused as refusal:  # by all ranks, at the same message
-            raise refusal.error from None
-        except BaseException as error:
-            self._connected = False
-            said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
-            # What others have said is told by them.
-            self._liveness.leave(said.partition("; last heard of")[0], self._across.link)
-            self.topology.disconnect(self._across, self._inside)
-            # gloo hangs up once nobody holds its messages, and the frames of this error's traceback do.
-            traceback.clear_frames(error.__traceback__)
-            raise
-
-    def _encode(self) -> tuple[Encoded | None, float, Problem | None]:
-        """This rank's part of the round and its norm, or why it has none."""
-        try:
-            self.parameters.check_unchanged(self._inner)
-            check_denormals(self._device)
-            self._call_hooks("begun")
-            with self.parameters.pieces(self.start, self.stop) as weights:
-                encoded = kernels.encode(self.anchor, weights, self.residual, self.gate)
-            self._call_hooks("encoded", entries=encoded.entries)
-            norm = float(torch.linalg.vector_norm(encoded.entries.values))
-        except Exception as error:
-            return None, 0.0, Problem(Status.FAILED, seen=error)
-        position = encoded.first_nonfinite
-        if position < 0:
-            return encoded, norm, None
-        return encoded, norm, Problem(Status.NON_FINITE, self.parameters.index_at(self.start + position))
-
-    def _start_alike(self) -> None:
-        """θ is site 0's weights, on all sites, verified; w = cast(θ)."""
-        with torch.no_grad(), self.parameters.pieces(self.start, self.stop) as weights:
-            for part, w in zip(self.anchor.split([w.numel() for w in weights]), weights, strict=True):
-                part.copy_(w)
-        self._across.broadcast(self.anchor, phase="first anchor")
-        self.reset_weights()
-        check_first_anchor(self._everyone, self.topology, self.parameters, self.anchor, self.start)
+    @torch.no_grad()
+    def resume(self) -> bool:
+        """Go on from a state that was just loaded -> whether another site's has taken its place."""
+        self._pending, self._committed = None, ""
+        return self._membership.others_may_be_ahead and self._arrive()
 
     @torch.no_grad()
     def reset_weights(self) -> None:
         """w = cast(θ), on all ranks of a site together."""
-        with self.parameters.pieces(self.start, self.stop, write=True) as weights:
-            kernels.write_weights(self.anchor, weights)
-        self._share_anchor()
+        self.state.write_weights()
+        if self._view is not None:
+            share_anchor(self.state, self._view)
 
-    def _catch_up_in_site(self) -> None:
+    def is_reconnection_waiting(self) -> bool:
+        """Whether ranks of this run wait for this one to form a new view. Those of a site of several ranks
+        may, after a round that counts, if they lost each other before they had shared θ."""
+        return self._membership.is_reconnection_waiting()
+
+    @torch.no_grad()
+    def reconnect(self) -> None:
+        """Form a new view with those who wait for it."""
+        self._membership.give_up("")
+        self._form(ready=True)
+
+    def tell_step(self, local_step: int) -> None:
+        """What those who wait for this rank may want to know."""
+        if self._view is not None:
+            steps = f"step {local_step} of {self.state.settings.sync_every}"
+            self._view.liveness.say(f"computing, {steps} after round {self.state.rounds_done}")
+
+    def _start(self) -> None:
+        """θ is site 0's weights, or those of the run that is under way, on all sites, verified; w =
+        cast(θ)."""
+        state, topology = self.state, self.state.topology
+        if not self._membership.others_may_be_ahead:
+            view = self._form(ready=False, catches_up=False)
+            view.across.broadcast(state.anchor, phase="first anchor")
+        self.reset_weights()
+        check_first_anchor(topology.everyone(), topology, state.parameters, state.anchor, state.start)
+        if self._membership.others_may_be_ahead:
+            self._arrive()
+
+    def _arrive(self) -> bool:
+        """Hold the θ that the run holds; at the start of one, the first site's. -> whether it was given."""
+        attempts = self._membership.attempts()
+        while True:
+            view: View | None = None
+            try:
+                view = self._form(ready=False)
+                assert view.handover is not None
+                if view.handover.source is not None:
+                    self._adopt(view)
+                    return True
+                hand_over_state(self.state, view.handover)
+                return False
+            except TransportError as error:
+                attempts.failed(view, error, refused=False, own_fault=False)
+
+    def _form(self, *, ready: bool, catches_up: bool = True) -> View:
+        """The membership's view, once the ranks of a site hold the same weights in it."""
+        state, pending = self.state, self._pending
+        in_doubt = pending is not None and pending.is_promised
+        view = self._membership.form(
+            Standing(
+                rounds_done=-1 if state.anchor_incomplete else state.rounds_done,
+                digest=lambda: digest_of(state.anchor),
+                ready=ready,
+                committed=self._committed,
+                doubt=pending.view.name if pending is not None and in_doubt else "",
+            )
+        )
+        if view is not self._view and view.inside.size > 1 and catches_up:
+            self._converse(lambda: self._catch_up_in_site(view))
+        self._view = view
+        return view
+
+    def _attempt(self, current: Round) -> SyncReport:
+        """Steps 2 to 8. If they fail once this rank has promised the round, the register knows the verdict.
+
+        Raises:
+            Refused: by all ranks together; their links are whole.
+        """
+        try:
+            self._converse(current.run)
+        except BaseException as error:
+            if not current.is_promised:
+                raise
+            self._pending = current
+            if not isinstance(error, Exception):  # Ctrl-C, say: the next call settles it
+                raise
+            report = self._settle(ABORT)
+            if report is None:
+                raise
+            _logger.warning("%s; the round counts all the same", error)
+            return report
+        self._pending = current
+        report = self._settle(COMMIT)
+        if report is None:
+            error = TransportError(
+                f"round {current.number}: another rank lost its links in the last vote, so no rank has "
+                f"applied the round, and all can repeat it"
+            )
+            self._hang_up(error)
+            raise error
+        return report
+
+    def _settle(self, vote: str) -> SyncReport | None:
+        """Apply the pending round, if it counts -> its report.
+
+        Args:
+            vote: this rank's, for the register, if no other rank was quicker.
+
+        Raises:
+            TransportError: it can't be settled now; the next call tries again.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        if pending.is_promised and not pending.commit(vote):
+            self._pending = None
+            return None
+        if pending.phase is Phase.COMMITTED:
+            pending.apply()
+        self._committed = pending.view.name
+        view = self._view
+        if pending.view.inside.size > 1:
+            if view is not None and view.is_whole:
+                self._converse(lambda: pending.share(view))
+            else:
+                self._form(ready=True)  # which ends with it
+        self._pending = None
+        return pending.report()
+
+    def _settle_unless_told_later(self) -> SyncReport | None:
+        """Where sites come and go, the next view tells what became of a round in doubt."""
+        pending = self._pending
+        if pending is not None and pending.is_promised and self._membership.others_may_be_ahead:
+            return None
+        return self._settle(ABORT)
+
+    def _settle_as_told(self, view: View) -> SyncReport | None:
+        if self._pending is None or view.committed is None:
+            return None
+        if not view.committed:
+            self._pending = None
+            return None
+        self._pending.learn_verdict(committed=True)
+        return self._settle(COMMIT)
+
+    def _adopt(self, view: View) -> SyncReport:
+        assert view.handover is not None
+        report = adopt_state(self.state, view.handover)
+        self._committed = ""
+        return report
+
+    def _serve(self, view: View) -> None:
+        if view.handover is None:
+            return
+        try:
+            hand_over_state(self.state, view.handover)
+        except TransportError as error:  # the round is done; the receivers will ask again
+            _logger.warning("%s", error)
+            self._membership.give_up("")
+
+    def _catch_up_in_site(self, view: View) -> None:
         """Of a round that counts, the lost link may have kept some ranks of this site from the others' parts
-        of θ; all send theirs again, since those who had everything don't know."""
-        lacking = self._unfinished is not None
-        told = self._inside.swap_records(bytes([lacking]), phase="reconnecting inside the site")
-        if any(record != bytes(1) for record in told):
-            self._share_anchor(write=lacking)
+        of θ; all send theirs again, since those that had everything don't know."""
+        pending = self._pending
+        told = view.inside.swap_records(bytes([pending is not None]), phase="reconnecting inside the site")
+        if all(record == bytes(1) for record in told):
+            return
+        if pending is not None:
+            pending.share(view)
+        else:
+            share_anchor(self.state, view, write=False)
 
-    def _share_anchor(self, *, write: bool = True) -> None:
-        phase = f"round {self.rounds_done}, anchor inside the site"
-        share(self._inside, self.parameters, self.anchor, self._width, write=write, phase=phase)
+    def _check_parameters(self) -> None:
+        self.state.parameters.check_unchanged(self._inner)
 
-    def _bytes(self) -> tuple[int, int, int]:
-        return self._across.sent_bytes, self._across.received_bytes, self._inside.sent_bytes
+    def _converse(self, speak: Callable[[], object]) -> None:
+        """Messages that all ranks exchange in one order. A rank that leaves early hangs up, so that no
+        message of a repeat is taken for one that a peer still waits for. A refusal is everyone's, and leaves
+        links whole."""
+        try:
+            speak()
+        except Refused:
+            raise
+        except BaseException as error:
+            self._hang_up(error)
+            raise
+
+    def _hang_up(self, error: BaseException) -> None:
+        said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
+        # What others have said is told by them.
+        self._membership.give_up(said.partition("; last heard of")[0])
+        _forget_messages(error.__traceback__)
+
+
+def _forget_messages(where: TracebackType | None) -> None:
+    """gloo hangs up once nobody holds its messages, and the frames of a traceback do: drop what ours hold."""
+    while where is not None:
+        if where.tb_frame.f_globals.get("__name__", "").startswith("loco."):
+            with suppress(RuntimeError):  # it is still running
+                where.tb_frame.clear()
+        where = where.tb_next

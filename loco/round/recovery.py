@@ -1,15 +1,21 @@
 """One site gives another θ and m, over the links between them, and the other proves that it holds them."""
 
 import json
+import logging
+import time
 from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..errors import TransportError
+from ..members.view import Handover
 from ..net.transport import Transport, as_bytes
+from ..report import SyncReport
+from .outer_state import OuterState
 from .state import digest_of
 
+_logger = logging.getLogger(__name__)
 CHUNK = 1 << 20  # elements of one message: 4 MiB
 
 
@@ -62,3 +68,76 @@ def take(link: Transport, peer: int, head: Head, tensors: list[Tensor]) -> None:
     digests = [digest_of(tensor) for tensor in tensors]
     if digests != head.digests:
         raise TransportError(f"{phase}: what came has the digests {digests}, not {head.digests}")
+
+
+def hand_over_state(state: OuterState, handover: Handover) -> None:
+    """Give θ and m to the members that this site is to serve.
+
+    Raises:
+        TransportError: a link broke.
+    """
+    if not handover.receivers:
+        return
+    digests = [digest_of(tensor) for tensor in state.shared]
+    head = Head(round=state.rounds_done, digests=digests, took_part=state.took_part)
+    handover.announce()
+    for receiver in handover.receivers:
+        give(handover.link, receiver, head, state.shared)
+        _logger.warning("gave round %d to %s", state.rounds_done, handover.name_of(receiver))
+
+
+def adopt_state(state: OuterState, handover: Handover) -> SyncReport:
+    """Take θ and m from the member that holds them, once its round is done.
+
+    This site's residual is kept only if the last round it took part in is the one it remembers: otherwise a
+    part of it may have been sent since.
+
+    Raises:
+        TransportError: a link broke; `state.anchor_incomplete` says whether θ is of any use.
+    """
+    began, source, link = time.perf_counter(), handover.source, handover.link
+    assert source is not None
+    handover.await_source()
+    head = take_head(link, source)
+    state.anchor_incomplete = True
+    take(link, source, head, state.shared)
+    state.anchor_incomplete = False
+    with state.rewriting():
+        state.write_weights()
+        dropped = _drop_residual_if_outdated(state, head)
+        state.rounds_done, state.took_part = head.round, dict(head.took_part)
+    _logger.warning("took round %d from %s", head.round, handover.name_of(source))
+    if dropped:
+        _logger.warning("%s", dropped)
+    return SyncReport(
+        round=state.rounds_done,
+        numel=state.numel,
+        entries=0,
+        density=0.0,
+        wire="float32",
+        exchange="rejoin",
+        payload_bytes=0,
+        sent_bytes=link.sent_bytes,
+        received_bytes=link.received_bytes,
+        site_bytes=0,
+        dense_bytes=0,
+        update_norms=(),
+        left_out=(),
+        residual_norm=0.0 if state.residual is None else float(state.residual.double().norm()),
+        seconds={"rejoin": time.perf_counter() - began},
+    )
+
+
+def _drop_residual_if_outdated(state: OuterState, head: Head) -> str:
+    """-> what was dropped, and why; "" if nothing was."""
+    last = head.took_part.get(state.topology.seat().get("name", ""), 0)
+    if state.residual is None or last == state.rounds_done:
+        return ""
+    norm = float(state.residual.double().norm())
+    state.residual.zero_()
+    if not norm:
+        return ""
+    return (
+        f"this site's residual of round {state.rounds_done} (norm {norm:.3g}) is dropped: the last round "
+        f"it took part in is {last}, and a part of it may have been sent"
+    )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from loco import kernels
 
-from .loop import OuterLoop
+from .outer_state import OuterState
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -16,7 +16,7 @@ def digest_of(tensor: Tensor) -> str:
     return f"{kernels.digest(tensor):016x}"
 
 
-def state_of(outer: OuterLoop) -> dict[str, Any]:
+def state_of(outer: OuterState) -> dict[str, Any]:
     """Everything of this rank, by reference: plain numbers, strings and tensors.
 
     The working weights are part of it: between rounds each site has its own, and a model file that
@@ -33,11 +33,11 @@ def state_of(outer: OuterLoop) -> dict[str, Any]:
         "residual": outer.residual,
         "weights": [p.detach() for p in outer.parameters.params],
         "tuner": outer.tuner.state(),
-        **outer.own_state(),
+        "took_part": dict(outer.took_part),
     }
 
 
-def check(outer: OuterLoop, state: Mapping[str, Any]) -> None:
+def check(outer: OuterState, state: Mapping[str, Any]) -> None:
     """Refuse a state that is not this rank's, before anything is changed."""
     if state.get("format") != 1:
         raise ValueError(f"a loco state of format {state.get('format')!r}; this is format 1")
@@ -58,16 +58,18 @@ def check(outer: OuterLoop, state: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def take_over(outer: OuterLoop, state: Mapping[str, Any]) -> None:
+def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
     """Continue from a state that `check` has passed, weights included."""
-    with outer.rewritten():
+    with outer.rewriting():
         for _, mine, saved in _tensors(outer, state):
             mine.copy_(saved)
         outer.rounds_done = int(state["round"])
+        outer.took_part = dict(state.get("took_part", {}))
+        outer.anchor_incomplete = False
     outer.tuner.resume(state.get("tuner"))
 
 
-def identity(outer: OuterLoop) -> dict[str, Any]:
+def identity(outer: OuterState) -> dict[str, Any]:
     """Whose state it is."""
     return outer.topology.seat() | {"parameters": outer.parameters.describe()}
 
@@ -87,7 +89,7 @@ def check_same(key: str, saved: Any, mine: Any) -> None:
         )
 
 
-def _tensors(outer: OuterLoop, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, Any]]:
+def _tensors(outer: OuterState, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, Any]]:
     """What this rank holds beside what a state has for it."""
     for name in ("anchor", "momentum", "residual"):
         mine = getattr(outer, name)

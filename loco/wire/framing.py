@@ -10,7 +10,6 @@ from loco import kernels
 from loco.kernels import BLOCK, Entries, Known
 
 from ..errors import WireError
-from ..net.transport import Transport
 from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec
 from .header import HEADER_BYTES, Header, Kind, Status
 
@@ -51,15 +50,19 @@ class Framing:
     """Turns entries into this round's frames, and the peers' frames into entries.
 
     Args:
-        across: the link to the peers.
+        site: this one's number.
+        device: where messages must lie.
         codec: of this site's frames; a peer may use another.
         known: θ, m and the gate before the round, of all elements.
         round: its number.
         digest: of θ.
     """
 
-    def __init__(self, across: Transport, codec: Codec, known: Known, *, round: int, digest: int) -> None:
-        self.across = across
+    def __init__(
+        self, site: int, device: torch.device, codec: Codec, known: Known, *, round: int, digest: int
+    ) -> None:
+        self.site = site
+        self.device = device
         self.codec = codec
         self.known = known
         self.round = round
@@ -78,7 +81,7 @@ class Framing:
         header = Header(
             kind=kind,
             codec=codec.id,
-            site=self.across.rank,
+            site=self.site,
             round=self.round,
             subject=number,
             numel=at.stop - at.start,
@@ -90,19 +93,19 @@ class Framing:
         if kind != Kind.SUMS:
             self.coded_entries += header.entries
             self.coded_bytes += HEADER_BYTES + body.numel()
-        return Frame(header, body.to(self.across.device))
+        return Frame(header, body.to(self.device))
 
     def failed(self, number: int, kind: Kind) -> Frame:
         """In the place of a frame that this site can't make; its vote will say why."""
         header = Header(
             kind=kind,
-            site=self.across.rank,
+            site=self.site,
             round=self.round,
             status=Status.FAILED,
             subject=number,
             digest=self.digest,
         )
-        return Frame(header, torch.empty(0, dtype=torch.uint8, device=self.across.device))
+        return Frame(header, torch.empty(0, dtype=torch.uint8, device=self.device))
 
     def check(self, header: Header, site: int, at: slice, number: int, kind: Kind) -> None:
         """Refuse a header that is not of the frame that comes next, before memory is taken for its body.

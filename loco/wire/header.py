@@ -52,6 +52,7 @@ class Status(IntEnum):
     SITE_DRIFT = 4  # subject: 0; the ranks of the reporting site hold different weights
     FAILED = 5  # subject: 0; the reporting rank's own error says what
     MISSING = 6  # subject: the site that did not send all, if it gives no reason itself
+    OVERFLOW = 7  # subject: 0; the sites' updates add up to an infinite one
 
 
 @dataclass(frozen=True, kw_only=True)

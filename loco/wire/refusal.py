@@ -26,3 +26,11 @@ class Refused(Exception):  # noqa: N818  (it carries an error, and never leaves 
 def unreadable(site: int, error: WireError, round: int) -> Problem:
     seen = WireError(f"round {round}: the message of site {site} can't be read: {error}")
     return Problem(Status.UNREADABLE, site, seen)
+
+
+def overflow_text(round: int) -> str:
+    """The same whether a rank saw the sum itself or was told of it."""
+    return (
+        f"round {round}: the sites' updates add up to an infinite one. No state has changed; look at the "
+        f"sites' losses, gradients and learning rates"
+    )

@@ -1,0 +1,196 @@
+"""Who takes part in a round, as one rank sees it. A round does not know which `Membership` formed its
+view."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..net.transport import Transport
+
+
+class Register(Protocol):
+    """The verdicts on rounds: one word for each round, written once, the same for all ranks."""
+
+    def prepare(self, number: int) -> None:
+        """Before this rank votes on a round: drop a verdict that is left from before a state was loaded."""
+        ...
+
+    def on(self, number: int, wish: str) -> str:
+        """-> the verdict on a round: this rank's wish, unless another rank was quicker.
+
+        Raises:
+            TransportError: the verdict can't be learned now, and can be asked for again.
+        """
+        ...
+
+
+class SignsOfLife(Protocol):
+    """What this rank tells those who wait for it."""
+
+    def say(self, doing: str) -> None: ...
+
+    def leave(self, why: str, link: str = "") -> None: ...
+
+
+class Handover(Protocol):
+    """How θ and m pass from the sites that hold them to those that have just come, over a view's links.
+
+    Attributes:
+        link: to all members, by their index.
+        source: the member that gives this site its state; None: this site holds it.
+        receivers: the members that this site gives it to.
+    """
+
+    @property
+    def link(self) -> Transport: ...
+
+    @property
+    def source(self) -> int | None: ...
+
+    @property
+    def receivers(self) -> tuple[int, ...]: ...
+
+    def announce(self) -> None:
+        """Tell the receivers that this site is ready to send."""
+        ...
+
+    def await_source(self) -> None:
+        """Wait until the source is ready to send."""
+        ...
+
+    def name_of(self, member: int) -> str: ...
+
+
+@dataclass(kw_only=True)
+class View:
+    """The members of one set of links.
+
+    Attributes:
+        name: of these links, and of no others.
+        site, num_sites: this site's number, and R.
+        across: to the same rank in the other sites.
+        inside: to the other ranks of this site.
+        liveness: tells the others what this rank does.
+        register: the verdicts on the rounds over these links.
+        site_names: by site, where sites have names; otherwise empty.
+        handover: where sites may come while others train; None where all begin together.
+        runs_round: there is a round to run, and this site takes part in it.
+        committed: what became of the round that this rank was in doubt about; None: not known here.
+        is_whole: no link of it has been given up.
+    """
+
+    name: str
+    site: int
+    num_sites: int
+    across: Transport
+    inside: Transport
+    liveness: SignsOfLife
+    register: Register
+    site_names: tuple[str, ...] = ()
+    handover: Handover | None = None
+    runs_round: bool = True
+    committed: bool | None = None
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where this site stands when it asks for a view.
+
+    Attributes:
+        rounds_done: −1 if it holds only a part of θ.
+        digest: computes that of θ.
+        ready: it has come to run a round; otherwise it has come for θ alone.
+        committed: the name of the view in which it made its last round; "" if this process made none.
+        doubt: the name of the view of a round of which it has everything but the verdict; "" if there is
+            none.
+    """
+
+    rounds_done: int
+    digest: Callable[[], str]
+    ready: bool
+    committed: str = ""
+    doubt: str = ""
+
+
+class Attempts(Protocol):
+    """How often a round that failed is tried again."""
+
+    def failed(self, view: View | None, error: Exception, *, refused: bool, own_fault: bool) -> None:
+        """Return if the round is to be tried again.
+
+        Args:
+            view: None if none was formed.
+            refused: all ranks refused the round together; otherwise links were lost.
+            own_fault: this rank itself could not take part.
+
+        Raises:
+            Exception: the error, if it is not.
+        """
+        ...
+
+
+class Membership(Protocol):
+    """Forms the views of one optimizer, one after the other.
+
+    Attributes:
+        others_may_be_ahead: sites go on without this one. Then it need not know what became of a round before
+            its weights move again, because the next view brings the others' θ; and a state that is loaded
+            may be behind theirs.
+    """
+
+    others_may_be_ahead: bool
+
+    def form(self, standing: Standing) -> View:
+        """The view for the next round: today's as long as it will do, or a new one, with all its links.
+
+        Raises:
+            LocoError: there is none now.
+        """
+        ...
+
+    def give_up(self, why: str) -> None:
+        """Hang up the links of the latest view, so that members who wait for this rank learn of it."""
+        ...
+
+    def attempts(self) -> Attempts: ...
+
+    def is_reconnection_waiting(self) -> bool:
+        """Whether other ranks wait for this one to form a new view, though its own links may be whole."""
+        ...
+
+
+class SiteTopology(Protocol):
+    """Who the sites are, as a user says it.
+
+    Attributes:
+        num_sites: R.
+        site: this rank's site.
+        ranks_per_site: equal on all sites.
+        rank_in_site: this rank's number inside its site.
+        notes: by which the ranks that save together agree outside of rounds.
+    """
+
+    num_sites: int
+    site: int
+    ranks_per_site: int
+    rank_in_site: int
+    notes: Any
+
+    def everyone(self) -> Transport:
+        """The link to every rank that is built together with this one."""
+        ...
+
+    def membership(self, device: torch.device, setup: Mapping[str, Any]) -> Membership:
+        """A membership of one optimizer, whose state lives on `device`.
+
+        Args:
+            setup: what all sites must have in common.
+        """
+        ...
+
+    def seat(self) -> dict[str, Any]:
+        """Who this rank is, as its state remembers it."""
+        ...

@@ -1,0 +1,94 @@
+"""Views of a fixed world: always all its ranks. If links break, the next view has new ones."""
+
+import logging
+import uuid
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import TransportError, WireError
+from .view import Standing, View
+
+if TYPE_CHECKING:
+    from .fixed import Topology
+
+_logger = logging.getLogger(__name__)
+
+
+class WorldMembership:
+    """The views of one optimizer over a `Topology`.
+
+    Args:
+        device: where the optimizer's state lives.
+    """
+
+    others_may_be_ahead = False
+
+    def __init__(self, topology: "Topology", device: torch.device) -> None:
+        self._topology = topology
+        self._device = device
+        # A name that all ranks share and no other optimizer has, to meet under after a failure.
+        record = topology.everyone().swap_records(uuid.uuid4().bytes, phase="naming")[0]
+        self._name = record.hex()
+        self._view: View | None = None
+        self._has_connected = False
+
+    def form(self, standing: Standing) -> View:
+        """
+        Raises:
+            TransportError: a rank is dead, or not all came to connect anew.
+        """
+        if self._view is None or not self._view.is_whole:
+            self._view = self._connect()
+        return self._view
+
+    def give_up(self, why: str) -> None:
+        view = self._view
+        if view is None or not view.is_whole:
+            return
+        view.is_whole = False
+        if why:
+            view.liveness.leave(why, view.across.link)
+        self._topology.disconnect(view.across, view.inside)
+
+    def attempts(self) -> "_Repeats":
+        return _Repeats(self._topology.repeats)
+
+    def is_reconnection_waiting(self) -> bool:
+        """For a site of several ranks only: alone, a rank that has lost nothing waits for nobody."""
+        return self._topology.ranks_per_site > 1 and self._topology.is_called(self._name)
+
+    def _connect(self) -> View:
+        topology, meeting = self._topology, 0
+        if self._has_connected:
+            meeting = topology.meet(self._name)
+        self._has_connected = True
+        name = f"{self._name}/{meeting}"
+        try:
+            across, inside = topology.connect(self._device, name)
+            return View(
+                name=name,
+                site=topology.site,
+                num_sites=topology.num_sites,
+                across=across,
+                inside=inside,
+                liveness=topology.liveness,
+                register=topology.verdicts(f"loco/{name}"),
+            )
+        except BaseException as error:  # Ctrl-C, too: others may have their links, and wait on them
+            topology.liveness.leave(f"it gave up connecting ({type(error).__name__})", name)
+            raise
+
+
+class _Repeats:
+    """A round whose links were lost, between ranks that live, is tried again over new ones, so many times."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def failed(self, view: View | None, error: Exception, *, refused: bool, own_fault: bool) -> None:
+        lasts = isinstance(error, TransportError) and error.lasting
+        if refused or lasts or not isinstance(error, TransportError | WireError) or not self._left:
+            raise error from None
+        self._left -= 1
+        _logger.warning("%s. The round is repeated over new links", error)

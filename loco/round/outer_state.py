@@ -1,0 +1,142 @@
+"""What a rank holds of the outer optimization: its part of θ, m and e, and the parameters themselves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from loco import kernels
+from loco.kernels import Gate
+
+from ..config import GATES, Settings
+from ..errors import LocoError
+from ..exchange.tuning import ExchangeTuner
+from ..members.view import SiteTopology
+from .parameters import FlatParameters
+
+
+@dataclass(kw_only=True)
+class OuterState:
+    """The state of the outer optimization on one rank.
+
+    The ranks of a site share it in equal slices of the flat parameters, the last ones possibly shorter. This
+    rank's slice is the elements `start` to `stop`.
+
+    Attributes:
+        settings: equal on all sites.
+        topology: who the sites are.
+        parameters: of the inner optimizer, as one flat vector.
+        width: of a slice.
+        anchor: θ.
+        momentum: m; None where μ = 0.
+        residual: e; None where everything is sent.
+        gate: decides what is sent; None: everything.
+        tuner: what earlier rounds were like.
+        rounds_done: the round that the state is after.
+        took_part: the last round of each site that has a name.
+        anchor_incomplete: θ or m is only a part of what another site was sending.
+    """
+
+    settings: Settings
+    topology: SiteTopology
+    parameters: FlatParameters
+    width: int
+    start: int
+    stop: int
+    anchor: Tensor
+    momentum: Tensor | None
+    residual: Tensor | None
+    gate: Gate | None
+    tuner: ExchangeTuner
+    rounds_done: int = 0
+    took_part: dict[str, int] = field(default_factory=dict)
+    anchor_incomplete: bool = False
+    _is_torn: bool = False
+
+    @staticmethod
+    def of(
+        parameters: FlatParameters,
+        settings: Settings,
+        topology: SiteTopology,
+        tuner: ExchangeTuner,
+        *,
+        offload: bool,
+    ) -> "OuterState":
+        """The state before the first round, with this site's own weights as θ."""
+        width = -(-parameters.numel // topology.ranks_per_site)
+        start = min(topology.rank_in_site * width, parameters.numel)
+        stop = min(start + width, parameters.numel)
+        device = torch.device("cpu") if offload else parameters.device
+        seen = GATES[settings.gate]
+
+        def zeros() -> Tensor:
+            # In host memory it is pinned, if there is a GPU to copy from.
+            pinned = device.type == "cpu" and parameters.device.type == "cuda"
+            return torch.zeros(stop - start, dtype=torch.float32, device=device, pin_memory=pinned)
+
+        state = OuterState(
+            settings=settings,
+            topology=topology,
+            parameters=parameters,
+            width=width,
+            start=start,
+            stop=stop,
+            anchor=zeros(),
+            momentum=zeros() if settings.outer_momentum else None,
+            residual=None if seen is None else zeros(),
+            gate=None
+            if seen is None
+            else Gate(
+                dtype=seen,
+                gain=settings.gate_gain,
+                margin=settings.gate_margin,
+                value_steps=settings.value_steps,
+            ),
+            tuner=tuner,
+        )
+        with torch.no_grad(), parameters.pieces(start, stop) as weights:
+            for part, w in zip(state.anchor.split([w.numel() for w in weights]), weights, strict=True):
+                part.copy_(w)
+        return state
+
+    @property
+    def numel(self) -> int:
+        """Of this rank's slice."""
+        return self.stop - self.start
+
+    @property
+    def device(self) -> torch.device:
+        return self.anchor.device
+
+    @property
+    def shared(self) -> list[Tensor]:
+        """What all sites hold alike."""
+        return [tensor for tensor in (self.anchor, self.momentum) if tensor is not None]
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """8. w = cast(θ), of this rank's slice."""
+        with self.parameters.pieces(self.start, self.stop, write=True) as weights:
+            kernels.write_weights(self.anchor, weights)
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Around what replaces the state: if it does not come to its end, the state is of no use."""
+        self._is_torn = True
+        yield
+        self._is_torn = False
+
+    def check_whole(self) -> None:
+        """Refuse to go on, or to save, after the state was only half replaced: because of Ctrl-C, or for want
+        of memory.
+
+        Raises:
+            LocoError: the state is half of one round and half of the next.
+        """
+        if self._is_torn:
+            raise LocoError(
+                f"round {self.rounds_done + 1} was stopped while it was being applied: this rank's state is "
+                f"neither before nor after it. Load the last checkpoint"
+            )

@@ -1,0 +1,375 @@
+"""One round on one rank, from the end of its inner steps to new weights: steps 2 to 8, in this order.
+
+    begun ── encode ──▶ encoded ── announce ──▶ announced ── receive ──▶ received
+          ── vote ──▶ voted ── commit ──▶ committed ── apply ──▶ applied
+
+Up to `vote` nothing is written: a round that fails leaves θ, m, e and w as they were, and all ranks can
+repeat it. From the moment that this rank has voted for it, the others may count on it: if its links break
+then, the round is in doubt, and the register of verdicts says what became of it.
+
+Whatever goes wrong on a rank between two messages becomes its vote against the round, so that no other rank
+is left waiting. Only a lost link can't be voted on.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from loco import kernels
+from loco.kernels import Encoded, Entries, Known, OuterStep
+
+from ..coordination.commit import COMMIT
+from ..errors import NonFiniteError
+from ..exchange import EXCHANGES, Transfer
+from ..exchange.wire_config import WireConfig
+from ..members.view import View
+from ..report import SyncReport
+from ..wire.codecs import DENSE, WHOLE, Codec
+from ..wire.framing import Framing
+from ..wire.header import Header, Kind, Status, fp32_bits, fp32_of
+from ..wire.refusal import Problem, Refused, overflow_text
+from .announcements import announce
+from .handshake import check_denormals
+from .hooks import Hooks, Phase, RoundProgress
+from .inside_site import compare, share
+from .outer_state import OuterState
+from .outliers import outliers
+from .votes import vote
+
+T = TypeVar("T")
+
+
+class Round:
+    """
+    Args:
+        state: what the round reads, and writes in `apply` alone.
+        view: who takes part.
+        wire: how entries travel.
+        check_parameters: raises a ValueError if the optimizer's parameters are no longer those agreed on.
+        hooks: the user's, called at every phase.
+
+    Attributes:
+        phase: how far it has come.
+        number: of the round, from 1.
+        problem: why this rank votes against it.
+        failed_here: this rank itself could not encode.
+        is_promised: this rank has voted for the round, or is about to: others may count on it.
+    """
+
+    def __init__(
+        self,
+        state: OuterState,
+        view: View,
+        wire: WireConfig,
+        *,
+        check_parameters: Callable[[], None],
+        hooks: Hooks,
+    ) -> None:
+        self.state = state
+        self.view = view
+        self.number = state.rounds_done + 1
+        self.phase = Phase.BEGUN
+        self.problem: Problem | None = None
+        self.failed_here = False
+        self.is_promised = False
+        self._wire = wire
+        self._check_parameters = check_parameters
+        self._hooks = hooks
+        self._encoded: Encoded | None = None
+        self._codec: Codec = WHOLE
+        self._norm = 0.0  # of what this rank would send
+        self._announced: list[Header] = []
+        self._left_out: tuple[int, ...] = ()
+        self._own: Entries | None = None  # what this rank really sends
+        self._contributions: Sequence[Entries] = ()
+        self._exchange = ""
+        self._payload_bytes = 0
+        self._residual_norm = 0.0
+        self._bytes_before = self._bytes_of(view)
+        self._inside_bytes_elsewhere = 0  # sent over the links of a later view
+        self._began = {"encode": time.perf_counter()}  # by what began
+        self._ended = 0.0
+
+    def run(self) -> None:
+        """All steps, up to the moment when the round is certain to count.
+
+        Raises:
+            Refused: by all ranks together; nothing was written.
+            TransportError, WireError: a link is lost. If `is_promised`, the register knows the verdict.
+        """
+        self.encode()
+        self.announce()
+        self.receive()
+        self.vote()
+
+    def encode(self) -> None:
+        """2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send, exactly"""
+        state = self.state
+        self.view.liveness.say(f"round {self.number}, encoding")
+
+        def encoded() -> Encoded:
+            self._check_parameters()
+            check_denormals(state.device)
+            self._call_hooks()
+            with state.parameters.pieces(state.start, state.stop) as weights:
+                return kernels.encode(state.anchor, weights, state.residual, state.gate)
+
+        self._encoded = self._attempt(encoded)
+        if self._encoded is not None:
+            own = self._own = self._encoded.entries
+            self._norm = self._attempt(lambda: float(torch.linalg.vector_norm(own.values))) or 0.0
+            bad = self._encoded.first_nonfinite
+            if bad >= 0:
+                self.problem = Problem(Status.NON_FINITE, state.parameters.index_at(state.start + bad))
+        self._enter(Phase.ENCODED)
+        self.failed_here = self.problem is not None
+
+    def announce(self) -> None:
+        """Every site's header to all, and the first vote: does any rank see a reason to refuse the round?"""
+        state, view = self.state, self.view
+        self._began["exchange"] = time.perf_counter()
+        view.liveness.say(f"round {self.number}, exchanging")
+        view.register.prepare(self.number)
+        norm, drift = compare(
+            view.inside,
+            state.parameters,
+            self._norm,
+            encoded=self._own is not None,
+            phase=f"round {self.number}, weights inside the site",
+        )
+        self.problem = self.problem or drift
+        header = self._attempt(lambda: self._announcement(norm))
+        refusal = Header(kind=Kind.VOTE, site=view.site, round=self.number)
+        self._announced, unusable = announce(view, header or refusal)
+        vote(view, self.problem or unusable, round=self.number, number=1, name_of=state.parameters.name_of)
+        self._left_out = outliers(self.norms, state.settings.outlier_factor)
+        self._enter(Phase.ANNOUNCED)
+
+    def receive(self) -> None:
+        """6. What g = (Σ s, in site order) / R is the mean of: gathered, or already added up."""
+        state, view, encoded = self.state, self.view, self._encoded
+        assert encoded is not None
+        own, numel = encoded.entries, state.numel
+        if view.site in self._left_out:
+            own = Entries.at(own.values.new_empty(0, dtype=torch.int64), own.values[:0], numel)
+        self._own = own
+        self._exchange = self._chosen_exchange(own)
+        if self._exchange == "dense" and self._codec.name not in DENSE:
+            self._codec = WHOLE
+        framing = Framing(
+            view.site,
+            view.across.device,
+            self._codec,
+            Known(state.anchor, state.momentum, state.gate or kernels.Gate()),
+            round=self.number,
+            digest=encoded.digest,
+        )
+        transfer = Transfer(view.across, framing, problem=self.problem)
+        self._contributions = EXCHANGES[self._exchange](transfer, own, numel)
+        self._payload_bytes = framing.coded_bytes
+        self.problem = transfer.verdict() or self._overflow()
+        if self.problem is None and view.site not in self._left_out:
+            state.tuner.learn(self._codec, transfer, self._contributions, own)
+        self._enter(Phase.RECEIVED)
+
+    def vote(self) -> None:
+        """The last vote: has everything arrived, everywhere? If so the round is everyone's to apply."""
+        self.is_promised = True
+        try:
+            vote(
+                self.view,
+                self.problem,
+                round=self.number,
+                number=2,
+                name_of=self.state.parameters.name_of,
+            )
+        except Refused:
+            self.is_promised = False  # no rank has all votes
+            raise
+        self._enter(Phase.VOTED)
+
+    def commit(self, vote: str = COMMIT) -> bool:
+        """Write this rank's vote into the register -> whether the round counts, on all ranks.
+
+        Raises:
+            TransportError: the register does not answer; it can be asked again.
+        """
+        self.learn_verdict(committed=self.view.register.on(self.number, vote) == COMMIT)
+        return self.phase is Phase.COMMITTED
+
+    def learn_verdict(self, *, committed: bool) -> None:
+        """As `commit`, where another site has told the verdict."""
+        self.is_promised = False
+        if committed:
+            self._enter(Phase.COMMITTED)
+
+    def apply(self) -> None:
+        """5. e = what was not sent   6. g = Σ / R   7. m = μ·m + g, θ = θ − α·(g + μ·m)   8. w = cast(θ)"""
+        state, view, settings = self.state, self.view, self.state.settings
+        assert self.phase is Phase.COMMITTED
+        assert self._own is not None
+        self._began["apply"] = time.perf_counter()
+        view.liveness.say(f"round {self.number}, applying")
+        step = OuterStep(
+            num_sites=view.num_sites,
+            lr=settings.outer_lr,
+            momentum=settings.outer_momentum,
+            nesterov=settings.nesterov,
+        )
+        try:
+            with (
+                state.rewriting(),
+                state.parameters.pieces(state.start, state.stop, write=True) as weights,
+            ):
+                self._residual_norm = kernels.apply(
+                    state.anchor,
+                    state.momentum,
+                    weights,
+                    state.residual,
+                    self._own,
+                    self._contributions,
+                    step,
+                )
+        except BaseException:
+            why = f"round {self.number} was stopped while it was being applied"
+            view.liveness.leave(why, view.across.link)
+            raise
+        state.rounds_done = self.number
+        state.took_part |= dict.fromkeys(view.site_names, self.number)
+        self._ended = time.perf_counter()
+        self._enter(Phase.APPLIED)
+
+    def share(self, view: View) -> None:
+        """8. w = cast(θ) of the other ranks' slices, inside the site.
+
+        Args:
+            view: this round's, or a later one if its links broke.
+        """
+        before = self._bytes_of(view)[2]
+        share_anchor(self.state, view)
+        if view is not self.view:
+            self._inside_bytes_elsewhere += self._bytes_of(view)[2] - before
+        self._ended = time.perf_counter()
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        """By site, of what it would have sent."""
+        return tuple(fp32_of(header.subject) for header in self._announced)
+
+    def report(self) -> SyncReport:
+        """Of a round that was applied."""
+        assert self._own is not None
+        numel, entries, sites = self.state.numel, self._own.values.numel(), self.view.num_sites
+        now = self._bytes_of(self.view)
+        sent, received, inside = (
+            after - before for after, before in zip(now, self._bytes_before, strict=True)
+        )
+        ends = [*list(self._began.values())[1:], self._ended]
+        return SyncReport(
+            round=self.number,
+            numel=numel,
+            entries=entries,
+            density=entries / numel if numel else 0.0,
+            wire=self._codec.name,
+            exchange=self._exchange,
+            payload_bytes=self._payload_bytes,
+            sent_bytes=sent,
+            received_bytes=received,
+            site_bytes=inside + self._inside_bytes_elsewhere,
+            dense_bytes=2 * (sites - 1) * 4 * numel // sites,
+            update_norms=self.norms,
+            left_out=self._left_out,
+            residual_norm=self._residual_norm,
+            seconds={what: end - began for (what, began), end in zip(self._began.items(), ends, strict=True)},
+        )
+
+    def _announcement(self, norm: float) -> Header:
+        """This site's, once the code of its frames is chosen."""
+        encoded, numel, tuner = self._encoded, self.state.numel, self.state.tuner
+        assert encoded is not None
+        entries = encoded.entries
+        if entries.starts is None:
+            self._codec = DENSE.get(self._wire.codec, WHOLE)
+            payload = sums = self._codec.most_bytes(numel, numel)
+        else:
+            self._codec = tuner.codec()
+            payload, sums = tuner.announced(self._codec, entries.values.numel(), numel)
+        return Header(
+            kind=Kind.ANNOUNCEMENT,
+            site=self.view.site,
+            round=self.number,
+            subject=fp32_bits(norm),
+            codec=self._codec.id,
+            numel=numel,
+            entries=entries.values.numel(),
+            body_bytes=payload,
+            digest=encoded.digest,
+            checksum=sums,
+        )
+
+    def _chosen_exchange(self, own: Entries) -> str:
+        """The same on all sites: by what the user said, or by all sites' announcements."""
+        if own.starts is None:
+            return "dense"  # DiLoCo, or an open gate
+        if self._wire.exchange != "auto":
+            return self._wire.exchange
+        return self.state.tuner.exchange(self._announced)
+
+    def _overflow(self) -> Problem | None:
+        """Sums must be finite, whichever exchange adds them up, and whenever."""
+        if len(self._contributions) == 1:
+            return self.problem  # sums, which were checked where they were made, or one site alone
+        bounds = [c.values.aminmax() for c in self._contributions if c.values.numel()]
+        if sum(max(-float(low), float(high)) for low, high in bounds) <= torch.finfo(torch.float32).max:
+            return self.problem
+        total = self._attempt(lambda: kernels.add_up(self._contributions, self.state.numel))
+        if total is not None and not bool(total.values.isfinite().all()):
+            return Problem(Status.OVERFLOW, seen=NonFiniteError(overflow_text(self.number)))
+        return self.problem
+
+    def _attempt(self, do: Callable[[], T]) -> T | None:
+        """None if it failed, or if this rank had a problem before."""
+        if self.problem is not None:
+            return None
+        try:
+            return do()
+        except Exception as error:
+            self.problem = Problem(Status.FAILED, seen=error)
+            return None
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        if phase in (Phase.ENCODED, Phase.ANNOUNCED, Phase.RECEIVED):
+            self._attempt(self._call_hooks)
+        else:  # too late to vote against the round
+            self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        self._hooks.call(
+            RoundProgress(
+                phase=self.phase,
+                number=self.number,
+                view=self.view,
+                state=self.state,
+                entries=self._own,
+                contributions=self._contributions,
+            )
+        )
+
+    @staticmethod
+    def _bytes_of(view: View) -> tuple[int, int, int]:
+        return view.across.sent_bytes, view.across.received_bytes, view.inside.sent_bytes
+
+
+def share_anchor(state: OuterState, view: View, *, write: bool = True) -> None:
+    """The ranks of a site have each the new θ of a slice, and write w = cast(θ) of the others'."""
+    share(
+        view.inside,
+        state.parameters,
+        state.anchor,
+        state.width,
+        write=write,
+        phase=f"round {state.rounds_done}, anchor inside the site",
+    )
