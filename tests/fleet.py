@@ -245,13 +245,13 @@ class _Site:
 
     def lose_the_verdict(self) -> None:
         """In the next round: the last vote does not reach this site, nor does the store answer."""
-        vote, decide = Round.vote, elastic.decide
+        site, vote, decide = self, Round.vote, elastic.decide
         self.lost = False
 
         def lose(self: Round) -> None:
             vote(self)  # the others do hear this site
-            if not self.lost:
-                self.lost = True
+            if not site.lost:
+                site.lost = True
                 raise TransportError("the link is cut")
 
         def no_answer(*args: Any) -> str:
