@@ -25,7 +25,7 @@ from experiments.config import RunConfig, TextConfig, TransformerConfig, WarmSta
 from experiments.errors import ExperimentError
 from experiments.loop import evaluate, warm_up
 from experiments.tasks import Seat, task_of
-from loco import kernels
+from loco.round.state import digest_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def train(config: ElasticConfig) -> None:
             held_out=held_out(),
             sent_bytes=report.sent_bytes,
         )
-    _say(event="end", round=optimizer.round, digest=kernels.digest_hex(optimizer.outer_state.anchor))
+    _say(event="end", round=optimizer.round, digest=digest_of(optimizer.outer_state.anchor))
     topology.close()
 
 

@@ -19,6 +19,7 @@ from loco import kernels
 from loco.checkpoints.manifest import sha256
 from loco.checkpoints.resize import Roster, add_exactly
 from loco.kernels import reference
+from loco.round.state import digest_of
 
 NUMEL = 131
 Ledger = dict[str, Any]
@@ -265,7 +266,7 @@ def rewrite(path: Path, tree: Any) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     file = path / "state.pt"
     manifest["files"] = {"state.pt": {"bytes": file.stat().st_size, "sha256": sha256(file)}}
-    manifest["digest"] = kernels.digest_hex(tree["optimizer"]["loco"]["anchor"])
+    manifest["digest"] = digest_of(tree["optimizer"]["loco"]["anchor"])
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

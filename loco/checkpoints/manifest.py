@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loco import kernels
-
 from ..members.fixed import Topology
 from ..round.loop import OuterLoop
-from ..round.state import check_same, identity
+from ..round.state import check_same, digest_of, identity
 from ..wire.header import VERSION
 
 NAME = "manifest.json"
@@ -97,7 +95,7 @@ def manifest_of(
         **who,
         settings=mine["settings"],
         wire_version=VERSION,
-        digest=kernels.digest_hex(mine["anchor"]),
+        digest=digest_of(mine["anchor"]),
         format=format,
         files={
             path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}

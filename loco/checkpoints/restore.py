@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from loco import kernels
-
 from ..coordination.rendezvous import swap_or_fail
 from ..errors import CheckpointError, ReplicaError
 from ..optimizer import LowCommunicationOptimizer
 from ..round.loop import OuterLoop
-from ..round.state import identity
+from ..round.state import digest_of, identity
 from .directory import CheckpointDirectory
 from .formats import FORMATS
 from .manifest import Manifest, Position, read_manifest
@@ -136,7 +134,7 @@ def _check_tensors(own: dict[str, Any], manifest: Manifest, outer: OuterLoop) ->
     """The data are those that the manifest speaks of."""
     if Position(own["round"], own["local_step"]) != manifest.position:
         raise ValueError(f"its data are of {Position(own['round'], own['local_step'])}")
-    if kernels.digest_hex(own["anchor"]) != manifest.digest or own["anchor"].shape != outer.anchor.shape:
+    if digest_of(own["anchor"]) != manifest.digest or own["anchor"].shape != outer.anchor.shape:
         raise ValueError("its anchor is another than when it was saved")
 
 
@@ -171,7 +169,7 @@ def _take_up(
         "round": outer.rounds_done,
         "local_step": optimizer.local_step,
     }
-    mine["digest"] = kernels.digest_hex(outer.anchor)
+    mine["digest"] = digest_of(outer.anchor)
     notes = swap_or_fail(optimizer.topology.notes, mine, failure, f"taking up {position}")
     for rank, note in enumerate(notes):
         if note != notes[rank % roster.ranks_per_site]:

@@ -28,6 +28,7 @@ from ..wire.refusal import Problem
 from .handshake import fingerprint
 from .loop import OuterLoop
 from .recovery import Head, give, take, take_head
+from .state import digest_of
 
 MOST = 3  # rounds that fail among the same sites before it is said: repeating mends only who is gone
 _PAUSE = 0.2  # seconds between two looks at whether all have come to the start
@@ -142,7 +143,7 @@ class ElasticLoop(OuterLoop):
         tried = self._plan.attempt if self._plan is not None else ""
         claim = Claim(
             round=-1 if self._anchor_incomplete else self.rounds_done,
-            digest=kernels.digest_hex(self.anchor),
+            digest=digest_of(self.anchor),
             ready=ready,
             links="" if links is None else links.name,
             committed=self._committed,
@@ -214,7 +215,7 @@ class ElasticLoop(OuterLoop):
         link, links, tensors = self.topology.among(plan), self.topology.links, self._shared()
         if links is None:
             raise TransportError(f"giving round {self.rounds_done}: the links broke after it")
-        digests = [kernels.digest_hex(tensor) for tensor in tensors]
+        digests = [digest_of(tensor) for tensor in tensors]
         head = Head(round=self.rounds_done, digests=digests, took_part=self._took_part)
         links.announce(f"{plan.attempt} done by {here}")
         for newcomer in mine:

@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from loco import kernels
-
 from ..errors import TransportError
 from ..net.transport import Transport, as_bytes
+from .state import digest_of
 
 CHUNK = 1 << 20  # elements of one message: 4 MiB
 
@@ -60,6 +59,6 @@ def take(link: Transport, peer: int, head: Head, tensors: list[Tensor]) -> None:
             staged = torch.empty_like(part, device=link.device)
             link.swap({}, {peer: as_bytes(staged)}, phase=phase)
             part.copy_(staged)
-    digests = [kernels.digest_hex(tensor) for tensor in tensors]
+    digests = [digest_of(tensor) for tensor in tensors]
     if digests != head.digests:
         raise TransportError(f"{phase}: what came has the digests {digests}, not {head.digests}")

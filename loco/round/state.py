@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco import kernels
+
 from .loop import OuterLoop
+
+
+def digest_of(tensor: Tensor) -> str:
+    """What tells one θ, or m, from another, in a file and in a message to a person."""
+    return kernels.digest_hex(tensor)
 
 
 def state_of(outer: OuterLoop) -> dict[str, Any]:
