@@ -81,7 +81,7 @@ def _build(command: list[str], key: str, name: str, cache: int | None) -> ctypes
             compile_files(command, made)
             with made.open("ab") as file:
                 file.write(_seal(key, made.read_bytes()))
-            library = _load_whole(made, key)  # stays usable when its file is gone
+            library = _load_whole(made, key)  # stays usable after its file is deleted
             if cache is not None:
                 _keep(made.read_bytes(), name, cache)
     except OSError as error:
