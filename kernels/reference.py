@@ -1,14 +1,14 @@
 """The specification: a round's work on one site's flat state, in plain torch, readable and exact.
 
 Every FP32 operation is its own torch call, so each is rounded on its own: no fused multiply-add, no
-reordering. Faster homes of these ops must give the same bits; this file says which bits are right. Only
-of a NaN that arithmetic makes the bits are not specified (such a round is refused).
+reordering. Faster homes of these ops must give the same bits; this file defines which bits are right. The
+only exception is a NaN that results from arithmetic, whose bits are not specified (such a round is refused).
 
-The flat state is cut into chunks, so that the temporaries of an op stay small whatever the model's size.
+The flat state is processed in chunks, so that the temporaries of an op stay small for a model of any size.
 
     anchor      θ  [n] float32      the parameters all sites agree on
     momentum    m  [n] float32      the outer momentum, or None for μ = 0
-    residual    e  [n] float32      what this site has withheld, or None where nothing ever is
+    residual    e  [n] float32      what this site has withheld, or None if nothing is ever withheld
     weights     w  1-D pieces of the parameters, in order, n elements together, any supported dtype
 """
 
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from .types import BLOCK, Encoded, Entries, Gate, OuterStep
 
-CHUNK = 1 << 18  # elements: temporaries that stay in cache, and still long beside the cost of a torch call
+CHUNK = 1 << 18  # elements: temporaries fit in cache, and the fixed cost of a torch call is negligible
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round FP32 `x` to `dtype`, to nearest, ties to even.
 
-    BF16 is rounded on the bits: hardware that rounds BF16 may flush denormals, and the bits must not
-    depend on who rounds. A NaN becomes the quiet NaN 0x7FC0 (FP16: 0x7E00). FP8 saturates at its largest
-    value, as receivers that scale do; the others overflow to infinity.
+    BF16 is rounded by integer arithmetic on the bits: hardware that rounds BF16 may flush denormals, and the
+    result must not depend on the hardware. A NaN becomes the quiet NaN 0x7FC0 (FP16: 0x7E00). FP8 saturates
+    at its largest value, as in receivers that scale; the other formats overflow to infinity.
     """
     if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         largest = torch.finfo(dtype).max
@@ -58,19 +58,19 @@ def ulp(anchor: Tensor) -> Tensor:
 
 
 def in_steps(anchor: Tensor, update: Tensor, value_steps: int) -> Tensor:
-    """The multiple of ulp(θ) / V nearest to s, of two equally near the even one. -> [n] float32
+    """The multiple of ulp(θ) / V nearest to s, ties to the even one. -> [n] float32
 
-    Where that is 2^128, which FP32 does not hold, it is the multiple before. What is not finite stays.
+    Where that would be 2^128, which FP32 can't represent, the multiple below it. Infinities and NaNs stay.
     """
     exact, step = update.double(), ulp(anchor).double() / value_steps
     largest = 2.0**128 - step
     nearest = ((exact / step).round() * step).clamp(-largest, largest)
-    # From 2^23 steps on FP32 has nothing but their multiples.
+    # From 2^23 steps on, every FP32 number is a multiple of the step.
     return torch.where(exact.abs() < step * 2.0**23, nearest.float(), update)
 
 
 def to_send(anchor: Tensor, update: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
-    """Step 5: which entries, and what to send of them. -> [n] bool, [n] float32"""
+    """Step 5: which entries to send, and which values. -> [n] bool, [n] float32"""
     sent, values = visible(anchor, update, gate), update
     if gate.margin:
         sent &= update.abs() > gate.margin * ulp(anchor)
@@ -81,14 +81,14 @@ def to_send(anchor: Tensor, update: Tensor, gate: Gate) -> tuple[Tensor, Tensor]
 
 
 def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None) -> Encoded:
-    """Steps 2 to 5 without writing: the entries to send, the digest of θ, the first bad position.
+    """Steps 2 to 5, read-only: the entries to send, the digest of θ, the first position that is not finite.
 
         Δ = float(cast(θ)) − float(w)
         s = Δ + e
         send (i, v_i) for the visible i with |s_i| > f·ulp(θ_i) and v_i ≠ 0;
             v = s, or rounded to a multiple of ulp(θ) / V; without a gate send every s_i
 
-    Nothing is changed, so a round whose exchange fails can be repeated; `apply` writes the residual.
+    Nothing is changed, so that a round whose exchange fails can be repeated; `apply` writes the residual.
     """
     first_nonfinite = -1
     indices: list[Tensor] = []
@@ -130,7 +130,7 @@ def apply(
     θ = θ − α·(g + μ·m)                     Nesterov; θ − α·m plain; θ − α·g for μ = 0
     w = cast(θ)
 
-    Returns the L2 norm of e, for reports: its last bits are not specified.
+    Returns the L2 norm of e for reports; its last bits are not specified.
     """
     sites = torch.full((), outer.num_sites, dtype=torch.float32, device=anchor.device)
     squares = 0.0
@@ -179,9 +179,9 @@ def digest(data: Tensor) -> int:
         v_i = (u_i + k_i) mod 2^32, then v_i ^= v_i >> 15
         digest = Σ v_i · (k_i | 1)          mod 2^64
 
-    The last word is padded with zero bytes. A change of one word is always noticed, since v_i is a
-    bijection of u_i and its factor is odd; other changes go unnoticed with a chance of about 2^-32. The
-    sum has no order, so any chunk size and any number of threads give the same digest.
+    The last word is padded with zero bytes. A change of one word is always detected, since v_i is a bijection
+    of u_i and its factor is odd; other changes go undetected with a probability of about 2^-32. The sum does
+    not depend on the order, so any chunk size and any number of threads give the same digest.
     """
     words = words_of(data)
     total = 0
@@ -191,19 +191,19 @@ def digest(data: Tensor) -> int:
         k = (position * 0x9E3779B1) & 0xFFFFFFFF
         v = (u + k) & 0xFFFFFFFF
         v ^= v >> 15
-        total += int((v * (k | 1)).sum())  # wraps mod 2^64, which is what is wanted
+        total += int((v * (k | 1)).sum())  # wraps mod 2^64, as intended
     return total & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def _update(anchor: Tensor, w: Tensor, residual: Tensor | None, at: slice) -> Tensor:
     """Steps 2 and 3: s = Δ + e."""
     pseudo_grad = cast(anchor[at], w.dtype).float() - w.float()
-    # Adding a zero e is not idle: it makes −0 into +0, so that dense and sparse rounds send equal bits.
+    # Adding a zero e has an effect: it turns −0 into +0, so that dense and sparse rounds send equal bits.
     return pseudo_grad + (0.0 if residual is None else residual[at])
 
 
 def _chunks(weights: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Cut the flat state at the pieces' borders and every CHUNK elements."""
+    """Split the flat state at the borders of the pieces and into at most CHUNK elements."""
     start = 0
     for piece in weights:
         for chunk in piece.split(CHUNK):
@@ -212,7 +212,7 @@ def _chunks(weights: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _within(entries: Entries, at: slice) -> tuple[Tensor, Tensor]:
-    """The entries that fall into a chunk: their positions in it, and their values."""
+    """The entries of a chunk: their positions in it, and their values."""
     assert entries.starts is not None
     first, last = at.start // BLOCK, -(-at.stop // BLOCK)
     where = entries.indices(first, last)
@@ -226,7 +226,7 @@ def _join(pieces: list[Tensor], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def words_of(data: Tensor) -> Tensor:
-    """[bytes / 4] int32, the last word padded with zeros."""
+    """The bytes of a tensor as words, the last one padded with zeros. -> [bytes / 4] int32"""
     size = data.numel() * data.element_size()
     if size % 4 == 0 and data.storage_offset() * data.element_size() % 4 == 0:
         return data.view(torch.int32)

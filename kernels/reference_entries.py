@@ -1,4 +1,4 @@
-"""The specification of what an exchange does with entries: adding up sites', and checking a peer's."""
+"""The specification of what an exchange does with entries: it sums the sites', and checks a peer's."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,10 @@ from .types import BLOCK, Entries, MalformedError
 
 
 def add_up(contributions: Sequence[Entries], numel: int) -> Entries:
-    """((0 + c_0) + c_1) + …, in the order given: all entries that any contribution has, or all elements.
+    """((0 + c_0) + c_1) + …, in the order given.
 
-    A contribution without an entry adds nothing.
+    The result has the entries that occur in any contribution, or all elements. A contribution adds nothing
+    where it has no entry.
     """
     device = contributions[0].values.device
     total = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -33,7 +34,7 @@ def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) ->
     """Where each block's entries start, given how many each block has. -> [blocks + 1] int64
 
     Args:
-        counts: of entries in each block, [blocks] uint8 or int16.
+        counts: the number of entries of each block, [blocks] uint8 or int16.
 
     Raises:
         MalformedError: these are not the finite entries of a vector of `numel` elements, in order.
@@ -49,7 +50,7 @@ def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) ->
     if int(starts[-1]) != count:
         raise MalformedError(f"{int(starts[-1])} positions where the header says {count}")
 
-    # Offsets rise inside a block; only the first of a block may be at or below the one before it.
+    # Offsets increase inside a block; only the first of a block may be less than or equal to the one before.
     falls = offsets[1:] <= offsets[:-1]
     first_of_block = starts[1:-1]
     inside = (first_of_block > 0) & (first_of_block < count)

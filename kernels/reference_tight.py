@@ -1,20 +1,21 @@
-"""The specification of the tight code: entries as few bytes, given what sender and receiver both hold.
+"""The specification of the tight code: entries in few bytes, given what sender and receiver both hold.
 
-All sites hold θ and m. So a receiver knows how far every weight is from the border at which its cast changes,
-and which way m would push it: that predicts whether the weight is sent, to which side, and how far at least.
-And s is a whole multiple of half an FP32 ulp of θ, but for rare ones. What is left is coded by an rANS coder
-with the frame's own statistics. The README gives the format to the byte; this is the same, readable and slow.
+All sites hold θ and m. So a receiver knows how far each weight is from the border at which its cast changes,
+and in which direction m would push it. That predicts whether the weight is sent, in which direction, and how
+far it moves at least. In addition, nearly every s is a whole multiple of half an FP32 ulp of θ. What can't be
+predicted is coded by an rANS coder with the statistics of the frame. docs/wire.md describes the format to the
+byte; this is the same, readable and slow.
 
-What a weight looks like to both ends, in FP32 bits of θ and m:
+What both ends know of a weight, from the FP32 bits of θ and m:
 
-    E       exponent of θ (1 for what has none), and mant its mantissa, leading bit included
-    drop    how many of its bits the gate's format drops
+    E       exponent of θ (1 for zeros and denormals), and mant its mantissa with the leading bit
+    drop    how many bits of the mantissa the gate's format drops
     t       distance of θ from the nearest border, in FP32 ulps of θ; `up` if that lies away from zero
-    level   of E, place: of t · ulp, pull: of m, whether it points to the nearest border, and its size
+    level   class of E; place: class of t · ulp; pull: whether m points to the nearest border, and its size
     context (level, place, pull)
 
-For each context a probability of being sent, and one of going to the nearest border; for each level a
-distribution of what is left of |s| beyond the least that the gate sends.
+A frame has for each context the probability that a weight is sent, and the probability that it moves towards
+the nearest border; and for each level the distribution of |s| minus the least that the gate sends.
 """
 
 import struct
@@ -28,19 +29,19 @@ from torch import Tensor
 
 from .types import BLOCK, Entries, Gate, Known, MalformedError
 
-PART = 1 << 18  # elements that are coded on their own, so that many threads can work on a frame
-LANES = 4  # states of the coder that take turns, so that a CPU can work on all of them at once
+PART = 1 << 18  # elements that are coded independently, so that many threads can work on a frame
+LANES = 4  # coder states that take turns, so that a CPU can process them in parallel
 LOW = 1 << 31  # a state lies in LOW … 2^63
 PLACES = 16
 BUCKETS = 56  # of a number below 2^28
 ESCAPE = 2 * BUCKETS
 SYMBOLS = 2 * BUCKETS + 1
-HEAD = struct.Struct("<BbHIBBBBhhhH")  # a Frame, with zeros after pulls and at the end
+HEAD = struct.Struct("<BbHIBBBBhhhH")  # a Frame, with a zero after `pulls` and one at the end
 SIZES = struct.Struct("<III")  # of a part: entries, words, bytes of plain bits
 
 
 class Wrong(StrEnum):
-    """What can be wrong with a frame, in the order of cpu/unpack.c's numbers."""
+    """What can be wrong with a frame, in the order of the error numbers of cpu/unpack.c."""
 
     SHORT = "it ends too early"
     HEAD_RANGE = "a number of its head is out of range"
@@ -56,7 +57,7 @@ class Wrong(StrEnum):
     NOT_FINITE = "a value is infinite or NaN"
 
 
-# Explicit bits of a gate's format, and its least exponent of normal numbers.
+# Explicit mantissa bits of a gate's format, and the least exponent of its normal numbers.
 FORMATS = {
     torch.bfloat16: (7, -126),
     torch.float16: (10, -14),
@@ -73,7 +74,7 @@ PROBABILITY = [0, *(65536 - p for p in _UPPER[:0:-1]), *_UPPER]
 
 
 class Frame(NamedTuple):
-    """What a frame's head says."""
+    """The fields of a frame's head."""
 
     mantissa: int  # explicit bits of the gate's format
     emin: int  # its least exponent of normal numbers
@@ -92,14 +93,14 @@ class Frame(NamedTuple):
 
 
 class Views(NamedTuple):
-    """What both ends see of some weights. [n] int64 each"""
+    """What both ends know of some weights. [n] int64 each"""
 
     exponent: np.ndarray
     distance: np.ndarray  # t
     step: np.ndarray  # the two borders are this many ulps apart
-    negative: np.ndarray  # s < 0 goes to the nearest border
+    negative: np.ndarray  # whether s < 0 moves the weight towards the nearest border
     octave: np.ndarray  # of t · ulp
-    agrees: np.ndarray  # m points there
+    agrees: np.ndarray  # whether m points towards that border
     pull: np.ndarray  # exponent of m
 
 
@@ -111,7 +112,7 @@ def views(known: Known, mantissa: int, emin: int) -> Views:
     past = (1 << drop - 1) - (mant & (1 << drop) - 1)
     distance = np.abs(past)
     negative = (past > 0) ^ (bits >> 31)
-    # Of 0 it is −1, and otherwise ⌊log2 t⌋.
+    # E + ⌊log2 t⌋, where the logarithm of 0 counts as −1.
     octave = exponent + np.frexp(distance.astype(np.float64))[1] - 1
     m = np.zeros_like(bits) if known.momentum is None else _bits(known.momentum)
     return Views(exponent, distance, 1 << drop, negative, octave, (m >> 31) == negative, m >> 23 & 255)
@@ -129,14 +130,14 @@ def contexts(seen: Views, frame: Frame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def least_sent(seen: Views, i: int, near: bool, frame: Frame) -> int:
-    """What the gate lets pass of weight i towards one border, in 2^shift half ulps."""
+    """The least |s| that the gate sends for weight i towards one border, in 2^shift half ulps."""
     away = 2 * (int(seen.distance[i]) if near else int(seen.step[i] - seen.distance[i]))
     least = max(away * frame.reach >> 8, frame.least)
     return least + (1 << frame.shift) - 1 >> frame.shift
 
 
 def bucket(x: int) -> tuple[int, int, int]:
-    """-> bucket of x ≥ 0, how many of its bits that leaves, and these: two buckets to an octave"""
+    """-> the bucket of x ≥ 0 (there are two to an octave), the number of plain bits that follow, and these"""
     if x < 2:
         return x, 0, 0
     plain = x.bit_length() - 2
@@ -144,7 +145,7 @@ def bucket(x: int) -> tuple[int, int, int]:
 
 
 def from_bucket(b: int) -> tuple[int, int]:
-    """-> the least x of a bucket, and how many bits follow"""
+    """-> the least x of a bucket, and the number of plain bits that follow"""
     return (b, 0) if b < 2 else ((2 + b % 2) << b // 2 - 1, b // 2 - 1)
 
 
@@ -158,7 +159,7 @@ def multiple(value: float, exponent: int) -> int | None:
 
 
 def reach_of(gate: Gate) -> tuple[int, int, int, int]:
-    """What a frame says of a gate: mantissa, emin, reach, least."""
+    """The fields of a frame that describe a gate: mantissa, emin, reach, least."""
     reach = min(max(round(256 / gate.gain), 1), 65535)
     return *FORMATS[gate.dtype], reach, min(int(gate.margin * 2**17), 2**31)
 
@@ -213,11 +214,11 @@ def pack(entries: Entries, known: Known) -> Tensor:
 
 
 def _choose(where: np.ndarray, values: np.ndarray, seen: Views, known: Known) -> Frame:
-    """What suits the entries of a frame."""
+    """Choose the parameters of a frame for its entries."""
     multiples = [multiple(float(v), int(seen.exponent[i])) for i, v in zip(where, values, strict=True)]
     zeros = Counter(min((m & -m).bit_length() - 1, 31) for m in multiples if m)
     k = len(where)
-    odd = k - zeros.total()  # no whole multiples; an escape costs about 32 bits
+    odd = k - zeros.total()  # not whole multiples: each takes an escape, about 32 bits
     cost, shift = 32 * odd, 0
     for s in range(1, 32):
         odd += zeros[s - 1]
@@ -238,13 +239,13 @@ def _choose(where: np.ndarray, values: np.ndarray, seen: Views, known: Known) ->
         levels=levels,
         pulls=pulls,
         e0=usual + mantissa - 3,  # the lowest of the 8: borders a sixteenth of a usual s apart
-        d0=int(seen.octave[where].max()) - PLACES + 2,  # in the last place nothing is sent
+        d0=int(seen.octave[where].max()) - PLACES + 2,  # nothing is sent in the last place
         m0=0 if known.momentum is None else _median_exponent(_bits(known.momentum)[where]) - 2,
     )
 
 
 def _symbol(i: int, value: np.float32, seen: Views, frame: Frame) -> tuple[bool, int, int, int]:
-    """-> whether it goes to the nearest border; symbol; how many plain bits, and these"""
+    """-> whether it moves towards the nearest border; its symbol; the number of plain bits, and these"""
     near = bool(np.signbit(value)) == bool(seen.negative[i])
     m = multiple(float(value), int(seen.exponent[i]))
     if m is not None and m % (1 << frame.shift) == 0:
@@ -256,7 +257,7 @@ def _symbol(i: int, value: np.float32, seen: Views, frame: Frame) -> tuple[bool,
 
 
 def _code(yes: int, of: int) -> int:
-    """The code of the probability next to yes / of."""
+    """The code of the probability nearest to yes / of."""
     c = next((c for c in range(1, 256) if PROBABILITY[c] * of >= yes << 16), 255)
     if c > 1 and (yes << 16) - PROBABILITY[c - 1] * of < PROBABILITY[c] * of - (yes << 16):
         c -= 1
@@ -264,7 +265,7 @@ def _code(yes: int, of: int) -> int:
 
 
 def _shares(counts: Counter[int]) -> dict[int, tuple[int, int]]:
-    """Shares of 4096 for the symbols that occur, none of them 0. -> {symbol: (where it starts, share)}"""
+    """Shares of 4096 for the symbols that occur, none of them 0. -> {symbol: (first slot, share)}"""
     total = counts.total()
     shares = {s: max(1, counts[s] * 4096 // total) for s in sorted(counts)}
     for _ in range(sum(shares.values()) - 4096):
@@ -287,7 +288,7 @@ def _encode_part(
     sides: list[int],
     tables: list[dict[int, tuple[int, int]]],
 ) -> tuple[list[int], list[int], bytes]:
-    """-> the states to start decoding with, the words that these will take in, the plain bits"""
+    """-> the states that decoding starts with, the words that they read, the plain bits"""
     turns: list[tuple[int, int, int, int]] = []  # lane, and the symbol's start, share and scale
     at, plain, length = 0, 0, 0
     for first in range(0, len(context), BLOCK):
@@ -324,7 +325,7 @@ def _yes_or_no(yes: bool, chance: int) -> tuple[int, int, int]:
 
 
 def unpack(body: Tensor, count: int, known: Known) -> Entries:
-    """The `count` entries of a frame; what `kernels.unpack` promises of memory only the C home keeps.
+    """The `count` entries of a frame. The limits on memory of `kernels.unpack` hold for the C home only.
 
     Raises:
         MalformedError: these are not the bytes of a frame.
@@ -387,7 +388,7 @@ def _value(i: int, near: bool, symbol: int, bits: "_Bits", seen: Views, frame: F
     m = (least + x if symbol < BUCKETS else least - x - 1) << frame.shift
     if not 0 <= m < 1 << 52:
         raise MalformedError(Wrong.BAD_VALUE)
-    with np.errstate(over="ignore"):  # an infinity is refused with all others
+    with np.errstate(over="ignore"):  # infinities are refused at the end, all together
         size = np.float32(np.ldexp(float(m), int(seen.exponent[i]) - 151))
     return -size if near == bool(seen.negative[i]) else size
 
@@ -398,7 +399,7 @@ def _read_head(reader: "_Reader", known: Known) -> Frame:
     if (frame.mantissa, frame.emin) not in FORMATS.values():
         raise MalformedError(Wrong.HEAD_RANGE)
     too_large = frame.levels > 3 or frame.pulls > 3 or frame.shift > 31 or frame.least > 2**31
-    if too_large or fields[7] or fields[11]:  # these two are zero
+    if too_large or fields[7] or fields[11]:  # these two must be zero
         raise MalformedError(Wrong.HEAD_RANGE)
     if frame.pulls and known.momentum is None:
         raise MalformedError(Wrong.NO_MOMENTUM)

@@ -1,4 +1,4 @@
-"""Host memory for results whose size is known only once they are there."""
+"""Host memory for results whose size is not known in advance."""
 
 import mmap
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def reserve(numel: int, dtype: torch.dtype) -> Tensor:
-    """Room for this many elements, which takes memory only where it is written, page by page."""
+    """A tensor of this many elements that uses physical memory only for the pages that are written."""
     if numel == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     fresh = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

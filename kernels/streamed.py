@@ -1,7 +1,7 @@
 """The ops for outer state in host memory beside parameters on a GPU.
 
-The work is done where the state is, by the host's home: the parameters come over in chunks, each one on its
-way while the one before is worked on, and go back the same way.
+The host's home does the work, where the state is: the parameters are copied to the host in chunks and back
+again. While one chunk is processed, the next is being copied.
 """
 
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from . import Home
 
 CHUNK = 1 << 24  # elements at most
-CHUNKS = 64  # at least, so that the few that are under way take less than 0.5 byte per parameter
+CHUNKS = 64  # at least, so that the few that are in flight take less than 0.5 byte per parameter
 
 
 class Streamed:
@@ -31,7 +31,7 @@ class Streamed:
 
     def __init__(self, home: "Home") -> None:
         self._home = home
-        # Kept from one op to the next: once a round is agreed on, apply must not fail for want of memory.
+        # Kept from one op to the next: once a round is agreed on, apply must not run out of memory.
         self._slots: list[_Slot] = []
 
     def encode(
@@ -56,7 +56,7 @@ class Streamed:
                 starts[first : first + found.starts.numel() - 1] = found.starts[1:] + count
             count = here.stop
         entries = Entries.whole(values) if gate is None else Entries(starts, offsets[:count], values[:count])
-        # A digest depends on where its words lie, so it is taken of the whole.
+        # A digest depends on the positions of the words, so it is taken of the whole anchor.
         return Encoded(entries, self._home.digest(anchor), first_nonfinite)
 
     def apply(
@@ -94,7 +94,8 @@ class Streamed:
         return self._home.digest(data)
 
     def _chunks(self, weights: Sequence[Tensor], *, read: bool) -> Iterator["_Chunk"]:
-        """The parameters in chunks of whole blocks; with `read`, the next is under way with each."""
+        """The parameters in chunks of whole blocks. With `read`, each is copied here while the one before it
+        is processed."""
         weights = [w for w in weights if w.numel()]
         if not weights:
             return
@@ -123,7 +124,7 @@ class Streamed:
             yield before
 
     def _slots_of(self, size: int, device: torch.device) -> list["_Slot"]:
-        """Three: one is worked on, one is on its way here, one on its way back."""
+        """Three buffers: for the chunk that is processed, the next one, and the one that is copied back."""
         kept = self._slots
         if not kept or kept[0].here.numel() < size or kept[0].there.device != device:
             self._slots = []
@@ -132,7 +133,7 @@ class Streamed:
 
 
 class _Slot:
-    """Room for one chunk at both ends, used again and again."""
+    """A buffer for one chunk on each side, which is reused."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -142,25 +143,25 @@ class _Slot:
         self.blocking = not pinned
 
     def mark(self) -> None:
-        """After a copy was started."""
+        """Call it after a copy was started."""
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.there.device))
 
     def wait(self) -> None:
-        """Until the last copy is done."""
+        """Wait until the last copy is done."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 class _Chunk:
-    """Some elements of the parameters and their copy in host memory, one copy each way, however many
-    parameters they belong to."""
+    """Some elements of the parameters and their copy in host memory. It takes one transfer each way, whatever
+    the number of parameters they belong to."""
 
     def __init__(self, at: slice, views: list[Tensor], slot: _Slot, *, read: bool) -> None:
         self.at = at
         self._views = views
         self._slot = slot
-        # Wide elements first, so that all are aligned.
+        # Pieces with wide elements first, so that all are aligned.
         self._order = sorted(range(len(views)), key=lambda k: -views[k].element_size())
         self._sizes = [views[k].numel() * views[k].element_size() for k in self._order]
         self._total = sum(self._sizes)
@@ -172,7 +173,7 @@ class _Chunk:
             slot.mark()
 
     def arrived(self) -> list[Tensor]:
-        """The copies of the pieces, once they are there."""
+        """The copies of the pieces in host memory, once they have arrived."""
         self._slot.wait()
         return self._pieces(self._slot.here)
 

@@ -1,4 +1,4 @@
-"""What the ops are told and what they return; the same for every home of an op."""
+"""The arguments and results of the ops, which are the same for every home."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ BLOCK = 256  # elements: a position inside a block is one byte
 
 
 class Entries(NamedTuple):
-    """Some entries of a flat FP32 vector of n elements, block by block; or all of them (no positions).
+    """Some entries of a flat FP32 vector of n elements, block by block; or all elements (without positions).
 
-    Block b covers the elements from b · BLOCK; the last one may be shorter. Any block's entries are found
-    without reading the others, so many threads can read or write a payload at once.
+    Block b covers BLOCK elements from b · BLOCK on; the last block may be shorter. The entries of a block can
+    be found without reading the others, so many threads can work on a payload at once.
     """
 
     starts: Tensor | None  # [⌈n / BLOCK⌉ + 1] int64: block b has the entries starts[b] … starts[b + 1]
@@ -32,14 +32,15 @@ class Entries(NamedTuple):
         return Entries(torch.searchsorted(indices, edges), (indices % BLOCK).to(torch.uint8), values)
 
     def part(self, at: slice) -> "Entries":
-        """The entries of some whole blocks, by the elements they cover."""
+        """The entries of some whole blocks, given by the elements they cover; shares offsets and values with
+        `self`."""
         if self.starts is None:
             return Entries.whole(self.values[at])
         first, last = at.start // BLOCK, -(-at.stop // BLOCK)
         return Entries(self.starts[first : last + 1], self.offsets, self.values)
 
     def cut(self, at: slice) -> "Entries":
-        """The entries of some whole blocks, on their own."""
+        """The entries of some whole blocks, as a vector of its own."""
         if self.starts is None:
             return self.part(at)
         assert self.offsets is not None
@@ -50,7 +51,8 @@ class Entries(NamedTuple):
 
     @staticmethod
     def join(parts: Sequence["Entries"]) -> "Entries":
-        """One vector after the other. All but the last non-empty one are whole blocks long."""
+        """The entries of several vectors one after the other. All but the last non-empty one must be a whole
+        number of blocks long."""
         values = torch.cat([part.values for part in parts])
         starts, offsets, found = [], [], 0
         for part in parts:
@@ -76,7 +78,7 @@ class Entries(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What one pass over a site's state finds out."""
+    """What one pass over a site's state finds."""
 
     entries: Entries
     digest: int  # of θ, 64 bits
@@ -85,10 +87,10 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Send an entry when its update, times `gain`, would change the cast of its weight to `dtype`.
+    """Send an entry if its update, times `gain`, would change the cast of its weight to `dtype`.
 
-    Two economies, off by default, in units of ulp(θ), the weight's BF16 ulp: not what is no larger than
-    `margin` of it; and of what is sent only the multiple of ulp(θ) / `value_steps` nearest to it.
+    Two economies, off by default, are measured in ulp(θ), the BF16 ulp of the weight: updates of at most
+    `margin` · ulp(θ) are not sent, and values are sent as the nearest multiple of ulp(θ) / `value_steps`.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -98,11 +100,11 @@ class Gate:
 
 
 class Known(NamedTuple):
-    """What the sender and the receivers of some entries all hold: it tells them what to expect."""
+    """What the sender and the receivers of some entries all hold, and from which both predict the entries."""
 
     anchor: Tensor  # θ  [n] float32
     momentum: Tensor | None  # m  [n] float32
-    gate: Gate  # which says where the borders lie that an update must have crossed
+    gate: Gate  # its format says which borders an update must have crossed
 
     def part(self, at: slice) -> "Known":
         momentum = None if self.momentum is None else self.momentum[at]
@@ -114,12 +116,12 @@ class Known(NamedTuple):
 
 
 class MalformedError(ValueError):
-    """Bytes that no encoder has written."""
+    """Bytes that no encoder writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterStep:
-    """The outer optimizer's constants. They are rounded to FP32 where they meet FP32 tensors."""
+    """The constants of the outer optimizer. They are rounded to FP32 when they are used with FP32 tensors."""
 
     num_sites: int  # R
     lr: float  # α

@@ -1,4 +1,4 @@
-"""The ops for tensors in host memory, in C: one .c file for each, and what they share in .h files.
+"""The ops for tensors in host memory, in C: one .c file for each, and shared code in .h files.
 
 They use as many threads as torch does.
 """
@@ -24,7 +24,7 @@ _GATES = {torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.flo
 
 
 class Compiled:
-    """The ops of `reference`, as a library built with the given compiler flags does them.
+    """The ops of `reference`, from a library that is built with the given compiler flags.
 
     Raises:
         BuildError: there is no compiler, or what it makes can't be used.
@@ -145,11 +145,11 @@ class Compiled:
             *(counts.numel(), _address(counts), counts.dtype == torch.int16, values.numel()),
             *(_address(offsets), _address(values), numel, torch.get_num_threads(), _address(starts)),
         )
-        # Of what is wrong the reference knows the words.
+        # The reference finds out what is wrong, and says it.
         return starts if fine else reference_entries.check_blocks(counts, offsets, values, numel)
 
     def pack(self, entries: Entries, known: Known) -> Tensor | None:
-        """A frame of the tight code, or None where a part of it would be larger than plain bytes."""
+        """A frame of the tight code, or None if a part of it would be larger than plain bytes."""
         assert entries.starts is not None
         n, count = known.anchor.numel(), int(entries.starts[-1] - entries.starts[0])
         if not count:
@@ -183,7 +183,7 @@ class Compiled:
         return Entries(starts, offsets, values)
 
     def _agrees_with_reference(self) -> bool:
-        """A small round, as a guard against compilers that know better ($CC may hold any flags)."""
+        """Compare a small round with the reference's: $CC may be any compiler, with any flags."""
         at = torch.arange(1003, dtype=torch.float32, device="cpu")
         anchor = (at * 0.37).sin() * 0.02 * 2.0 ** -(at % 140)
         flat = anchor * (1 + (at * 0.11).cos() * 2.0**-8)
@@ -210,7 +210,7 @@ class Compiled:
 
 
 def best() -> Compiled:
-    """The best build that runs here."""
+    """The fastest build that runs on this CPU."""
     return Compiled(BUILDS[builds_for_this_cpu()[-1]])
 
 
@@ -221,7 +221,7 @@ def _same(a: Tensor | int | None, b: Tensor | int | None) -> bool:
 
 
 class _Pieces:
-    """The parameters' pieces as the library takes them: where they lie, where they start, their dtypes."""
+    """The pieces of the parameters as the library takes them: addresses, first elements and dtypes."""
 
     def __init__(self, weights: Sequence[Tensor], numel: int) -> None:
         weights = [w for w in weights if w.numel()]
@@ -236,12 +236,12 @@ class _Pieces:
 
 
 def _addresses(entries: Sequence[Entries]) -> np.ndarray:
-    """Of each one's starts, offsets and values."""
+    """The addresses of each one's starts, offsets and values."""
     return np.array([[_address(t) or 0 for t in some] for some in entries], dtype=np.int64)
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's elements lie, one after the other."""
+    """The address of a contiguous tensor in host memory."""
     if tensor is None:
         return None
     if not tensor.is_contiguous() or tensor.device.type != "cpu":

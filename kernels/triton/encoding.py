@@ -1,11 +1,12 @@
-"""Steps 2 to 5: one pass over θ, w and e finds the entries to send, the digest of θ and a bad position.
+"""Steps 2 to 5: one pass over θ, w and e finds the entries to send, the digest of θ and a position that is
+not finite.
 
-Where an entry goes depends on how many entries come before it. So the pass is cut into chunks. In a chunk
-`encode_kernel` writes each tile's entries to the beginning of the tile's own slot in a staging buffer, and
-each block's number of entries; a running sum turns the numbers into places; `place_kernel` copies the
-slots there. Nothing waits for the host in between. For that the output must be there beforehand: a few
-tiles, spread over the whole vector, tell its size. If they misjudged it, the pass is run again: by then
-the number of entries is known.
+The position of an entry in the output depends on how many entries come before it. So the pass is divided into
+chunks. In a chunk `encode_kernel` writes the entries of each tile to the beginning of the tile's slot in a
+staging buffer, and counts the entries of each block; a running sum turns the counts into positions;
+`place_kernel` copies the slots there. Nothing waits for the host in between. Therefore the output must be
+allocated beforehand: its size is estimated from a few tiles, spread over the whole vector. If the estimate
+was too small, the pass runs again with the number of entries, which is known by then.
 """
 
 import math
@@ -27,10 +28,10 @@ from .pieces import Pieces, table_of, update_of
 from .tiles import load
 
 CHUNKS = 16  # 5 bytes of staging for each element of a chunk: 0.31 bytes per parameter
-SAMPLED = 1024  # tiles that are counted to judge the number of entries, at least
-STRIDE = 61  # and at most one in so many; a prime, to be out of step with the shapes of matrices
-SLOTS = 8  # tiles that one program of `place_kernel` serves
-WIDTH = 128  # entries of each that it copies at once
+SAMPLED = 1024  # tiles that are counted to estimate the number of entries, at least
+STRIDE = 61  # tiles from one sample to the next, at most; a prime, to be out of step with matrix rows
+SLOTS = 8  # tiles that one program of `place_kernel` copies
+WIDTH = 128  # entries of each tile that it copies at once
 
 BLOCK = tl.constexpr(types.BLOCK)
 
@@ -146,7 +147,7 @@ def place_kernel(
 
 
 class _Pass(NamedTuple):
-    """What an encode reads, and what it finds out about each tile on the way."""
+    """What an encode reads, and what it finds in each tile."""
 
     anchor: Tensor
     residual: Tensor | None
@@ -181,7 +182,7 @@ class _Pass(NamedTuple):
                 last = min(first + chunk, count)
                 here = starts[first * per_tile : min(last * per_tile, blocks) + 1]
                 self._launch(first, last, here[1:], staged_offsets, staged_values, findings=True)
-                here.cumsum_(0)  # it begins with the sum of all before; then the blocks' numbers follow
+                here.cumsum_(0)  # its first element is the sum of all before it; the blocks' counts follow
                 tiles.launch(
                     place_kernel,
                     -(-(last - first) // SLOTS),
@@ -203,7 +204,7 @@ class _Pass(NamedTuple):
             capacity = total
 
     def _expected(self) -> int:
-        """About how many entries there will be, and hardly ever fewer than there are."""
+        """An estimate of the number of entries, which is hardly ever too small."""
         full = self.numel // tiles.TILE
         stride = max(1, min(STRIDE, full // SAMPLED))
         sampled = full // stride if stride > 1 else tiles.count(self.numel)
@@ -228,7 +229,7 @@ class _Pass(NamedTuple):
         stride: int = 1,
         findings: bool = False,
     ) -> None:
-        """`encode_kernel` on the tiles begin … end, or on as many of them, each `stride` after the last."""
+        """Run `encode_kernel` on the tiles begin … end, or on as many tiles at distances of `stride`."""
         gate = self.gate or Gate()
         for first, count, full in tiles.runs(begin, end, self.numel):
             tiles.launch(

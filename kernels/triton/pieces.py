@@ -1,7 +1,7 @@
-"""The weights: many tensors anywhere in memory, seen as one flat vector cut into tiles.
+"""The weights: many tensors at any addresses, treated as one flat vector that is divided into tiles.
 
-A kernel gets one table for all pieces, not one launch per piece: each program looks up the pieces that
-overlap its tile and visits them in turn.
+A kernel gets one table of all pieces instead of one launch per piece: each program looks up the pieces that
+overlap its tile and processes them in turn.
 """
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 # To pyright a kernel is Python, where a constant is no `constexpr` and `tl` returns nothing.
@@ -26,7 +26,7 @@ _STEP = 8  # elements: 16 bytes of a 16-bit dtype
 
 
 class Pieces(NamedTuple):
-    """Where the weights are, for the kernels."""
+    """The positions of the weights, for the kernels."""
 
     table: Tensor  # [pieces + 1, 3] int64: first element, address, dtype; at the end the number of elements
     first: Tensor  # [tiles] int32: the piece in which a tile begins
@@ -36,7 +36,7 @@ class Pieces(NamedTuple):
 
 
 def table_of(weights: Sequence[Tensor]) -> Pieces:
-    pieces = [w for w in weights if w.numel()]  # an empty piece owns no element
+    pieces = [w for w in weights if w.numel()]  # no element belongs to an empty piece
     starts = list(accumulate((w.numel() for w in pieces), initial=0))
     total = starts.pop()
     codes = [_CODES[w.dtype] for w in pieces]

@@ -1,8 +1,8 @@
 """Steps 5 to 8 in one pass: the residual, the mean of the contributions, the outer step, the weights.
 
-A sparse contribution is not scattered: that would take a buffer, and threads that wait for each other.
-Every element looks for its own entry instead. A block has 32 groups of 8 elements and its entries are
-taken 32 at a time, so each group finds its entries among 32 sorted offsets in 6 steps of a search.
+A sparse contribution is not scattered: that would need a buffer, and threads would wait for each other.
+Instead every element looks for its own entry. A block has 32 groups of 8 elements and its entries are
+processed 32 at a time, so each group finds its entries among 32 sorted offsets in 6 steps of a search.
 """
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 # To pyright a kernel is Python, where a constant is no `constexpr` and `tl` returns nothing.
@@ -161,7 +161,7 @@ def apply(
     if not numel:
         return 0.0
     if residual is not None and own.starts is None:
-        residual.zero_()  # all was sent
+        residual.zero_()  # everything was sent
         residual = None
     rows = [(entries, ADDED.value) for entries in contributions]
     if residual is not None:
@@ -208,7 +208,7 @@ def apply(
 
 
 def _row(entries: Entries, use: int) -> tuple[int, int, int, int]:
-    """How the kernel finds some entries, and what it does with them."""
+    """The addresses of some entries, and what the kernel does with them."""
     starts = 0 if entries.starts is None else entries.starts.data_ptr()
     offsets = 0 if entries.offsets is None else entries.offsets.data_ptr()
     return starts, offsets, entries.values.data_ptr(), use

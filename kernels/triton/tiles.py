@@ -1,4 +1,4 @@
-"""Cutting the flat vector into tiles, one program each, and how every kernel is launched."""
+"""The flat vector is divided into tiles, one program each; every kernel is launched from here."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ WARPS = 4
 
 
 def launch(kernel: Any, programs: int, *args: Any) -> None:
-    """Every launch goes through here: fused, a product and a sum would be rounded once instead of twice."""
+    """Launch a kernel without fusion, in which a product and a sum would be rounded once instead of twice."""
     kernel[(programs,)](*args, num_warps=WARPS, enable_fp_fusion=False)
 
 
@@ -22,10 +22,10 @@ def count(numel: int) -> int:
 
 
 def runs(first: int, last: int, numel: int) -> Iterator[tuple[int, int, bool]]:
-    """Cut the tiles first … last into launches: (first tile, how many, whether all their elements exist).
+    """Divide the tiles first … last into launches: (first tile, how many, whether all their elements exist).
 
-    Only the vector's last tile may be cut short. It gets a launch of its own: without a mask the others
-    read and write 16 bytes at a time, whatever the length.
+    Only the last tile of the vector may be incomplete. It gets a launch of its own, so that the others need
+    no mask and access 16 bytes at a time, whatever the vector's length.
     """
     full = min(last, numel // TILE)
     if first < full:

@@ -63,6 +63,7 @@ class ElasticTopology:
         TransportError: no lighthouse answers.
     """
 
+
     def __init__(
         self,
         *,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import TransportError, WireError
+from ..logs import warn_once_per_machine
 from .view import Standing, View
 
 if TYPE_CHECKING:
@@ -91,4 +92,4 @@ class _Repeats:
         if refused or lasts or not isinstance(error, TransportError | WireError) or not self._left:
             raise error from None
         self._left -= 1
-        _logger.warning("%s. The round is repeated over new links", error)
+        warn_once_per_machine(_logger, "%s. The round is repeated over new links", error)

@@ -13,7 +13,7 @@ from .outer_state import OuterState
 
 def digest_of(tensor: Tensor) -> str:
     """What tells one θ, or m, from another, in a file and in a message to a person."""
-    return f"{kernels.digest(tensor):016x}"
+    return kernels.digest_hex(tensor)
 
 
 def state_of(outer: OuterState) -> dict[str, Any]:
