@@ -5,6 +5,7 @@ optimizer = loco.PulseLoCo(inner, sync_every=8)
 """
 
 from .checkpoints.checkpoints import Checkpoints
+from .checkpoints.restore import Resumed
 from .errors import (
     AgreementError,
     AuthenticationError,
@@ -37,6 +38,7 @@ __all__ = [
     "PeerError",
     "PulseLoCo",
     "ReplicaError",
+    "Resumed",
     "RoundProgress",
     "SyncReport",
     "Topology",

@@ -207,7 +207,12 @@ class _Site:
 
     def resume(self, folder: str) -> Told:
         """Load the newest one."""
-        return self._watched(lambda: self._in(folder).load(self.optimizer))
+
+        def load() -> Any:
+            resumed = self._in(folder).load(self.optimizer)
+            return resumed.extra if resumed else None
+
+        return self._watched(load)
 
     def _in(self, folder: str) -> loco.Checkpoints:
         return self.checkpoints.setdefault(folder, loco.Checkpoints(folder))

@@ -39,8 +39,10 @@ def went_on(rank: int, folders: list[str], kind: str, each: int, format: str, at
 
     second = built(50 + rank, kind=kind, each=each)
     with loco.Checkpoints(folders[rank % len(folders)]) as checkpoints:
-        extra = checkpoints.load(second[1])
-    assert extra == {"step": at, "mine": torch.tensor([rank])}
+        resumed = checkpoints.load(second[1])
+    assert resumed is not None
+    assert resumed.extra == {"step": at, "mine": torch.tensor([rank])}
+    assert (resumed.round, resumed.local_step) == divmod(at, 4)
     train(*second, rank, range(at, 10))
     return snapshot(whole[1]), snapshot(second[1]), (second[1].round, second[1].local_step)
 
@@ -144,7 +146,7 @@ def spoil(folder: Path, how: str) -> None:
         ("no manifest", "has no manifest.json"),
         ("no JSON", "manifest.json is damaged"),
         ("another's", "of rank 5"),
-        ("another anchor", "its anchor is another"),
+        ("another anchor", "its anchor is not the one that was saved"),
     ],
 )
 def test_a_damaged_one_is_passed_over_by_all_with_a_warning(tmp_path: Path, how: str, sentence: str) -> None:
@@ -264,7 +266,7 @@ class Position:
 def test_a_second_training_does_not_write_over_the_first_ones(tmp_path: Path) -> None:
     for (kind, text), (other, why) in run_ranks(2, two_trainings, str(tmp_path)):
         assert kind == "CheckpointError"
-        assert "holds a training's checkpoints already (round 0 is the newest): load() it" in text
+        assert "neither saved nor loaded (round 0 is the newest): call load() before the first save()" in text
         assert other == "ValueError"
         assert "extra.step is a builtins.type: a checkpoint holds numbers" in why
 

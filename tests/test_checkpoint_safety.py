@@ -79,9 +79,10 @@ def folder_of(folder: str) -> Path:
     return partial
 
 
-def loaded(rank: int, folder: str) -> tuple[int, Any]:
+def loaded(rank: int, folder: str) -> tuple[Any, int]:
     optimizer = built(sync_every=1)[1]
-    return loco.Checkpoints(folder).load(optimizer), optimizer.round
+    resumed = loco.Checkpoints(folder).load(optimizer)
+    return resumed and resumed.extra, optimizer.round
 
 
 @pytest.mark.parametrize("before", [1, 3])
@@ -181,7 +182,7 @@ def fill(folder: Path, disk: Path, format: str) -> None:
         go()
         checkpoints.save(optimizer)  # returns at once: the disk is not asked yet
         with pytest.raises(
-            loco.CheckpointError, match=r"rank-00000 could not be written .*Make room"
+            loco.CheckpointError, match=r"rank-00000 could not be written .*Free some space"
         ) as caught:
             call()
         assert "MB are free" in str(caught.value)
@@ -189,11 +190,15 @@ def fill(folder: Path, disk: Path, format: str) -> None:
         assert not list(folder.glob(".partial*"))
     assert threading.active_count() <= threads
     other = loco.PulseLoCo(torch.optim.AdamW(torch.nn.Linear(100, 100).parameters()), sync_every=1)
-    assert loco.Checkpoints(folder).load(other) == "first"
+    resumed = loco.Checkpoints(folder).load(other)
+    assert resumed is not None
+    assert resumed.extra == "first"
     assert_same(kept, snapshot(other))
     ballast.unlink()
     checkpoints.save(optimizer, "later", blocking=True)
-    assert loco.Checkpoints(folder).load(other) == "later"
+    resumed = loco.Checkpoints(folder).load(other)
+    assert resumed is not None
+    assert resumed.extra == "later"
     checkpoints.close()
     for path in folder.rglob("*.*"):
         path.unlink()

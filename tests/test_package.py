@@ -21,7 +21,7 @@ ALLOWED = {
 FLOORS = (
     *("errors", "config", "presets", "report"),
     *("coordination", "net", "wire", "members", "exchange", "round"),
-    *("wrapper", "optimizer", "checkpoints"),
+    *("checkpoints", "wrapper", "optimizer"),
 )
 
 

@@ -96,11 +96,12 @@ class ElasticLoop(OuterLoop):
                     raise
                 self._give_up(plan, error, failed)
 
-    def settle(self) -> SyncReport | None:
-        """A round whose end was cut off is settled by the next quorum. Until then w must not move, so who
-        goes on all the same gives the round up: if it counts after all, the next one brings the others' θ."""
+    def settle(self, *, abandon: bool = False) -> SyncReport | None:
+        """Only the next quorum can settle a round whose end was cut off. Until then w must not change. With
+        `abandon` the round is given up: if it counts after all, the next round brings the others' θ."""
         self.check_whole()
-        self._unfinished = None
+        if abandon:
+            self._unfinished = None
         return None
 
     def own_state(self) -> dict[str, Any]:

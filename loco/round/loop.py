@@ -189,14 +189,32 @@ class OuterLoop:
         return report
 
     @torch.no_grad()
-    def settle(self) -> SyncReport | None:
+    def settle(self, *, abandon: bool = False) -> SyncReport | None:
         """Finish a round whose end was cut off, if any -> its report, if it counts.
+
+        Args:
+            abandon: the weights are about to change, so give up a round that can't be settled yet.
 
         Raises:
             LocoError: it can't be finished yet; or this rank can't go on, see `check_whole`.
         """
         self.check_whole()
         return self._finish(ABORT)
+
+    def undecided_round(self) -> int | None:
+        """The number of the interrupted round of which this rank does not know yet whether it counts.
+
+        Raises:
+            LocoError: the interrupted round counts and is applied, but this rank's weights lack the part that
+                the other ranks of its site hold.
+        """
+        pending = self._unfinished
+        if pending is not None and pending.applied:
+            raise LocoError(
+                f"round {self.rounds_done} was interrupted before the ranks of this site had shared its "
+                f"result: call settle(), sync() or step() on every rank to complete it"
+            )
+        return None if pending is None else self.rounds_done + 1
 
     def tell_step(self, local_step: int) -> None:
         """What those who wait for this rank may want to know."""
