@@ -111,6 +111,63 @@ def test_what_a_killed_writer_left_is_gone_after_the_next_save(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000002", "round-00000003"]
 
 
+def test_an_empty_round_that_a_killed_writer_left_is_gone_after_the_next_save(
+    tmp_path: Path, single_site: None
+) -> None:
+    (tmp_path / "round-00000007").mkdir()
+    (tmp_path / "round-00000008").write_text("a file of the user's")
+    with loco.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(built()[1], blocking=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000000", "round-00000008"]
+
+
+def test_the_folders_that_the_first_save_creates_are_flushed_to_disk(
+    tmp_path: Path, single_site: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, flushed = os.fsync, list[Path]()
+
+    def noted(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with loco.Checkpoints(tmp_path / "a" / "b" / "c") as checkpoints:
+        checkpoints.save(built()[1], blocking=True)
+    for parent in (tmp_path, tmp_path / "a", tmp_path / "a/b", tmp_path / "a/b/c"):
+        assert parent in flushed
+
+
+def test_of_two_optimizers_that_save_into_one_folder_at_once_one_is_told_so(
+    tmp_path: Path, single_site: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is empty when both begin, and the one has saved when the other is to write."""
+    pair = [built(seed)[1] for seed in (0, 1)]
+    both = [loco.Checkpoints(tmp_path) for _ in pair]
+    arrived, may_write = ([threading.Event() for _ in pair] for _ in range(2))
+    turns, sweep = iter(zip(arrived, may_write, strict=True)), CheckpointDirectory.sweep
+
+    def wait_for_turn(self: CheckpointDirectory) -> None:
+        here, go = next(turns)
+        here.set()
+        assert go.wait(60)
+        sweep(self)
+
+    monkeypatch.setattr(CheckpointDirectory, "sweep", wait_for_turn)
+    for k, (checkpoints, optimizer) in enumerate(zip(both, pair, strict=True)):
+        checkpoints.save(optimizer, k)
+        assert arrived[k].wait(60)
+    may_write[0].set()
+    both[0].close()
+    may_write[1].set()
+    with pytest.raises(
+        loco.CheckpointError, match="give each training and each optimizer a folder of its own"
+    ):
+        both[1].close()
+    resumed = loco.Checkpoints(tmp_path).load(built(2)[1])
+    assert resumed is not None
+    assert resumed.extra == 0
+
+
 def test_a_checkpoint_that_was_to_be_replaced_is_there_if_it_can_not_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
