@@ -40,7 +40,7 @@ class Told:
     gave_up: list[Snapshot] = field(default_factory=list)
     exchange: str = ""
     error: str = ""
-    extra: Any = None  # of the checkpoint that was loaded
+    extra: Any = None  # of the checkpoint that was loaded; after a round, what states saved in doubt say
     warned: str = ""
 
 
@@ -152,10 +152,13 @@ class _Site:
         self.loop: Any = self.optimizer.outer_state
         self.gave_up: list[Snapshot] = []
         self.checkpoints: dict[str, loco.Checkpoints] = {}  # by folder
+        self.saved_in_doubt: list[Any] = []
         give_up = self.loop._give_up
 
         def give_up_and_tell(*args: Any) -> None:
             self.gave_up.append(snapshot(self.optimizer))
+            own = self.optimizer.state_dict()["loco"]  # which must change nothing
+            self.saved_in_doubt.append((own["round"], own["undecided_round"]))
             give_up(*args)
 
         self.loop._give_up = give_up_and_tell
@@ -185,7 +188,16 @@ class _Site:
             names = tuple(plan.members[k].name for k in plan.workers)
             came = tuple(m.name for m in (*(plan.members[k] for k in plan.newcomers), *plan.strangers))
         after = snapshot(self.optimizer)
-        return Told(self.optimizer.round, names, came, before, after, list(self.gave_up), report.exchange)
+        return Told(
+            self.optimizer.round,
+            names,
+            came,
+            before,
+            after,
+            list(self.gave_up),
+            report.exchange,
+            extra=self.saved_in_doubt,
+        )
 
     def save(self, path: str) -> Told:
         torch.save(self.optimizer.state_dict(), path)
