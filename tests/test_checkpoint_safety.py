@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import loco
 from loco.checkpoints.directory import CheckpointDirectory
-from loco.checkpoints.formats import FORMATS
+from loco.checkpoints.formats import FORMATS, host_copy
 from loco.checkpoints.manifest import Position
-from loco.checkpoints.plain_tree import host_copy
 
 
 def saving(rank: int, folder: str, cut: int, before: int) -> int:

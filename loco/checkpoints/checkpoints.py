@@ -3,19 +3,17 @@
 import logging
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..coordination.rendezvous import NeededError, Rendezvous, swap_or_fail
 from ..errors import CheckpointError
 from .directory import CheckpointDirectory
-from .formats import FORMATS
+from .formats import FORMATS, host_copy
 from .manifest import Manifest, Position, manifest_of, site_name
-from .plain_tree import host_copy
 from .protocol import Saveable
 from .restore import Resumed, resume
 from .selection import all_saves
@@ -33,18 +31,15 @@ class Checkpoints:
         checkpoints.save(optimizer, {"step": step})         # every now and then, on every rank
 
     Every rank saves a folder of its own, `folder/round-00000012/rank-00003/`: the data, and a `manifest.json`
-    with the position in the training, the settings, the parameters, and size and SHA-256 of the data files.
-    `folder` may be shared by all ranks, or be a different one on each machine.
+    that describes them. `folder` may be shared by all ranks, or be a different one on each machine.
 
     A rank writes to a temporary folder, flushes it to disk and renames it last, so that a crash never leaves
     half a checkpoint. It removes an old checkpoint only when it knows that all ranks hold a newer one: at any
     time there is one that all ranks hold, however many of them die, and whenever.
 
-    Each optimizer needs a `Checkpoints` and a folder of its own. If two of them share one, the second to save
-    gets a CheckpointError.
-
-    Sites that come and go (`ElasticTopology`) save and load independently of each other, each in a folder of
-    its own, `Checkpoints(folder / name)`.
+    Each optimizer needs a `Checkpoints` and a folder of its own; if two share one, the second to save gets a
+    CheckpointError. Sites that come and go (`ElasticTopology`) save and load independently of each other,
+    each in a folder of its own, `Checkpoints(folder / name)`.
 
     Args:
         folder: where to save; created if it does not exist.
@@ -120,8 +115,7 @@ class Checkpoints:
                 raise failure
             self.wait()
             tree = host_copy({"optimizer": optimizer.state_dict(), "extra": extra})
-            self._check_optimizer(optimizer)
-            held = self._held(directory)
+            held = self._held(optimizer, directory)
         except Exception as error:
             failure = error
         note: dict[str, Any] = {"save": uuid.uuid4().hex}
@@ -135,8 +129,18 @@ class Checkpoints:
         if position in complete:
             return  # replacing it would put at risk what all ranks hold
         outdated = self._outdated(directory, position, held, complete)
+
+        def write(folder: Path) -> None:
+            FORMATS[self.format][0](tree, folder)
+            manifest_of(tree["optimizer"], save=save, format=self.format, folder=folder).write(folder)
+
+        def work() -> None:
+            directory.sweep()
+            directory.drop(outdated)
+            directory.put(position, write, lambda: self._held(optimizer, directory))
+
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="loco-checkpoint")
-        self._writing = self._writer.submit(self._write, directory, position, tree, save, outdated)
+        self._writing = self._writer.submit(_reported, work, directory, position)
         if blocking:
             try:
                 self.wait()
@@ -144,59 +148,26 @@ class Checkpoints:
                 failure = error
             swap_or_fail(rendezvous, {}, failure, f"after {phase}", reconnection)
 
-    def _check_optimizer(self, optimizer: Saveable) -> None:
+    def _held(self, optimizer: Saveable, directory: CheckpointDirectory) -> list[Manifest]:
+        """This rank's whole checkpoints, if all of them are of this training and this optimizer.
+
+        Raises:
+            CheckpointError: they are not.
+        """
         previous = None if self._optimizer is None else self._optimizer()
         if previous is not None and previous is not optimizer:
             raise CheckpointError(
                 f"this loco.Checkpoints saves another optimizer to {self.folder}: give each optimizer a "
                 f"loco.Checkpoints and a folder of its own"
             )
-
-    def _held(self, directory: CheckpointDirectory) -> list[Manifest]:
-        """This rank's whole checkpoints, if all of them are of this training and this optimizer.
-
-        Raises:
-            CheckpointError: they are not.
-        """
         held = directory.whole()
-        foreign = [m for m in held if m.save not in self._own_saves]
-        if foreign:
+        if foreign := [m for m in held if m.save not in self._own_saves]:
             raise CheckpointError(
                 f"{self.folder} holds checkpoints that this loco.Checkpoints has neither saved nor loaded "
                 f"({foreign[-1].position} is the newest): call load() before the first save(), and give each "
                 f"training and each optimizer a folder of its own"
             )
         return held
-
-    def _write(
-        self,
-        directory: CheckpointDirectory,
-        position: Position,
-        tree: dict[str, Any],
-        save: str,
-        outdated: list[Position],
-    ) -> None:
-        """What the writing thread does."""
-
-        def write(folder: Path) -> None:
-            FORMATS[self.format][0](tree, folder)
-            manifest_of(tree["optimizer"], save=save, format=self.format, folder=folder).write(folder)
-
-        try:
-            directory.sweep()
-            directory.drop(outdated)
-            directory.put(position, write, lambda: self._held(directory))
-        except CheckpointError as error:
-            _log.error("%s", error)
-            raise
-        except Exception as error:
-            failure = CheckpointError(
-                f"{directory.path(position, directory.rank)} could not be written ({type(error).__name__}: "
-                f"{error}; {directory.free_space()}): the checkpoints before it are unchanged. Free some "
-                f"space or repair the disk, and save again"
-            )
-            _log.error("%s", failure)  # in case nobody calls wait() any more
-            raise failure from error
 
     def _label(self, rendezvous: Rendezvous) -> str:
         """Distinguishes several folders of one training: the second one and later have a number."""
@@ -210,12 +181,7 @@ class Checkpoints:
         held: list[Manifest],
         complete: list[Position],
     ) -> list[Position]:
-        """The positions whose checkpoints may go before `position` is written.
-
-        Args:
-            held: by this rank.
-            complete: the positions of which all ranks hold a checkpoint.
-        """
+        """The positions whose checkpoints may go before `position` is written; all ranks hold `complete`."""
         newest_complete = max((other for other in complete if other < position), default=None)
         kept = [m.position for m in held if m.position < position][-(self.keep - 1) :]
         return [
@@ -299,11 +265,26 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _directory(self, optimizer: Saveable) -> CheckpointDirectory:
         all_ranks = optimizer.topology.everyone()
         return CheckpointDirectory(self.folder, all_ranks.rank, all_ranks.size, site_name(optimizer.topology))
+
+
+def _reported(work: Callable[[], None], directory: CheckpointDirectory, position: Position) -> None:
+    """Do the work of the writing thread. Errors are logged too, in case nobody calls `wait` any more."""
+    try:
+        work()
+    except CheckpointError as error:
+        _log.error("%s", error)
+        raise
+    except Exception as error:
+        failure = CheckpointError(
+            f"{directory.path(position, directory.rank)} could not be written ({type(error).__name__}: "
+            f"{error}; {directory.free_space()}): the checkpoints before it are unchanged. Free some space "
+            f"or repair the disk, and save again"
+        )
+        _log.error("%s", failure)
+        raise failure from error
