@@ -18,8 +18,10 @@ _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, 
 
 
 def mapped(tree: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The same dicts, lists and tuples with every other value replaced by `leaf(path, value)`, with a path like
-    "a.0.b". Subclasses become the plain types."""
+    """The same dicts, lists and tuples, with every other value replaced by `leaf(path, value)`.
+
+    A path is like "a.0.b". Subclasses become the plain types.
+    """
     if isinstance(tree, dict):
         return {
             leaf(path, key): mapped(value, leaf, f"{path}.{key}" if path else str(key))
