@@ -137,9 +137,10 @@ class _OfLoco:
 
     def load(self) -> dict[str, Any] | None:
         try:
-            return self._checkpoints.load(self._optimizer)
+            resumed = self._checkpoints.load(self._optimizer)
         except ValueError as error:
             raise ExperimentError(f"{self._checkpoints.folder}: {error}") from error
+        return resumed.extra if resumed else None
 
     def close(self) -> None:
         self._checkpoints.close()

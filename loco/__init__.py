@@ -7,6 +7,7 @@
 """
 
 from .checkpoints.checkpoints import Checkpoints
+from .checkpoints.restore import Resumed
 from .errors import (
     AgreementError,
     AuthenticationError,
@@ -41,6 +42,7 @@ __all__ = [
     "PeerError",
     "PulseLoCo",
     "ReplicaError",
+    "Resumed",
     "RoundProgress",
     "SyncReport",
     "Topology",

@@ -54,7 +54,7 @@ class LowCommunicationOptimizer(Wrapper):
                 round, and so does the next `step()`, after another inner step. A rank on which something
                 else failed (it ran out of memory, for example) raises that error, and the others a PeerError.
         """
-        self._settle()
+        self._settle(abandon=True)
         loss = None
         try:
             if not self._unscale_or_skip():
@@ -78,11 +78,35 @@ class LowCommunicationOptimizer(Wrapper):
         """
         return self._done(self._outer.run_round())
 
-    def _settle(self) -> None:
-        """Finish a round whose end was cut off."""
-        report = self._outer.settle()
-        if report is not None:
-            self._done(report)
+    def settle(self) -> SyncReport | None:
+        """Find out whether a round that was interrupted counts on all ranks, and if so finish it.
+
+        `step`, `sync` and `Checkpoints.save` do this themselves. It may send messages, so call it on every
+        rank. Sites that come and go can settle a round only in their next one: for them this does nothing.
+
+        Returns:
+            The round's report if it counts; None if it does not, or if no round was interrupted.
+
+        Raises:
+            LocoError: it can't be found out yet, because a rank or the store does not answer.
+        """
+        return self._settle()
+
+    def _settle(self, *, abandon: bool = False) -> SyncReport | None:
+        report = self._outer.settle(abandon=abandon)
+        return None if report is None else self._done(report)
+
+    def is_reconnection_waiting(self) -> bool:
+        """Whether other ranks wait for this one to `reconnect`."""
+        return self._outer.is_reconnection_waiting()
+
+    def reconnect(self) -> None:
+        """Build new links, together with the ranks that wait for it.
+
+        Raises:
+            TransportError: a rank is dead, or did not come.
+        """
+        self._outer.reconnect()
 
     def _done(self, report: SyncReport) -> SyncReport:
         self.last_report, self.local_step = report, 0
@@ -121,6 +145,10 @@ class LowCommunicationOptimizer(Wrapper):
         return self._outer.hooks.register(hook)
 
     @property
+    def settings(self) -> Settings:
+        return self._outer.state.settings
+
+    @property
     def sync_every(self) -> int:
         return self._outer.state.settings.sync_every
 
@@ -133,22 +161,36 @@ class LowCommunicationOptimizer(Wrapper):
         """The inner optimizer's state, and under "loco" all that the outer loop holds on this rank.
 
         Every rank saves its own: residuals and, between rounds, weights differ from site to site. As in
-        torch, tensors are references.
+        torch, tensors are references. No messages are sent: if a round was interrupted before this rank knew
+        whether it counts, this is the state before that round, and `["loco"]["undecided_round"]` is the
+        round's number. Call `settle()` on every rank first to have it decided.
+
+        Raises:
+            LocoError: this rank's state is incomplete, because a round was interrupted while it was applied.
         """
-        self._settle()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state: dict[str, Any] = self.inner.state_dict()
         own = {"local_step": self.local_step, "inner_entries": len(state["state"])}
-        state = {**state, "loco": state_of(self._outer.state) | own}
+        state = {
+            **state,
+            "loco": state_of(self._outer.state, undecided_round=self._outer.undecided_round()) | own,
+        }
         for hook in self._optimizer_state_dict_post_hooks.values():
             state = hook(self, state) or state
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, agree: Callable[[], object] | None = None
+    ) -> None:
         """Resume from `state_dict()` of the same rank, bit for bit, in the middle of a round too.
 
         The weights are restored with it. Load the model first if you load both.
+
+        Args:
+            agree: called once the state is checked and the inner optimizer has accepted its part, when only
+                copying is left. If it raises, nothing was changed: with it several ranks load together, or
+                none of them does.
 
         Raises:
             ValueError: the state is not this rank's or not of this setup; nothing was changed.
@@ -174,6 +216,8 @@ class LowCommunicationOptimizer(Wrapper):
         before = self.inner.state_dict()
         try:
             self.inner.load_state_dict(state_dict)
+            if agree is not None:
+                agree()
         except BaseException:
             self.inner.load_state_dict(before)
             raise

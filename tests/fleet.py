@@ -42,7 +42,7 @@ class Told:
     gave_up: list[Snapshot] = field(default_factory=list)
     exchange: str = ""
     error: str = ""
-    extra: Any = None  # of the checkpoint that was loaded
+    extra: Any = None  # of the checkpoint that was loaded; after a round, what states saved in doubt say
     warned: str = ""
 
 
@@ -153,10 +153,13 @@ class _Site:
         self.optimizer = loco.PulseLoCo(inner, topology=topology, **{"sync_every": 10_000, **options})
         self.gave_up: list[Snapshot] = []
         self.checkpoints: dict[str, loco.Checkpoints] = {}  # by folder
+        self.saved_in_doubt: list[Any] = []
         failed = elastic.QuorumAttempts.failed
 
         def failed_and_told(*args: Any, **kwargs: Any) -> None:
             self.gave_up.append(snapshot(self.optimizer))
+            own = self.optimizer.state_dict()["loco"]  # which must change nothing
+            self.saved_in_doubt.append((own["round"], own["undecided_round"]))
             failed(*args, **kwargs)
 
         elastic.QuorumAttempts.failed = failed_and_told
@@ -186,7 +189,16 @@ class _Site:
             names = tuple(plan.members[k].name for k in plan.workers)
             came = tuple(m.name for m in (*(plan.members[k] for k in plan.newcomers), *plan.strangers))
         after = snapshot(self.optimizer)
-        return Told(self.optimizer.round, names, came, before, after, list(self.gave_up), report.exchange)
+        return Told(
+            self.optimizer.round,
+            names,
+            came,
+            before,
+            after,
+            list(self.gave_up),
+            report.exchange,
+            extra=self.saved_in_doubt,
+        )
 
     def save(self, path: str) -> Told:
         torch.save(self.optimizer.state_dict(), path)
@@ -208,7 +220,12 @@ class _Site:
 
     def resume(self, folder: str) -> Told:
         """Load the newest one."""
-        return self._watched(lambda: self._in(folder).load(self.optimizer))
+
+        def load() -> Any:
+            resumed = self._in(folder).load(self.optimizer)
+            return resumed.extra if resumed else None
+
+        return self._watched(load)
 
     def _in(self, folder: str) -> loco.Checkpoints:
         return self.checkpoints.setdefault(folder, loco.Checkpoints(folder))

@@ -150,7 +150,8 @@ def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
     topology = loco.Topology(timeout=30.0, patience=30.0, dead_after=DEAD_AFTER)
     optimizer = loco.PulseLoCo(inner, sync_every=STEPS, topology=topology)
     checkpoints = loco.Checkpoints(folder)
-    inner.count = (checkpoints.load(optimizer) or {"count": 0})["count"]
+    resumed = checkpoints.load(optimizer)
+    inner.count = resumed.extra["count"] if resumed else 0
     told = Told("", Counter(), 0, [])
     struck = Path(folder) / f"struck-{rank}"  # what has happened does not happen again after a restart
     began = time.monotonic()

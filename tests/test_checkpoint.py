@@ -39,8 +39,10 @@ def went_on(rank: int, folders: list[str], kind: str, each: int, format: str, at
 
     second = built(50 + rank, kind=kind, each=each)
     with loco.Checkpoints(folders[rank % len(folders)]) as checkpoints:
-        extra = checkpoints.load(second[1])
-    assert extra == {"step": at, "mine": torch.tensor([rank])}
+        resumed = checkpoints.load(second[1])
+    assert resumed is not None
+    assert resumed.extra == {"step": at, "mine": torch.tensor([rank])}
+    assert (resumed.round, resumed.local_step) == divmod(at, 4)
     train(*second, rank, range(at, 10))
     return snapshot(whole[1]), snapshot(second[1]), (second[1].round, second[1].local_step)
 
@@ -139,12 +141,12 @@ def spoil(folder: Path, how: str) -> None:
     ("how", "sentence"),
     [
         ("a flipped bit", "SHA-256 differs"),
-        ("cut short", "bytes, and"),
+        ("cut short", "bytes, but"),
         ("no data", "state.pt is missing"),
         ("no manifest", "has no manifest.json"),
         ("no JSON", "manifest.json is damaged"),
         ("another's", "of rank 5"),
-        ("another anchor", "its anchor is another"),
+        ("another anchor", "its anchor is not the one that was saved"),
     ],
 )
 def test_a_damaged_one_is_passed_over_by_all_with_a_warning(tmp_path: Path, how: str, sentence: str) -> None:
@@ -219,7 +221,7 @@ def test_exchanged_folders_are_an_error_and_not_a_fresh_start(tmp_path: Path) ->
     for nothing, (kind, text) in run_ranks(2, misplaced, folders, folders[::-1]):
         assert nothing is None
         assert kind == "CheckpointError"
-        assert "none whole on all ranks" in text
+        assert "none that is whole on all ranks" in text
         assert "round 2 of rank 0, rank 1" in text
 
 
@@ -249,6 +251,52 @@ def test_a_first_checkpoint_that_was_not_finished_is_none(tmp_path: Path) -> Non
         assert files == ["round-00000000", "round-00000001"]
 
 
+def saved_without_extra(rank: int, folder: str) -> Any:
+    optimizer = built()[1]
+    with loco.Checkpoints(folder) as checkpoints:
+        found = [checkpoints.load(optimizer)]
+        checkpoints.save(optimizer, blocking=True)
+        found.append(checkpoints.load(optimizer))
+    return found
+
+
+def test_no_checkpoint_is_told_apart_from_one_without_extra(tmp_path: Path) -> None:
+    for nothing, something in run_ranks(2, saved_without_extra, str(tmp_path)):
+        assert nothing is None
+        assert something == loco.Resumed(round=0, local_step=0, extra=None)
+
+
+def two_optimizers(rank: int, folder: str, shared: bool) -> Any:
+    """Muon beside AdamW, say: of one shape and one setting, and at one position."""
+    pair = [built(seed)[1] for seed in (0, 1)]
+    first = loco.Checkpoints(folder)
+    both = [first, first if shared else loco.Checkpoints(folder)]
+    if not shared:
+        for checkpoints, optimizer in zip(both, pair, strict=True):
+            assert checkpoints.load(optimizer) is None
+    errors = []
+    for _ in range(2):
+        for checkpoints, optimizer in zip(both, pair, strict=True):
+            errors.append(error_of(lambda c=checkpoints, o=optimizer: c.save(o, blocking=True)))
+            optimizer.sync()
+    again = built(2)[1]
+    loco.Checkpoints(folder).load(again)
+    pair[0].load_state_dict(pair[0].state_dict())
+    return errors, again.round
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_second_optimizer_that_saves_into_one_folder_is_told_so(tmp_path: Path, shared: bool) -> None:
+    """Whether the two share a Checkpoints object or only the folder."""
+    for errors, round in run_ranks(2, two_optimizers, str(tmp_path), shared):
+        assert [kind for kind, _ in errors] == ["", "CheckpointError"] * 2
+        sentence = "saves another optimizer to" if shared else "has neither saved nor loaded (round 0 is the"
+        for _, text in errors[1::2]:
+            assert sentence in text or "(round 1 is the newest)" in text
+            assert "a folder of its own" in text
+        assert round == 1
+
+
 def two_trainings(rank: int, folder: str) -> Any:
     optimizer = built()[1]
     with loco.Checkpoints(folder) as checkpoints:
@@ -264,7 +312,7 @@ class Position:
 def test_a_second_training_does_not_write_over_the_first_ones(tmp_path: Path) -> None:
     for (kind, text), (other, why) in run_ranks(2, two_trainings, str(tmp_path)):
         assert kind == "CheckpointError"
-        assert "holds a training's checkpoints already (round 0 is the newest): load() it" in text
+        assert "neither saved nor loaded (round 0 is the newest): call load() before the first save()" in text
         assert other == "ValueError"
         assert "extra.step is a builtins.type: a checkpoint holds numbers" in why
 

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import loco
 from loco.checkpoints.directory import CheckpointDirectory
-from loco.checkpoints.formats import FORMATS
+from loco.checkpoints.formats import FORMATS, host_copy
 from loco.checkpoints.manifest import Position
-from loco.checkpoints.plain_tree import host_copy
 
 
 def saving(rank: int, folder: str, cut: int, before: int) -> int:
@@ -79,9 +78,10 @@ def folder_of(folder: str) -> Path:
     return partial
 
 
-def loaded(rank: int, folder: str) -> tuple[int, Any]:
+def loaded(rank: int, folder: str) -> tuple[Any, int]:
     optimizer = built(sync_every=1)[1]
-    return loco.Checkpoints(folder).load(optimizer), optimizer.round
+    resumed = loco.Checkpoints(folder).load(optimizer)
+    return resumed and resumed.extra, optimizer.round
 
 
 @pytest.mark.parametrize("before", [1, 3])
@@ -108,6 +108,63 @@ def test_what_a_killed_writer_left_is_gone_after_the_next_save(tmp_path: Path) -
     assert any(path.name.startswith(".partial") for path in tmp_path.iterdir())
     run_ranks(1, saving, str(tmp_path), 0, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000002", "round-00000003"]
+
+
+def test_an_empty_round_that_a_killed_writer_left_is_gone_after_the_next_save(
+    tmp_path: Path, single_site: None
+) -> None:
+    (tmp_path / "round-00000007").mkdir()
+    (tmp_path / "round-00000008").write_text("a file of the user's")
+    with loco.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(built()[1], blocking=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000000", "round-00000008"]
+
+
+def test_the_folders_that_the_first_save_creates_are_flushed_to_disk(
+    tmp_path: Path, single_site: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, flushed = os.fsync, list[Path]()
+
+    def noted(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with loco.Checkpoints(tmp_path / "a" / "b" / "c") as checkpoints:
+        checkpoints.save(built()[1], blocking=True)
+    for parent in (tmp_path, tmp_path / "a", tmp_path / "a/b", tmp_path / "a/b/c"):
+        assert parent in flushed
+
+
+def test_of_two_optimizers_that_save_into_one_folder_at_once_one_is_told_so(
+    tmp_path: Path, single_site: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is empty when both begin, and the one has saved when the other is to write."""
+    pair = [built(seed)[1] for seed in (0, 1)]
+    both = [loco.Checkpoints(tmp_path) for _ in pair]
+    arrived, may_write = ([threading.Event() for _ in pair] for _ in range(2))
+    turns, sweep = iter(zip(arrived, may_write, strict=True)), CheckpointDirectory.sweep
+
+    def wait_for_turn(self: CheckpointDirectory) -> None:
+        here, go = next(turns)
+        here.set()
+        assert go.wait(60)
+        sweep(self)
+
+    monkeypatch.setattr(CheckpointDirectory, "sweep", wait_for_turn)
+    for k, (checkpoints, optimizer) in enumerate(zip(both, pair, strict=True)):
+        checkpoints.save(optimizer, k)
+        assert arrived[k].wait(60)
+    may_write[0].set()
+    both[0].close()
+    may_write[1].set()
+    with pytest.raises(
+        loco.CheckpointError, match="give each training and each optimizer a folder of its own"
+    ):
+        both[1].close()
+    resumed = loco.Checkpoints(tmp_path).load(built(2)[1])
+    assert resumed is not None
+    assert resumed.extra == 0
 
 
 def test_a_checkpoint_that_was_to_be_replaced_is_there_if_it_can_not_be(
@@ -181,7 +238,7 @@ def fill(folder: Path, disk: Path, format: str) -> None:
         go()
         checkpoints.save(optimizer)  # returns at once: the disk is not asked yet
         with pytest.raises(
-            loco.CheckpointError, match=r"rank-00000 could not be written .*Make room"
+            loco.CheckpointError, match=r"rank-00000 could not be written .*Free some space"
         ) as caught:
             call()
         assert "MB are free" in str(caught.value)
@@ -189,11 +246,15 @@ def fill(folder: Path, disk: Path, format: str) -> None:
         assert not list(folder.glob(".partial*"))
     assert threading.active_count() <= threads
     other = loco.PulseLoCo(torch.optim.AdamW(torch.nn.Linear(100, 100).parameters()), sync_every=1)
-    assert loco.Checkpoints(folder).load(other) == "first"
+    resumed = loco.Checkpoints(folder).load(other)
+    assert resumed is not None
+    assert resumed.extra == "first"
     assert_same(kept, snapshot(other))
     ballast.unlink()
     checkpoints.save(optimizer, "later", blocking=True)
-    assert loco.Checkpoints(folder).load(other) == "later"
+    resumed = loco.Checkpoints(folder).load(other)
+    assert resumed is not None
+    assert resumed.extra == "later"
     checkpoints.close()
     for path in folder.rglob("*.*"):
         path.unlink()

@@ -165,6 +165,7 @@ def test_a_site_that_missed_the_verdict_commits_the_round_that_the_others_commit
         second = fleet.round("s0", "s2")
         late = fleet.hear("s1")
         assert late.gave_up
+        assert late.extra == [(1, 2)]  # a state_dict() taken meanwhile says so, and leaves the round as it is
         # It brings no steps to the round after, but what it withheld in the one that it committed too: if it
         # had missed or repeated a round, its θ and e could not be the paper's after both.
         weights = {"weights": first["s0"].after["weights"]}

@@ -182,7 +182,7 @@ def test_two_sites_that_share_a_folder_are_told_so_and_overwrite_nothing(tmp_pat
                 fleet.order("s1", command, shared)
                 error = fleet.hear("s1").error
                 assert error.startswith("CheckpointError: ")
-                assert "is of site s0, and this is site s1: give each site a folder of its own" in error
+                assert "is of site s0, but this is site s1: give each site a folder of its own" in error
                 assert contents(tmp_path) == before
         assert sorted(path.name for path in Path(shared).iterdir()) == ["round-00000002", "round-00000003"]
 
@@ -217,7 +217,7 @@ def put(folder: Path, name: str, round: int) -> dict[Path, bytes]:
 
 def test_of_two_sites_that_save_first_in_one_folder_at_once_one_is_refused(tmp_path: Path) -> None:
     kept = put(tmp_path, "berlin", 1)
-    with pytest.raises(loco.CheckpointError, match="is of site berlin, and this is site paris"):
+    with pytest.raises(loco.CheckpointError, match="is of site berlin, but this is site paris"):
         put(tmp_path, "paris", 1)
     assert contents(tmp_path) == kept
     assert put(tmp_path, "berlin", 1) == kept  # which a site may do to its own

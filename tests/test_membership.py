@@ -65,10 +65,10 @@ def life(
     optimizer = loco.PulseLoCo(inner, sync_every=4, topology=topology)
     outer = optimizer.outer_state
     checkpoints = loco.Checkpoints(folders[rank % len(folders)])
-    extra = None if load is None else checkpoints.load(optimizer, **load)
+    resumed = None if load is None else checkpoints.load(optimizer, **load)
     assert outer.residual is not None
     found: Ledger = {
-        "extra": extra,
+        "extra": resumed and resumed.extra,
         "position": (optimizer.round, optimizer.local_step),
         "withheld": exact(update_now(optimizer)),
         "weights": [p.detach().clone().numpy() for p in outer.parameters.params],
@@ -169,7 +169,7 @@ def test_a_leavers_missing_file_is_an_error_that_names_it_unless_it_is_given_up(
     before = run_ranks(3, life, folders, 6, {"seed": 7, "at": 0}, None)
     for kind, text in run_ranks(2, refused, folders, {}):
         assert kind == "CheckpointError"
-        assert "round-00000001-step-00002/rank-00002 can't be seen from any rank" in text
+        assert "round-00000001-step-00002/rank-00002 is not visible to any rank" in text
         assert "lost=[2]" in text
     now = run_ranks(2, life, folders, 1, {"seed": 8, "at": 6}, {"lost": [2]})
     assert total(now, "withheld") == total(before[:2], "left")
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
         (3, {"sites": [0, 1, 1]}, {}, "each of the old sites 0 to 3 at most once"),
         (3, {"sites": [0, 1, 4]}, {}, "each of the old sites 0 to 3 at most once"),
         (3, {"sites": [None, 1, 2]}, {}, "site 0 must continue an old site"),
-        (3, {"lost": [1]}, {}, "of which there are [3]: got [1]"),
+        (3, {"lost": [1]}, {}, "lost must name old sites that leave, which are [3]: got [1]"),
         (4, {}, {"each": 2}, "ranks_per_site = 1, this optimizer has 2"),
     ]
     for world, load, options, sentence in cases:
@@ -209,7 +209,7 @@ def test_ranks_that_are_told_different_things_refuse(tmp_path: Path) -> None:
     run_ranks(2, life, folders, 6, {"seed": 7, "at": 0}, None)
     for kind, text in run_ranks(2, told_apart, folders):
         assert kind == "ValueError"
-        assert "must be called alike on all ranks" in text
+        assert "needs the same arguments on all ranks" in text
 
 
 def told_apart(rank: int, folders: list[str]) -> tuple[str, str]:
@@ -256,7 +256,9 @@ def test_what_fits_no_residual_exactly_is_rounded_and_counted(tmp_path: Path) ->
         tree["optimizer"]["loco"]["anchor"].zero_()
         rewrite(path, tree)
     (alone,) = run_ranks(1, life, folders, 0, {"seed": 8, "at": 3}, {})
-    assert alone["warned"] == [f"{NUMEL} elements that site 1 left fit no residual exactly: rounded"]
+    assert alone["warned"] == [
+        f"{NUMEL} elements of what site 1 left fit no residual exactly and were rounded"
+    ]
     np.testing.assert_array_equal(alone["residual"], np.full(NUMEL, 1 / 3, dtype=np.float32))
 
 
@@ -290,8 +292,8 @@ def test_only_what_fp32_holds_is_added() -> None:
 
 
 def test_those_who_leave_are_spread_over_those_who_stay() -> None:
-    roster = Roster.of([0, 3, None], [], old=6, new=3, each=2)
+    roster = Roster.of([0, 3, None], [], old_sites=6, new_sites=3, ranks_per_site=2)
     assert roster.leaving == (1, 2, 4, 5)
     assert [roster.heirs(k) for k in roster.leaving] == [[0, 1, 2], [1, 0, 2], [0, 1, 2], [1, 0, 2]]
     assert [roster.old_rank(r) for r in range(6)] == [0, 1, 6, 7, None, None]
-    assert Roster.of(None, [4], old=5, new=3, each=1).leaving == (3,)
+    assert Roster.of(None, [4], old_sites=5, new_sites=3, ranks_per_site=1).leaving == (3,)

@@ -22,7 +22,7 @@ ALLOWED = {
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
     *("coordination", "net", "wire", "members", "exchange", "round"),
-    *("wrapper", "optimizer", "checkpoints"),
+    *("checkpoints", "wrapper", "optimizer"),
 )
 
 

@@ -1,6 +1,7 @@
-"""A state as files of torch.distributed.checkpoint (DCP), read without running anything that they say.
+"""A state as files of torch.distributed.checkpoint (DCP), read without running any code that they name.
 
-DCP keeps a pickle beside its data, and pickles among them. What it names is held against a list here.
+DCP writes its metadata, and everything that is not a tensor, as pickles. Here metadata may name only the
+types of a fixed list, and the rest is read with `weights_only=True`.
 """
 
 import io
@@ -17,22 +18,22 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .plain_tree import mapped
+from .formats import mapped
 
-_TREE = "loco.tree"  # all that is not a tensor, and where the tensors belong
+_TREE = "loco.tree"  # everything that is not a tensor, and where the tensors belong
 
 
 def write(tree: Any, folder: Path) -> None:
-    """What `dcp.save(…, no_dist=True)` writes, which warns each time that it was meant."""
+    """Write what `dcp.save(…, no_dist=True)` writes, without the warning that it gives each time."""
     tensors: dict[str, Tensor] = {}
 
-    def taken_out(where: str, value: Any) -> Any:
+    def take_out(path: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        tensors[_free(where, tensors)] = value
+        tensors[_unique(path, tensors)] = value
         return value.to("meta")
 
-    skeleton = mapped(tree, taken_out)
+    skeleton = mapped(tree, take_out)
     planner, writer = DefaultSavePlanner(False, False), FileSystemWriter(folder)
     planner.set_up_planner({_TREE: skeleton, **tensors}, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -60,41 +61,41 @@ def read(folder: Path) -> Any:
     reader.read_data(planner.finish_plan(plan), planner).wait()
     loaded, taken = planner.state_dict, set()
 
-    def put_back(where: str, value: Any) -> Any:
+    def put_back(path: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        name = _free(where, taken)
+        name = _unique(path, taken)
         taken.add(name)
         return loaded[name]
 
     return mapped(loaded[_TREE], put_back)
 
 
-def _free(name: str, taken: Any) -> str:
-    """A name of its own for a tensor at "a.b", be it a["a"]["b"] or a["a.b"]."""
+def _unique(name: str, taken: Any) -> str:
+    """Distinguishes the tensors tree["a"]["b"] and tree["a.b"], whose paths are both "a.b"."""
     while name in taken or name == _TREE:
         name += "'"
     return name
 
 
 class _SafePlanner(DefaultLoadPlanner):
-    """DCP's own reads bytes with `weights_only=False`, which runs what they say."""
+    """DCP's planner reads bytes with `weights_only=False`, which runs code that they name."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 class _SafeReader(FileSystemReader):
-    """DCP's own reads its metadata with pickle, which runs what it says."""
+    """DCP's reader reads its metadata with pickle, which runs code that it names."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise pickle.UnpicklingError(f"{self.path}/.metadata holds something else than metadata")
-        for place in metadata.storage_data.values():
-            if Path(place.relative_path).name != place.relative_path or place.transform_descriptors:
-                raise pickle.UnpicklingError(f"{self.path}/.metadata leads out of its folder")
+            raise pickle.UnpicklingError(f"{self.path}/.metadata does not hold metadata")
+        for stored in metadata.storage_data.values():
+            if Path(stored.relative_path).name != stored.relative_path or stored.transform_descriptors:
+                raise pickle.UnpicklingError(f"{self.path}/.metadata names a file outside its folder")
         metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -108,13 +109,13 @@ class _MetadataUnpickler(pickle.Unpickler):
             for dtype in vars(torch).values()
             if isinstance(dtype, torch.dtype)
         ]
-        # The folder it was written to, by its name in different Pythons.
+        # The type of the path it was written to, under its name in different versions of Python.
         + [(module, PosixPath.__name__) for module in ("pathlib", "pathlib._local")]
     )
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(
-                f"the metadata asks for {module}.{name}, which no metadata needs: nothing of it was run"
+                f"the metadata names {module}.{name}, which no metadata needs: it was not run"
             )
         return super().find_class(module, name)

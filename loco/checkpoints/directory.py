@@ -1,4 +1,4 @@
-"""Where a rank's checkpoints stand: each is there whole, or not at all, whenever the power goes.
+"""One rank's checkpoints on disk. Each is there whole or not at all, even if the power fails.
 
 folder/round-00000012/rank-00003/                at the end of round 12
 folder/round-00000012-step-00005/rank-00003/     five inner steps later
@@ -13,6 +13,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -27,41 +28,42 @@ _PARTIAL = re.compile(r"\.partial-rank-(\d{5,})-[0-9a-f]{32}([0-9a-f]*)")
 class CheckpointDirectory:
     """The folder that a rank saves to, whether it shares it with other ranks or not.
 
-    Ranks that are no more, of a time when there were more of them, leave folders behind: rank r looks after
-    those of all k with k mod world = r.
+    If there were more ranks in an earlier run, their folders are still there: rank r manages those of all
+    ranks k with k mod world = r.
 
-    name: of a site that comes and goes. It is the only rank of its folder.
+    Args:
+        site_name: of a site that comes and goes. It is the only rank of its folder.
     """
 
-    def __init__(self, folder: Path, rank: int, world: int, name: str = "") -> None:
-        self.folder, self.rank, self.world, self.name = folder, rank, world, name
-        # Of sites that share a folder by mistake none may sweep away what another one is just writing.
-        self._tag = hashlib.blake2b(name.encode(), digest_size=4).hexdigest() if name else ""
+    def __init__(self, folder: Path, rank: int, world: int, site_name: str = "") -> None:
+        self.folder, self.rank, self.world, self.site_name = folder, rank, world, site_name
+        # If sites share a folder by mistake, none may remove what another one is writing.
+        self._tag = hashlib.blake2b(site_name.encode(), digest_size=4).hexdigest() if site_name else ""
 
     def path(self, position: Position, rank: int) -> Path:
         step = f"-step-{position.local_step:05d}" if position.local_step else ""
         return self.folder / f"round-{position.round:08d}{step}" / f"rank-{rank:05d}"
 
     def positions(self, *, own: bool = False) -> list[Position]:
-        """At which there is a folder that this rank looks after (or is its own), whole or not."""
-        ours = [
+        """Of all folders that this rank manages, or of its own ones, whole or damaged."""
+        mine = [
             at
-            for at, rank, _ in self._folders()
-            if rank == self.rank or (not own and self._looks_after(rank))
+            for at, rank, _ in self._rank_folders()
+            if self._manages(rank) and (rank == self.rank or not own)
         ]
-        return sorted(set(ours))
+        return sorted(set(mine))
 
-    def whole(self, *, of_all: bool = False) -> list[Manifest]:
-        """The complete checkpoints of this rank, or of all ranks that can be seen from here, oldest first.
+    def whole(self, *, of_all_ranks: bool = False) -> list[Manifest]:
+        """The complete checkpoints of this rank, or of all ranks visible in this folder, oldest first.
 
-        What of this rank's is damaged is passed over with a warning.
+        This rank's damaged ones are skipped with a warning.
 
         Raises:
-            CheckpointError: this site has a name, and the folder holds what another one saved.
+            CheckpointError: this site has a name, and the folder holds checkpoints of another site.
         """
         found = []
-        for position, rank, path in self._folders():
-            if rank != self.rank and not of_all:
+        for position, rank, path in self._rank_folders():
+            if rank != self.rank and not of_all_ranks:
                 continue
             try:
                 manifest = read_manifest(path)
@@ -69,27 +71,32 @@ class CheckpointDirectory:
                     raise ValueError(f"{path} holds {manifest.position} of rank {manifest.rank}")
             except (ValueError, OSError) as error:
                 if rank == self.rank:
-                    _log.warning("a checkpoint is passed over: %s", error)
+                    _log.warning("skipping a checkpoint: %s", error)
                 continue
-            if self.name and manifest.name != self.name:
+            if self.site_name and manifest.name != self.site_name:
+                owner = f"site {manifest.name}" if manifest.name else "a run of fixed sites"
                 raise CheckpointError(
-                    f"{path} is of {f'site {manifest.name}' if manifest.name else 'a run of fixed sites'}, "
-                    f"and this is site {self.name}: give each site a folder of its own, and the same name "
-                    f"whenever it comes back"
+                    f"{path} is of {owner}, but this is site {self.site_name}: give each site a folder of "
+                    f"its own, and the same name whenever it comes back"
                 )
             found.append(manifest)
         return sorted(found, key=lambda manifest: manifest.position)
 
-    def put(self, position: Position, write: Callable[[Path], None]) -> None:
-        """Have `write` fill a folder, and put it in its place when it is on the disk.
+    def put(
+        self, position: Position, write: Callable[[Path], None], check: Callable[[], object] | None = None
+    ) -> None:
+        """Let `write` fill a temporary folder, flush it to disk, and rename it to its final path.
+
+        Args:
+            check: called before anything is replaced, to raise an error if it must not be.
 
         Raises:
-            OSError: it could not be written; nothing is there of it.
-            CheckpointError: as `whole`; nothing is there of it.
+            OSError: it could not be written; nothing of it is left.
+            CheckpointError: as `whole`; nothing of it is left.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        _make_durable_folder(self.folder)
         partial, replaced = self._partial(), self._partial()
-        place = self.path(position, self.rank)
+        final = self.path(position, self.rank)
         partial.mkdir()
         try:
             write(partial)
@@ -97,76 +104,93 @@ class CheckpointDirectory:
                 _flush(path)
             _flush(partial)
             while True:
-                place.parent.mkdir(exist_ok=True)
+                final.parent.mkdir(exist_ok=True)
                 try:
-                    if place.exists():  # of a run that went another way from an older checkpoint
-                        self.whole()  # or of another site, which saved here since it was looked at
-                        place.rename(replaced)
-                    partial.rename(place)
+                    if final.exists():  # of a run that took another way from an older checkpoint
+                        (check or self.whole)()  # or of another site or optimizer, which saved it just now
+                        final.rename(replaced)
+                    partial.rename(final)
                     break
                 except FileNotFoundError:
                     # Another rank has just removed the round's folder because it was empty.
                     if not partial.exists():
                         raise
-            _flush(place.parent)
+            _flush(final.parent)
             _flush(self.folder)
         finally:
-            if replaced.exists() and not place.exists():
-                replaced.rename(place)
-            for left in (partial, replaced):
-                shutil.rmtree(left, ignore_errors=True)
+            if replaced.exists() and not final.exists():
+                replaced.rename(final)
+            for path in (partial, replaced):
+                shutil.rmtree(path, ignore_errors=True)
 
     def drop(self, positions: list[Position]) -> None:
-        """Remove checkpoints. Each leaves its place in one step, so that none is ever seen half removed."""
-        for position, rank, path in list(self._folders()):
-            if position in positions and self._looks_after(rank):
-                gone = self._partial()
-                path.rename(gone)
-                shutil.rmtree(gone)
-                try:
-                    path.parent.rmdir()
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                        raise
+        """Remove checkpoints. Each is renamed first, so that none is ever seen half removed."""
+        for position, rank, path in list(self._rank_folders()):
+            if position in positions and self._manages(rank):
+                removed = self._partial()
+                path.rename(removed)
+                shutil.rmtree(removed)
+                _remove_if_empty(path.parent)
 
     def sweep(self) -> None:
-        """Remove what writers that died have left."""
-        for path in self.folder.glob(".partial-rank-*"):
+        """Remove what writers left behind that were killed: temporary folders and empty rounds."""
+        for path in list(self.folder.iterdir()) if self.folder.exists() else ():
             match = _PARTIAL.fullmatch(path.name)
-            if match and self._looks_after(int(match[1])) and match[2] == self._tag:
+            if match and self._manages(int(match[1])) and match[2] == self._tag:
                 shutil.rmtree(path)
+            elif _POSITION.fullmatch(path.name):
+                _remove_if_empty(path)
 
-    def room(self) -> str:
-        """For a person who wonders why it could not be written."""
+    def free_space(self) -> str:
+        """For the error message when something could not be written."""
         try:
             return f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
         except OSError as error:
             return str(error)
 
-    def _looks_after(self, rank: int) -> bool:
+    def _manages(self, rank: int) -> bool:
         return rank % self.world == self.rank
 
     def _partial(self) -> Path:
         return self.folder / f".partial-rank-{self.rank:05d}-{uuid.uuid4().hex}{self._tag}"
 
-    def _folders(self) -> Iterator[tuple[Position, int, Path]]:
-        """Every rank's folder that can be seen."""
+    def _rank_folders(self) -> Iterator[tuple[Position, int, Path]]:
+        """Every rank's folders that this rank can see."""
         if not self.folder.exists():
             return
-        for at in list(self.folder.iterdir()):
-            if match := _POSITION.fullmatch(at.name):
+        for parent in list(self.folder.iterdir()):
+            if match := _POSITION.fullmatch(parent.name):
                 position = Position(int(match[1]), int(match[2] or 0))
                 try:
-                    folders = list(at.iterdir())
-                except (FileNotFoundError, NotADirectoryError):  # another rank may have removed it just now
+                    children = list(parent.iterdir())
+                except (FileNotFoundError, NotADirectoryError):  # another rank may have just removed it
                     continue
-                for path in folders:
-                    if of := _RANK.fullmatch(path.name):
-                        yield position, int(of[1]), path
+                for path in children:
+                    if rank := _RANK.fullmatch(path.name):
+                        yield position, int(rank[1]), path
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Another rank may remove it, or save into it, at the same time."""
+    try:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
+            raise
+
+
+def _make_durable_folder(folder: Path) -> None:
+    """Create a folder with its missing parents, so that it is still there after a power failure."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        with suppress(PermissionError):  # a folder may be writable but not readable
+            _flush(path.parent)
 
 
 def _flush(path: Path) -> None:
-    """To the disk, and not only to the system's memory."""
+    """Write a file or folder through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""How a state becomes files, and is read back without running anything that a file says.
+"""What a checkpoint can hold, and how it becomes files. Reading one never runs code that a file names.
 
 "torch" is one file of torch.save's, which `torch.load(…, weights_only=True)` reads anywhere. "dcp" is what
-torch.distributed.checkpoint writes. They take the same time; DCP needs room for its largest tensor once more
-while it loads, half a second to be imported, and a list of what its own pickles may name.
+torch.distributed.checkpoint writes. Both take the same time; while it loads, DCP needs memory for a second
+copy of its largest tensor, and importing it takes half a second.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,54 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 _FILE = "state.pt"
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def mapped(tree: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
+    """The same dicts, lists and tuples, with every other value replaced by `leaf(path, value)`.
+
+    A path is like "a.0.b". Subclasses become the plain types.
+    """
+    if isinstance(tree, dict):
+        return {
+            leaf(path, key): mapped(value, leaf, f"{path}.{key}" if path else str(key))
+            for key, value in tree.items()
+        }
+    if isinstance(tree, list | tuple):
+        items = [mapped(value, leaf, f"{path}.{k}" if path else str(k)) for k, value in enumerate(tree)]
+        return items if isinstance(tree, list) else tuple(items)
+    return leaf(path, tree)
+
+
+def host_copy(tree: Any) -> Any:
+    """A copy in host memory, which training does not change.
+
+    Raises:
+        ValueError: it holds something other than plain data; names its path.
+    """
+    return mapped(tree, _copied)
+
+
+def _copied(path: str, value: Any) -> Any:
+    if type(value) in (Tensor, Parameter):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in _PLAIN_TYPES:
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # a numpy.float64 is a float, and an IntEnum's member an int
+    raise ValueError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, "
+        f"strings, tensors, and dicts, lists and tuples of them, so that reading one never runs code"
+    )
 
 
 class _File:
-    """A file that remembers why it could not be written: torch makes another error of it."""
+    """A file that remembers why it could not be written: torch raises another error instead."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""What a rank's part of a checkpoint says of itself, in a file that a person can read."""
+"""The manifest of one rank's part of a checkpoint: what it is of, in a file that a person can read."""
 
 import dataclasses
 import hashlib
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..members.view import SiteTopology
-from ..round.outer_state import OuterState
-from ..round.state import check_same, digest_of, identity
+from ..round.state import check_same, digest_of
 from ..wire.header import VERSION
+from .protocol import Saveable
 
 NAME = "manifest.json"
 
 
 class Position(NamedTuple):
-    """Where in a training a checkpoint was taken."""
+    """Where in a training a checkpoint was saved."""
 
     round: int  # rounds done
     local_step: int  # inner steps since
@@ -30,13 +30,13 @@ class Position(NamedTuple):
 class Manifest:
     round: int
     local_step: int
-    save: str  # the same on all ranks that saved together, and on no others
+    save: str  # the same on all ranks that saved together, and in no other save
     world: int
     num_sites: int
     ranks_per_site: int
     site: int
     rank_in_site: int
-    name: str = ""  # of a site that comes and goes, which its number does not tell
+    name: str = ""  # of a site that comes and goes, whose number may be another one each time
     settings: dict[str, Any]
     wire_version: int
     parameters: list[Any]  # names, shapes and dtypes
@@ -57,45 +57,42 @@ class Manifest:
         text = json.dumps(dataclasses.asdict(self), indent=1)
         (folder / NAME).write_text(text + "\n", encoding="utf-8")
 
-    def check_belongs(self, outer: OuterState) -> None:
-        """Refuse what is not of this training, whichever of its ranks saved it.
+    def check_belongs(self, optimizer: Saveable) -> None:
+        """Refuse a checkpoint of another training. Any rank of this training may have saved it.
 
         Raises:
             ValueError: says what differs.
         """
         check_same("wire version", self.wire_version, VERSION)
-        check_same("name", self.name, name_of(outer.topology))
-        check_same("ranks_per_site", self.ranks_per_site, outer.topology.ranks_per_site)
-        check_same("settings", self.settings, vars(outer.settings))
-        check_same("parameters", self.parameters, outer.parameters.describe())
+        check_same("name", self.name, site_name(optimizer.topology))
+        check_same("ranks_per_site", self.ranks_per_site, optimizer.topology.ranks_per_site)
+        check_same("settings", self.settings, vars(optimizer.settings))
+        check_same("parameters", self.parameters, optimizer.outer_state.parameters.describe())
 
     def check_whole(self, folder: Path) -> None:
-        """The data files are what was written.
+        """Check that the data files are what was written.
 
         Raises:
-            ValueError: one is not, or is missing.
+            ValueError: one of them is not, or is missing.
         """
         for name, expected in self.files.items():
             if sha256(folder / name) != expected["sha256"]:
                 raise ValueError(f"{folder / name} is not what was written (its SHA-256 differs)")
 
 
-def manifest_of(
-    outer: OuterState, state: Mapping[str, Any], *, save: str, format: str, folder: Path
-) -> Manifest:
-    """Of a state of `outer` whose data files lie in `folder`."""
+def manifest_of(state: Mapping[str, Any], *, save: str, format: str, folder: Path) -> Manifest:
+    """The manifest of an optimizer's state whose data files lie in `folder`."""
     from loco import __version__  # which is set once loco has imported this
 
-    who, mine = identity(outer), state["loco"]
+    own = state["loco"]
+    copied = ("round", "local_step", "num_sites", "ranks_per_site", "site", "rank_in_site")
     return Manifest(
-        round=mine["round"],
-        local_step=mine["local_step"],
+        **{name: own[name] for name in (*copied, "parameters", "settings")},
+        name=own.get("name", ""),
         save=save,
-        world=who["num_sites"] * who["ranks_per_site"],
-        **who,
-        settings=mine["settings"],
+        world=own["num_sites"] * own["ranks_per_site"],
         wire_version=VERSION,
-        digest=digest_of(mine["anchor"]),
+        digest=digest_of(own["anchor"]),
         format=format,
         files={
             path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
@@ -105,16 +102,16 @@ def manifest_of(
     )
 
 
-def name_of(topology: SiteTopology) -> str:
-    """What a manifest calls this site; "" if its number says who it is."""
+def site_name(topology: SiteTopology) -> str:
+    """The name of a site that comes and goes; "" for a site that is known by its number."""
     return topology.seat().get("name", "")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """A rank's folder, found to be complete: all files are there, with their sizes.
+    """The manifest of a complete folder: all data files are there, with the sizes that were written.
 
     Raises:
-        ValueError: it is damaged; says how.
+        ValueError: the folder is damaged; says how.
         OSError: it can't be read.
     """
     try:
@@ -127,11 +124,11 @@ def read_manifest(folder: Path) -> Manifest:
     for name, size in sizes.items():
         path = folder / name
         if Path(name).name != name:
-            raise ValueError(f"{folder / NAME} names a file outside of its folder: {name}")
+            raise ValueError(f"{folder / NAME} names a file outside its folder: {name}")
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         if path.stat().st_size != size:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, and {size} were written")
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, but {size} were written")
     return manifest
 
 

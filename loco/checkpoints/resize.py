@@ -1,12 +1,12 @@
-"""Sites that come and go between two runs: who continues whom, and how nothing of who left is lost.
+"""Resuming with another number of sites: which site continues which, without losing any update.
 
-θ and m are the same on all sites, so whoever joins takes them over the network from site 0. What is a site's
-own is its residual, and inside a round what its inner steps have done: s = Δ + e. Of a site that leaves, s is
-added to the residuals of those that go on, exactly.
+θ and m are the same on all sites, so a joining site receives them over the network from site 0. What differs
+between sites is the residual, and in the middle of a round the inner steps done since: s = Δ + e. The s of a
+leaving site is added exactly to the residuals of the sites that go on, its heirs.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,181 +15,241 @@ from torch import Tensor
 
 from loco import kernels
 
-from ..net.transport import Transport, as_bytes
-from ..round.outer_state import OuterState
+from ..net.transport import Transport, as_bytes, to_bytes
+from ..round.parameters import FlatParameters
 from ..round.state import identity
+from .protocol import Saveable
+
+_ELEMENTS_AT_ONCE = 1 << 20  # of θ, between the ranks of a joining site: 4 MiB
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Who continues whom."""
+    """Which new site continues which old one."""
 
     sites: tuple[int | None, ...]  # by new site: the old one that it continues; None: it joins
-    leaving: tuple[int, ...]  # old sites that nobody continues, whose updates are handed over
+    leaving: tuple[int, ...]  # old sites that no new one continues, whose updates are handed over
     ranks_per_site: int
 
     @staticmethod
     def of(
-        sites: Sequence[int | None] | None, lost: Sequence[int], *, old: int, new: int, each: int
+        sites: Sequence[int | None] | None,
+        lost: Sequence[int],
+        *,
+        old_sites: int,
+        new_sites: int,
+        ranks_per_site: int,
     ) -> "Roster":
         """
         Args:
             sites, lost: as the user gave them to `Checkpoints.load`.
-            old, new: numbers of sites.
-            each: ranks per site.
+            old_sites, new_sites: how many there were, and are.
 
         Raises:
-            ValueError: they don't fit.
+            ValueError: `sites` or `lost` don't match these numbers.
         """
         if sites is None:
-            sites = [k if k < old else None for k in range(new)]
-        continued = [k for k in sites if k is not None]
-        if len(sites) != new:
+            sites = [site if site < old_sites else None for site in range(new_sites)]
+        continued = [site for site in sites if site is not None]
+        if len(sites) != new_sites:
             raise ValueError(
-                f"sites must name an old site (or None) for each of {new} sites, got {list(sites)}"
+                f"sites must name an old site (or None) for each of {new_sites} sites, got {list(sites)}"
             )
-        if len(set(continued)) < len(continued) or any(not 0 <= k < old for k in continued):
+        if len(set(continued)) < len(continued) or any(not 0 <= site < old_sites for site in continued):
             raise ValueError(
-                f"sites must name each of the old sites 0 to {old - 1} at most once, got {list(sites)}"
+                f"sites must name each of the old sites 0 to {old_sites - 1} at most once, got {list(sites)}"
             )
         if sites[0] is None:
             raise ValueError(
-                f"site 0 must continue an old site, because others take θ from it: got {list(sites)}"
+                f"site 0 must continue an old site, from which joining sites receive θ: got {list(sites)}"
             )
-        left = [k for k in range(old) if k not in continued]
-        if strangers := [k for k in lost if k not in left]:
-            raise ValueError(f"lost names old sites that leave, of which there are {left}: got {strangers}")
-        return Roster(tuple(sites), tuple(k for k in left if k not in lost), each)
+        left = [site for site in range(old_sites) if site not in continued]
+        if unknown := [site for site in lost if site not in left]:
+            raise ValueError(f"lost must name old sites that leave, which are {left}: got {unknown}")
+        return Roster(tuple(sites), tuple(site for site in left if site not in lost), ranks_per_site)
 
     def old_rank(self, rank: int) -> int | None:
-        """Whose folder this new rank continues."""
+        """The old rank whose folder this new rank continues from; None if it joins."""
         site = self.sites[rank // self.ranks_per_site]
         return None if site is None else site * self.ranks_per_site + rank % self.ranks_per_site
 
+    def leaving_ranks(self) -> Iterator[int]:
+        for site in self.leaving:
+            yield from range(site * self.ranks_per_site, (site + 1) * self.ranks_per_site)
+
+    def readers(self, leaving_rank: int, visible_to: Mapping[int, Sequence[int]]) -> list[int]:
+        """The new ranks that see a leaving rank's folder, and hold the slice of θ that it belongs to."""
+        rank_in_site = leaving_rank % self.ranks_per_site
+        return [r for r in visible_to.get(leaving_rank, ()) if r % self.ranks_per_site == rank_in_site]
+
     @property
     def joining(self) -> list[int]:
-        return [k for k, old in enumerate(self.sites) if old is None]
+        return [site for site, old_site in enumerate(self.sites) if old_site is None]
 
-    def heirs(self, leaver: int) -> list[int]:
-        """The sites to which an old site's update is offered, in order. Those that leave begin with different
-        ones; who joins is last, and holds anything exactly, since its residual is empty."""
-        staying = [k for k, old in enumerate(self.sites) if old is not None]
-        first = self.leaving.index(leaver) % len(staying)
+    def heirs(self, leaving_site: int) -> list[int]:
+        """The sites to which a leaving site's update is offered, in order.
+
+        Each leaving site starts with another one, to spread the updates. Joining sites are last: their
+        residuals are empty, so they can hold anything exactly.
+        """
+        staying = [site for site, old_site in enumerate(self.sites) if old_site is not None]
+        first = self.leaving.index(leaving_site) % len(staying)
         return staying[first:] + staying[:first] + self.joining
 
 
-def update_of(outer: OuterState, state: dict[str, Any], old_site: int) -> Tensor:
-    """s = Δ + e of another site's state, for this rank's slice.
+def update_of(optimizer: Saveable, state: dict[str, Any], old_site: int) -> Tensor:
+    """s = Δ + e of a leaving site's state, for this rank's slice.
 
     Raises:
         ValueError: it is not finite.
     """
-    own, weights = state["loco"], []
-    for w, begin in zip(own["weights"], outer.parameters.starts, strict=True):
-        low, high = max(outer.start, begin), min(outer.stop, begin + w.numel())
-        if low < high:
-            weights.append(w.reshape(-1)[low - begin : high - begin].contiguous())
-    encoded = kernels.encode(own["anchor"], weights, own["residual"], None)
+    outer, own = optimizer.outer_state, state["loco"]
+    pieces = _pieces(own["weights"], outer.parameters, outer.start, outer.stop)
+    encoded = kernels.encode(own["anchor"], pieces, own["residual"], None)
     if encoded.first_nonfinite >= 0:
         name = outer.parameters.name_at(outer.start + encoded.first_nonfinite)
         raise ValueError(
-            f"site {old_site} left an update of {name} that is infinite or NaN: "
-            f"lost=[{old_site}] leaves it behind"
+            f"the update of {name} that site {old_site} left is infinite or NaN: "
+            f"lost=[{old_site}] discards that site's updates"
         )
     return encoded.entries.values
 
 
-def add_exactly(residual: Tensor, extra: Tensor) -> Tensor:
-    """Add to `residual`, in place, the elements of `extra` whose sum FP32 holds exactly -> the others.
+def add_exactly(residual: Tensor, update: Tensor) -> Tensor:
+    """Add to `residual`, in place, the elements of `update` whose sum FP32 holds exactly -> the others.
 
     TwoSum: with t = fl(e + x), the rounding error of t is (e − (t − b)) + (x − b) for b = fl(t − e), exactly.
     """
-    total = residual + extra
+    total = residual + update
     back = total - residual
-    error = (residual - (total - back)) + (extra - back)
-    exact = (error == 0) & total.isfinite() & (extra != 0)
+    error = (residual - (total - back)) + (update - back)
+    exact = (error == 0) & total.isfinite() & (update != 0)
     residual.copy_(torch.where(exact, total, residual))
-    return torch.where(exact, 0.0, extra)
+    return torch.where(exact, 0.0, update)
 
 
 def hand_over(
-    everyone: Transport, roster: Roster, leaver: int, reader: int, extra: Tensor | None, residual: Tensor
+    all_ranks: Transport,
+    roster: Roster,
+    leaving_site: int,
+    reader: int,
+    update: Tensor | None,
+    residual: Tensor,
 ) -> int:
-    """Pass a leaver's update from heir to heir, each of which adds what it can hold exactly.
+    """Pass a leaving site's update from heir to heir, each of which adds what it can hold exactly.
 
-    All ranks of one place call this together. What nobody holds is rounded at the first.
+    The ranks that hold the same slice of θ call this together. The first heir rounds what is left at the end.
 
     Args:
-        reader: the rank that has read `extra`; None elsewhere.
+        reader: the rank that has read `update`, which is None on the other ranks.
         residual: of this rank, changed in place.
 
     Returns:
         How many elements this rank had to round.
     """
-    each, place = roster.ranks_per_site, everyone.rank % roster.ranks_per_site
-    heirs = [site * each + place for site in roster.heirs(leaver)]
-    phase, rounded, holder = f"what site {leaver} left", 0, reader
+    rank_in_site = all_ranks.rank % roster.ranks_per_site
+    heirs = [site * roster.ranks_per_site + rank_in_site for site in roster.heirs(leaving_site)]
+    phase, holder = f"what site {leaving_site} left", reader
     for heir in [*heirs, heirs[0]]:
-        extra = _moved(everyone, holder, heir, extra, residual.numel(), phase)
+        update = _moved(all_ranks, holder, heir, update, residual.numel(), phase)
         holder = heir
-        if extra is not None and heir == everyone.rank:
-            extra = add_exactly(residual, extra)
-    if extra is not None and holder == everyone.rank:
-        rounded = int((extra != 0).sum())
-        residual.add_(extra)
-    return rounded
+        if update is not None and heir == all_ranks.rank:
+            update = add_exactly(residual, update)
+    if update is None or holder != all_ranks.rank:
+        return 0
+    residual.add_(update)
+    return int((update != 0).sum())
 
 
 def _moved(
-    everyone: Transport, source: int, target: int, extra: Tensor | None, numel: int, phase: str
+    all_ranks: Transport, source: int, target: int, update: Tensor | None, numel: int, phase: str
 ) -> Tensor | None:
-    """`extra` at the target. Nothing travels, but a byte that says so, when there is nothing left of it."""
-    if source == target or everyone.rank not in (source, target):
-        return extra
-    if everyone.rank == source:
-        assert extra is not None
-        some = bool((extra != 0).any())
-        everyone.swap({target: everyone.message(bytes([some]))}, {}, phase=phase)
-        if some:
-            everyone.swap({target: as_bytes(extra).to(everyone.device)}, {}, phase=phase)
+    """`update` on the rank `target`. If nothing is left of it, only a byte is sent."""
+    if source == target or all_ranks.rank not in (source, target):
+        return update
+    if all_ranks.rank == source:
+        assert update is not None
+        blob = to_bytes(update) if bool((update != 0).any()) else b"\0"
+        all_ranks.send_blob(blob, [target], phase=phase)
         return None
-    some = torch.zeros(1, dtype=torch.uint8, device=everyone.device)
-    everyone.swap({}, {source: some}, phase=phase)
-    values = torch.zeros(numel, dtype=torch.float32, device=everyone.device)
-    if bool(some):
-        everyone.swap({}, {source: as_bytes(values)}, phase=phase)
-    return values.cpu()
+    blob = all_ranks.receive_blob(source, phase=phase)
+    return (
+        torch.zeros(numel, dtype=torch.float32)
+        if len(blob) == 1
+        else torch.frombuffer(bytearray(blob), dtype=torch.float32)
+    )
 
 
 def send_to_joining(
-    everyone: Transport, roster: Roster, tree: dict[str, Any] | None, outer: OuterState
-) -> Any:
-    """What a joining rank takes from that of its place in site 0, which sends it: θ, m, and `extra`, counters
-    and hyperparameters. -> on a joining rank the state to load and `extra`; elsewhere `tree`."""
-    phase, each = "state for sites that join", roster.ranks_per_site
-    site, place = divmod(everyone.rank, each)
+    all_ranks: Transport, roster: Roster, tree: dict[str, Any] | None, optimizer: Saveable
+) -> dict[str, Any]:
+    """Send what the joining sites need from site 0: θ, m, counters, hyperparameters and `extra`. Each rank of
+    site 0 sends to the ranks that hold the same slice.
+
+    Returns:
+        On a joining rank the tree to load; elsewhere `tree`.
+    """
+    phase = "state for joining sites"
+    site, rank_in_site = divmod(all_ranks.rank, roster.ranks_per_site)
     if site == 0:
         assert tree is not None
-        joining = [k * each + place for k in roster.joining]
         own = tree["optimizer"]["loco"]
-        shared = {name: own[name] for name in ("round", "local_step", "anchor", "momentum", "tuner")}
+        message = {
+            "shared": {name: own[name] for name in ("round", "local_step", "anchor", "momentum", "tuner")},
+            "param_groups": tree["optimizer"]["param_groups"],
+            "extra": tree["extra"],
+        }
         file = io.BytesIO()
-        torch.save(
-            {"shared": shared, "param_groups": tree["optimizer"]["param_groups"], "extra": tree["extra"]},
-            file,
-        )
-        everyone.send_blob(file.getvalue(), joining, phase=phase)
+        torch.save(message, file)
+        receivers = [joining * roster.ranks_per_site + rank_in_site for joining in roster.joining]
+        all_ranks.send_blob(file.getvalue(), receivers, phase=phase)
     if tree is not None:
         return tree
-    blob = everyone.receive_blob(place, phase=phase)
-    taken = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
-    own = taken["shared"] | {
+    blob = all_ranks.receive_blob(rank_in_site, phase=phase)
+    message = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
+    anchor, parameters = message["shared"]["anchor"], optimizer.outer_state.parameters
+    own = message["shared"] | {
         "format": 1,
-        **identity(outer),
-        "settings": vars(outer.settings).copy(),
-        "residual": None if outer.residual is None else torch.zeros_like(taken["shared"]["anchor"]),
-        "weights": [p.detach() for p in outer.parameters.params],  # until they are cast from θ
+        **identity(optimizer.topology, parameters),
+        "settings": vars(optimizer.settings).copy(),
+        "residual": None if optimizer.outer_state.residual is None else torch.zeros_like(anchor),
+        "weights": _cast_weights(all_ranks, roster.ranks_per_site, parameters, anchor, phase),
         "inner_entries": 0,
     }
-    inner = {"state": {}, "param_groups": taken["param_groups"]}
-    return {"optimizer": inner | {"loco": own}, "extra": taken["extra"]}
+    state = {"state": {}, "param_groups": message["param_groups"], "loco": own}
+    return {"optimizer": state, "extra": message["extra"]}
+
+
+def _cast_weights(
+    all_ranks: Transport, ranks_per_site: int, parameters: FlatParameters, anchor: Tensor, phase: str
+) -> list[Tensor]:
+    """w = cast(θ) on a joining rank, once the ranks of its site have sent each other their slices of θ."""
+    weights = [
+        torch.empty(shape, dtype=dtype)
+        for shape, dtype in zip(parameters.shapes, parameters.dtypes, strict=True)
+    ]
+    site, rank_in_site = divmod(all_ranks.rank, ranks_per_site)
+    numel, width = parameters.numel, -(-parameters.numel // ranks_per_site)
+    for low in range(0, width, _ELEMENTS_AT_ONCE):
+        parts: list[tuple[int, Tensor]] = []  # by rank in this site: where in the flat vector, and θ there
+        for k in range(ranks_per_site):
+            start = k * width + low
+            length = max(min(start + _ELEMENTS_AT_ONCE, (k + 1) * width, numel) - start, 0)
+            parts.append((start, torch.empty(length, dtype=torch.float32, device=all_ranks.device)))
+        own = parts[rank_in_site][1].copy_(anchor[low : low + _ELEMENTS_AT_ONCE])
+        incoming = {site * ranks_per_site + k: as_bytes(values) for k, (_, values) in enumerate(parts)}
+        del incoming[all_ranks.rank]
+        all_ranks.swap(dict.fromkeys(incoming, as_bytes(own)), incoming, phase=phase)
+        for start, values in parts:
+            kernels.write_weights(values.cpu(), _pieces(weights, parameters, start, start + len(values)))
+    return weights
+
+
+def _pieces(weights: list[Tensor], parameters: FlatParameters, start: int, stop: int) -> list[Tensor]:
+    """The elements `start` to `stop` of the flat vector, in order. Views, where a weight is contiguous."""
+    pieces = []
+    for weight, begin in zip(weights, parameters.starts, strict=True):
+        low, high = max(start, begin), min(stop, begin + weight.numel())
+        if low < high:
+            pieces.append(weight.reshape(-1)[low - begin : high - begin].contiguous())
+    return pieces

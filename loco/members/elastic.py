@@ -63,7 +63,6 @@ class ElasticTopology:
         TransportError: no lighthouse answers.
     """
 
-
     def __init__(
         self,
         *,

@@ -63,7 +63,6 @@ class Topology:
         ValueError: neither a process group nor a launcher, or a world that can't be divided so.
     """
 
-
     def __init__(
         self,
         *,

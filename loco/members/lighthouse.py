@@ -127,7 +127,7 @@ def _beat_on(client: Any, id: str, ended: threading.Event) -> None:
     lost = False
     while not ended.is_set():
         try:
-            client.liveness(id, timedelta(seconds=1))
+            client.heartbeat(id, timedelta(seconds=1))
             lost = False
         except (RuntimeError, TimeoutError) as error:  # it may be starting again
             if not lost:

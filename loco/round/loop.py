@@ -103,19 +103,41 @@ class OuterLoop:
             attempts.failed(view, error, refused=refused, own_fault=own_fault)
 
     @torch.no_grad()
-    def settle(self) -> SyncReport | None:
+    def settle(self, *, abandon: bool = False) -> SyncReport | None:
         """Finish a round whose end was cut off, if any -> its report, if it counts.
 
-        To be called before w moves. Where the others may be ahead, a round in doubt is given up instead: if
-        it counts after all, the next view brings the others' θ.
+        Where the others may be ahead, only the next view tells what became of a round in doubt, and nothing
+        is settled here.
+
+        Args:
+            abandon: w is about to move, so give up a round that can't be settled yet: if it counts after all,
+                the next view brings the others' θ.
 
         Raises:
             LocoError: it can't be finished yet; or this rank can't go on, see `OuterState.check_whole`.
         """
         self.state.check_whole()
         report = self._settle_unless_told_later()
-        self._pending = None
+        if abandon:
+            self._pending = None
         return report
+
+    def undecided_round(self) -> int | None:
+        """The number of the interrupted round of which this rank does not know yet whether it counts.
+
+        Raises:
+            LocoError: the interrupted round counts and is applied, but this rank's weights lack the part that
+                the other ranks of its site hold.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        if not pending.is_promised:
+            raise LocoError(
+                f"round {pending.number} was interrupted before the ranks of this site had shared its "
+                f"result: call settle(), sync() or step() on every rank to complete it"
+            )
+        return pending.number
 
     @torch.no_grad()
     def resume(self) -> bool:

@@ -1,5 +1,6 @@
-"""The state of the outer loop on one rank as plain data, and back, only where it belongs."""
+"""The state of the outer loop on one rank as plain data, and back into the rank that it belongs to."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,24 +9,36 @@ from torch import Tensor
 
 from loco import kernels
 
+from ..members.view import SiteTopology
 from .outer_state import OuterState
+from .parameters import FlatParameters
+
+_logger = logging.getLogger(__name__)
 
 
 def digest_of(tensor: Tensor) -> str:
-    """What tells one θ, or m, from another, in a file and in a message to a person."""
+    """Identifies a θ or m in files and error messages."""
     return kernels.digest_hex(tensor)
 
 
-def state_of(outer: OuterState) -> dict[str, Any]:
-    """Everything of this rank, by reference: plain numbers, strings and tensors.
+def state_of(outer: OuterState, *, undecided_round: int | None) -> dict[str, Any]:
+    """This rank's whole state: plain numbers and strings, and references to its tensors. Sends no messages.
 
-    The working weights are part of it: between rounds each site has its own, and a model file that
-    one rank wrote for all would lose the others'.
+    The working weights are part of it: between rounds each site has its own, and a model file that one rank
+    writes for all ranks would lose those of the other sites.
+
+    Args:
+        undecided_round: the round that was interrupted before this rank knew whether it counts; the state is
+            the one before it.
+
+    Raises:
+        LocoError: this rank's state is incomplete, because a round was interrupted while it was applied.
     """
     outer.check_whole()
     return {
         "format": 1,
-        **identity(outer),
+        **identity(outer.topology, outer.parameters),
+        "undecided_round": undecided_round,
         "settings": vars(outer.settings).copy(),
         "round": outer.rounds_done,
         "anchor": outer.anchor,
@@ -38,10 +51,15 @@ def state_of(outer: OuterState) -> dict[str, Any]:
 
 
 def check(outer: OuterState, state: Mapping[str, Any]) -> None:
-    """Refuse a state that is not this rank's, before anything is changed."""
+    """Refuse a state that is not this rank's, before anything is changed.
+
+    Raises:
+        ValueError: says what differs.
+    """
     if state.get("format") != 1:
         raise ValueError(f"a loco state of format {state.get('format')!r}; this is format 1")
-    for key, mine in (identity(outer) | {"settings": vars(outer.settings)}).items():
+    own = identity(outer.topology, outer.parameters)
+    for key, mine in (own | {"settings": vars(outer.settings)}).items():
         check_same(key, state.get(key), mine)
     for name in ("round", "local_step"):
         count = state.get(name)
@@ -59,7 +77,13 @@ def check(outer: OuterState, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
-    """Continue from a state that `check` has passed, weights included."""
+    """Continue from a state that has passed `check`, weights included."""
+    if state.get("undecided_round") is not None:
+        _logger.warning(
+            "this state was saved before the outcome of round %s was known: if other ranks load a state of "
+            "that round, the next round will fail with a ReplicaError",
+            state["undecided_round"],
+        )
     with outer.rewriting():
         for _, mine, saved in _tensors(outer, state):
             mine.copy_(saved)
@@ -69,13 +93,13 @@ def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
     outer.tuner.resume(state.get("tuner"))
 
 
-def identity(outer: OuterState) -> dict[str, Any]:
-    """Whose state it is."""
-    return outer.topology.seat() | {"parameters": outer.parameters.describe()}
+def identity(topology: SiteTopology, parameters: FlatParameters) -> dict[str, Any]:
+    """Which rank a state belongs to, and which parameters."""
+    return topology.seat() | {"parameters": parameters.describe()}
 
 
 def check_same(key: str, saved: Any, mine: Any) -> None:
-    """Raise a ValueError that names the first thing in which a saved state differs."""
+    """Raise a ValueError that names the first difference between a saved state and this optimizer."""
     if isinstance(mine, dict) and isinstance(saved, dict):
         for name in mine | saved:
             check_same(name, saved.get(name), mine.get(name))
@@ -90,7 +114,7 @@ def check_same(key: str, saved: Any, mine: Any) -> None:
 
 
 def _tensors(outer: OuterState, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, Any]]:
-    """What this rank holds beside what a state has for it."""
+    """Each tensor of this rank: its name, itself, and the state's value for it."""
     for name in ("anchor", "momentum", "residual"):
         mine = getattr(outer, name)
         if mine is not None:
