@@ -49,9 +49,9 @@ def left_out(items: Sequence[pytest.Item]) -> dict[pytest.Item, str]:
                 found[item] = mark.args[0]
                 continue
             unused[test] = ""
-        if "pairs" in item.keywords:
+        if item.get_closest_marker("pairs"):
             # What is skipped for want of a device must not stand for what is run.
-            products[test, "gpu" in item.keywords].append(item)
+            products[test, item.get_closest_marker("gpu") is not None].append(item)
     if missed := {test: sample for test, sample in unused.items() if sample}:
         raise pytest.UsageError(f"samples that match no case: {missed}")
     for cases in products.values():
