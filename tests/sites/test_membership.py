@@ -189,6 +189,7 @@ def refused(rank: int, folders: list[str], load: dict[str, Any], options: Any = 
     return error
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     folders = [str(tmp_path)]
     run_ranks(4, life, folders, 6, {"seed": 7, "at": 0}, None)

@@ -65,3 +65,11 @@ def test_cases_that_need_a_device_do_not_stand_for_those_that_run() -> None:
     kept = [one.callspec.params for one in items if one not in out and not one.get_closest_marker("gpu")]
     for one, other in combinations("abc", 2):
         assert len({(case[one], case[other]) for case in kept}) == 4
+
+
+def test_only_tests_that_are_marked_need_a_device(request: pytest.FixtureRequest) -> None:
+    """The folder tests/gpu is no mark: most of its tests interpret or compile kernels without a GPU."""
+    for one in request.session.items:
+        if one.get_closest_marker("gpu") is None:
+            reasons = [mark.kwargs.get("reason") for mark in one.iter_markers("skip")]
+            assert "needs a CUDA or ROCm device" not in reasons, one.nodeid

@@ -133,7 +133,7 @@ def test_another_configuration_is_not_gone_on_with_and_without_resume_it_starts_
     assert only(folder).config["lr"] == 2e-4
 
 
-@pytest.mark.check(COMMANDS, sample=r"pulseloco-.*")
+@pytest.mark.check(COMMANDS)
 @pytest.mark.parametrize(
     ("method", "sentence"), [("pulseloco", "nproc: 2 then, 3 now"), ("ddp", "no checkpoints of rank 2")]
 )

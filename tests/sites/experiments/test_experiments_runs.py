@@ -253,6 +253,7 @@ def test_a_killed_rank_is_named_and_the_others_are_stopped(tmp_path: Path) -> No
     assert "most recent call" in (tmp_path / "runs/diloco/logs/rank-0.log").read_text()
 
 
+@pytest.mark.check(COMMANDS)
 def test_ctrl_c_ends_in_one_sentence_and_no_rank_is_left(tmp_path: Path) -> None:
     started, ranks = started_training("experiments.train", tmp_path, "PULSELoCo")
     said = interrupted(started, ranks)

@@ -103,7 +103,7 @@ def test_a_heartbeat_that_nobody_holds_ends_its_threads() -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.check(INTERRUPTIONS, sample="1-never")
+@pytest.mark.check(INTERRUPTIONS)
 @pytest.mark.parametrize("destroyed", ["first", "never"])
 @pytest.mark.parametrize("attempt", [1, 2, 3])
 def test_a_process_with_a_heartbeat_ends_with_its_own_status(destroyed: str, attempt: int) -> None:

@@ -286,6 +286,7 @@ def test_a_loss_gains_by_falling_and_has_no_interval_of_one_seed() -> None:
     assert "1.7000" in as_text(comparison, width=120)
 
 
+@pytest.mark.check(PAGES, sample=r"a loss")
 @pytest.mark.parametrize(
     ("results", "sentence"),
     [
@@ -497,7 +498,7 @@ def test_visibility_is_drawn_where_learning_rates_differ(tmp_path: Path) -> None
     assert not (tmp_path / "visibility.png").exists()  # nor left from before
 
 
-@pytest.mark.check(PAGES, sample="no DiLoCo|one round")
+@pytest.mark.check(PAGES, sample="no DiLoCo")
 @pytest.mark.parametrize(
     "results",
     [

@@ -143,7 +143,7 @@ def test_without_a_compiler_the_reference_serves_and_one_warning_says_so(tmp_pat
     assert "no C compiler (cc, gcc or clang) was found. Install gcc or clang" in done.stderr
 
 
-@pytest.mark.check(C_BUILDS, sample=r"CC")
+@pytest.mark.check(C_BUILDS)
 @pytest.mark.parametrize(
     "environment",
     [
@@ -236,6 +236,7 @@ def test_a_default_device_changes_nothing(device: str) -> None:
         assert not torch.equal(theta, anchor)
 
 
+@pytest.mark.check(C_BUILDS, sample=r"default-1")
 @pytest.mark.parametrize(("capability", "builds"), [("default", 1), ("avx2", 2)])
 def test_a_users_choice_against_newer_instructions_is_kept(capability: str, builds: int) -> None:
     if len(build.builds_for_this_cpu()) < builds:

@@ -38,7 +38,7 @@ def test_no_address_error_and_no_undefined_behaviour(tmp_path: Path, variant: st
     assert run(tmp_path, (*build.BUILDS[variant], *flags)) == expected
 
 
-@pytest.mark.check(C_BUILDS, sample=r"portable")
+@pytest.mark.check(C_BUILDS)
 @pytest.mark.parametrize("variant", BUILDS)
 def test_no_data_race(tmp_path: Path, variant: str, expected: str) -> None:
     flags = ("-fsanitize=thread",)
@@ -46,6 +46,7 @@ def test_no_data_race(tmp_path: Path, variant: str, expected: str) -> None:
     assert run(tmp_path, (*build.BUILDS[variant], *flags), prefix=tuple(STILL)) == expected
 
 
+@pytest.mark.check(C_BUILDS)
 def test_the_harness_sees_what_it_is_for(tmp_path: Path) -> None:
     """The same harness, giving one element less than it promises, must be stopped."""
     flags = ("-fsanitize=address", "-fno-sanitize-recover=all")

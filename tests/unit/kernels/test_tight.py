@@ -129,7 +129,7 @@ def test_any_number_of_threads_writes_the_same_bytes(home: cpu.Compiled) -> None
     same_bits(home.unpack(frame, entries.values.numel(), known), entries)
 
 
-@pytest.mark.check(ALL_VALUES, sample=r"1e-06-1.0")
+@pytest.mark.check(ALL_VALUES)
 @pytest.mark.parametrize(("lr", "gain"), [(1e-6, 1.0), (3e-6, 1.0), (1e-6, 7.0)])
 def test_an_entry_costs_at_most_2_6_bytes(lr: float, gain: float) -> None:
     if not BUILDS:

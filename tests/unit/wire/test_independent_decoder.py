@@ -7,6 +7,7 @@ from typing import NamedTuple
 import independent_decoder
 import pytest
 import torch
+from selection import ALL_VALUES
 from torch import Tensor
 
 from experiments.noise import Noise, simulate
@@ -55,6 +56,7 @@ def test_frames_of_noise(numel: int, outer_momentum: float) -> None:
         check(entries, known)
 
 
+@pytest.mark.check(ALL_VALUES)
 def test_frames_of_several_parts() -> None:
     known, sites = simulate(Noise(lr=1e-6, numel=2 * PART + 300, rounds=2, sync_every=2))
     check(sites[0], known)
