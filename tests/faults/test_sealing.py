@@ -1,0 +1,201 @@
+"""With a key, a message counts only if it is genuine, in its place, and of this run."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from scripted import Scripted, parameters
+from selection import MESSAGES
+from sites import error_of, run_ranks
+from states import assert_same, snapshot
+from torch._C._distributed_c10d import HashStore
+
+import loco
+from loco.coordination.authentication import SEAL_BYTES, MessageSeals, StoreSeals
+from loco.coordination.commit import ABORT, COMMIT, decide
+from loco.errors import AuthenticationError
+from loco.net.transport import PendingMessages, Transport
+
+KEY = b"sixteen bytes and a few"
+
+
+def build(rank: int, key: bytes | None = KEY, **options: Any) -> loco.PulseLoCo:
+    inner = Scripted(parameters(3, 3003), 3, rank)  # a slice for each of three sites
+    return loco.PulseLoCo(inner, sync_every=2, topology=loco.Topology(key=key, repeats=0), **options)
+
+
+def with_and_without(rank: int, exchange: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"exchange": exchange} | (
+        {} if exchange == "dense" else {"wire": "fast"}
+    )  # "auto" tries both
+    sealed, plain = build(rank, **options), build(rank, None, **options)
+    for _ in range(6):
+        sealed.step()
+        plain.step()
+    assert sealed.last_report is not None
+    assert plain.last_report is not None
+    more = sealed.last_report.sent_bytes - plain.last_report.sent_bytes
+    return {"sealed": snapshot(sealed), "plain": snapshot(plain), "more": more}
+
+
+@pytest.mark.check(MESSAGES, sample=r"owner")
+@pytest.mark.parametrize("exchange", ["gather", "owner", "dense"])
+def test_seals_change_no_bit_of_a_round_and_their_bytes_are_counted(exchange: str) -> None:
+    for result in run_ranks(3, with_and_without, exchange):
+        assert_same(result["sealed"], result["plain"])
+        # To each of two peers: an announcement, two votes, and a frame's header and body (of entries; or of
+        # a slice, and of its sums).
+        messages = 2 * (3 + (2 if exchange == "gather" else 4))
+        assert result["more"] == SEAL_BYTES * messages
+
+
+def changed_on_its_way(rank: int, which: int) -> dict[str, Any]:
+    """One bit of the `which`-th message that site 1 receives in a round is another one."""
+    optimizer = build(rank, exchange="owner")
+    optimizer.step()
+    optimizer.inner.step()
+    before = snapshot(optimizer)
+    count, check = 0, Transport.check_seals
+
+    def meddle(self: Transport, messages: Any, *, phase: str) -> None:
+        nonlocal count
+        for one in messages:
+            if rank == 1 and count == which:
+                one.message[one.message.numel() // 2] ^= 1
+            count += 1
+        check(self, messages, phase=phase)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "check_seals", meddle)
+        error = error_of(optimizer.sync)
+    after = snapshot(optimizer)
+    goal = optimizer.round + 1
+    while optimizer.round < goal:  # the links may have to be built anew
+        error_of(optimizer.sync)
+    return {"error": error, "before": before, "after": after, "round": goal}
+
+
+# Announcements, first votes, headers and bodies of slices and of sums, from each of two peers.
+@pytest.mark.check(MESSAGES, sample=r"0|5|10")
+@pytest.mark.parametrize("which", range(12))
+def test_a_changed_message_is_refused_whatever_it_is(which: int) -> None:
+    results = run_ranks(3, changed_on_its_way, which)
+    assert results[1]["error"][0] == "AuthenticationError"
+    assert "is not genuine: its key is another one, or the message was forged or" in results[1]["error"][1]
+    for result in results:
+        assert result["error"][0] in ("AuthenticationError", "TransportError")
+        assert_same(result["before"], result["after"])
+        assert result["round"] == 1
+
+
+@pytest.mark.check(MESSAGES, sample=r"12")
+@pytest.mark.parametrize("which", [12, 13])
+def test_a_changed_last_vote_leaves_all_sites_agreed(which: int) -> None:
+    """Site 1 can't tell, but the verdict does, whether the others had all votes and went on."""
+    results = run_ranks(3, changed_on_its_way, which)
+    changed = [(r["before"]["anchor"] != r["after"]["anchor"]).any() for r in results]
+    assert changed in ([True] * 3, [False] * 3)
+    assert [r["round"] for r in results] == [1 + changed[0]] * 3
+
+
+def repeated_message(rank: int) -> tuple[str, str]:
+    """Site 1 gets, in place of the second message from site 0, the first one again, seal and all."""
+    everyone = loco.Topology(key=KEY).everyone()
+    everyone.swap_records(b"pay ten", phase="first")
+    kept: list[Any] = []
+    check = Transport.check_seals
+
+    def repeat(self: Transport, messages: Any, *, phase: str) -> None:
+        if rank == 1 and kept:
+            messages[0].message.copy_(kept[0].message)
+            messages[0].seal.copy_(kept[0].seal)
+        kept[:] = kept or messages[:1]
+        check(self, messages, phase=phase)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "check_seals", repeat)
+        everyone.swap_records(b"pay one", phase="second")
+        return error_of(lambda: everyone.swap_records(b"pay two", phase="third"))
+
+
+def test_an_old_message_is_refused() -> None:
+    right, wrong = run_ranks(2, repeated_message)
+    assert right == ("", "nothing was raised")
+    assert wrong[0] == "AuthenticationError"
+
+
+def other_keys(rank: int, keys: list[bytes | None]) -> tuple[str, str]:
+    return error_of(lambda: build(rank, keys[rank]))
+
+
+def test_another_key_and_a_missing_key_are_refused_on_all_ranks() -> None:
+    for kind, text in run_ranks(2, other_keys, [KEY, b"another key of enough bytes"]):
+        assert kind == "AuthenticationError"
+        assert "its key is another one" in text
+    for kind, text in run_ranks(3, other_keys, [KEY, KEY, None]):
+        assert (kind, text) == ("AgreementError", "rank 0 of 3 has a key, rank 2 has none")
+
+
+def short_key(rank: int) -> tuple[str, str]:
+    return error_of(lambda: loco.Topology(key=b"short"))
+
+
+def test_a_key_has_enough_bytes() -> None:
+    assert run_ranks(1, short_key) == [("ValueError", "key must have at least 16 bytes, got 5")]
+
+
+def test_a_seal_is_of_the_message_and_of_its_place() -> None:
+    message = torch.arange(100, dtype=torch.uint8)
+
+    def seals(key: bytes = KEY, session: bytes = bytes(16), group: str = "a", rank: int = 0) -> MessageSeals:
+        return MessageSeals(key, session, group, rank)
+
+    seal = seals().seal(message, 1)
+    assert seal.numel() == SEAL_BYTES
+    assert seals(rank=1).is_genuine(message, seal, 0, 1)
+    assert not seals(rank=1).is_genuine(message[:-1], seal, 0, 1)
+    assert not seals(rank=1).is_genuine(message, seal, 0, 2)
+    assert not seals(rank=1).is_genuine(message, seal, 2, 1)
+    assert not seals(rank=2).is_genuine(message, seal, 0, 1)
+    assert not seals(rank=0).is_genuine(message, seal, 1, 1)  # sent back to its sender
+    assert not seals(rank=1, group="b").is_genuine(message, seal, 0, 1)
+    assert not seals(rank=1, session=bytes(15) + b"1").is_genuine(message, seal, 0, 1)
+    assert not seals(rank=1, key=KEY[:-1]).is_genuine(message, seal, 0, 1)
+
+
+def test_a_verdict_is_taken_only_from_ranks() -> None:
+    store, words = HashStore(), StoreSeals(KEY, bytes(range(16)))
+    assert decide(store, "round/1", COMMIT, words) == COMMIT
+    assert decide(store, "round/1", ABORT, words) == COMMIT  # the first one counts
+    for forged in (COMMIT, store.get("round/1").decode(), "nonsense"):
+        store.set("round/2", forged)
+        with pytest.raises(AuthenticationError, match="was not written by a rank of this run"):
+            decide(store, "round/2", COMMIT, words)
+
+
+def first_anchor(rank: int) -> np.ndarray:
+    """θ reaches all sites by sealed messages too, not by a collective of torch's."""
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a broadcast can't be sealed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", never)
+        optimizer = loco.DiLoCo(
+            torch.optim.SGD(parameters(rank, 1003), lr=0.1), topology=loco.Topology(key=KEY)
+        )
+    return snapshot(optimizer)["anchor"]
+
+
+def test_the_first_anchor_is_sealed_too() -> None:
+    first, *others = run_ranks(3, first_anchor)
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+def test_a_message_counts_only_once_its_seal_is_checked() -> None:
+    """Whoever changes this order makes the rest of this file worthless: `wait` checks before it returns."""
+    names = PendingMessages.wait.__code__.co_names
+    assert names.index("check_seals") < names.index("received_bytes")

@@ -1,0 +1,128 @@
+"""Signs of life: who is silent, who has left, and who is only busy."""
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from selection import INTERRUPTIONS
+from torch._C._distributed_c10d import HashStore
+
+from loco.coordination.liveness import Liveness, Loss
+
+DEAD_AFTER = 0.8
+
+
+def pair(store: HashStore) -> tuple[Liveness, Liveness]:
+    listener, other = (Liveness(store, "x", rank, dead_after=DEAD_AFTER) for rank in (0, 1))
+    return listener, other
+
+
+def losses_while(
+    listener: Liveness, happens: Callable[[], object], *, reunion: bool = False, link: str = ""
+) -> list[Loss]:
+    """What is noticed of rank 1 in some time after something happens."""
+    found: list[Loss] = []
+    with listener.watching([1], found.append, reunion=reunion, link=link):
+        happens()
+        deadline = time.monotonic() + 4 * DEAD_AFTER
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.01)
+    return found
+
+
+def fall_silent(one: Liveness) -> None:
+    """As a stopped process does: without a word."""
+    one._pulse.ended = True
+
+
+def test_who_is_busy_is_not_missed() -> None:
+    listener, other = pair(HashStore())
+    assert losses_while(listener, lambda: other.say("computing, step 3 of 8 after round 6")) == []
+    assert listener.last_words(1) == "computing, step 3 of 8 after round 6"
+
+
+def test_who_falls_silent_is_missed_by_rank_and_with_its_last_words() -> None:
+    listener, other = pair(HashStore())
+    other.say("round 7, encoding")
+    time.sleep(DEAD_AFTER / 2)
+    [loss] = losses_while(listener, lambda: fall_silent(other))
+    assert (loss.silent, loss.gone, loss.store) == ((1,), (), "")
+    text = listener.describe(loss, lambda ranks: f"site {ranks[0]}")
+    assert text == (
+        "no sign of life from site 1 within 0.8 s: dead, stopped or cut off; last heard of: round 7, encoding"
+    )
+
+
+def test_who_never_began_is_missed_too() -> None:
+    listener = Liveness(HashStore(), "x", 0, dead_after=DEAD_AFTER)
+    [loss] = losses_while(listener, lambda: None)
+    assert loss.silent == (1,)
+
+
+def test_who_leaves_says_why_and_is_expected_at_a_reunion() -> None:
+    listener, other = pair(HashStore())
+    [loss] = losses_while(listener, lambda: other.leave("round 7: lost site 2"))
+    assert loss.gone == (1,)
+    text = listener.describe(loss, lambda ranks: f"site {ranks[0]}")
+    assert text == "site 1 has left: round 7: lost site 2"
+    assert losses_while(listener, lambda: None, reunion=True) == []
+    other.say("round 7, encoding")
+    assert losses_while(listener, lambda: None) == []  # it is back
+
+
+def test_who_left_a_link_has_left_it_for_good() -> None:
+    listener, other = pair(HashStore())
+    other.leave("round 7: lost site 2", "link a")
+    other.say("round 7, encoding")
+    assert losses_while(listener, lambda: None, link="link b") == []
+    [loss] = losses_while(listener, lambda: None, link="link a")
+    assert (loss.gone, loss.why) == ((1,), "round 7: lost site 2")
+
+
+def test_who_ends_is_not_expected_back() -> None:
+    listener, other = pair(HashStore())
+    [loss] = losses_while(listener, other.close, reunion=True)
+    assert loss.gone == (1,)
+    assert listener.last_words(1) == "its program has ended, or dropped its optimizer"
+
+
+def test_a_heartbeat_that_nobody_holds_ends_its_threads() -> None:
+    before = threading.active_count()
+    beats = pair(HashStore())
+    assert threading.active_count() > before
+    del beats
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@pytest.mark.check(INTERRUPTIONS)
+@pytest.mark.parametrize("destroyed", ["first", "never"])
+@pytest.mark.parametrize("attempt", [1, 2, 3])
+def test_a_process_with_a_heartbeat_ends_with_its_own_status(destroyed: str, attempt: int) -> None:
+    """Python stops a thread that is inside the store by ending the process, if it still runs then."""
+    program = textwrap.dedent("""
+        import sys, torch, torch.distributed as dist, loco
+        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = loco.PulseLoCo(torch.optim.SGD([parameter], lr=0.1), sync_every=1,
+                                   topology=loco.Topology(dead_after=0.05))
+        optimizer.step()
+        if sys.argv[1] == "first":
+            dist.destroy_process_group()
+        loader = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context="fork")
+        assert len(list(loader)) == 4
+        sys.exit(7)
+    """)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, destroyed], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 7, ended.stderr
+    assert "terminate called" not in ended.stderr

@@ -1,0 +1,190 @@
+"""The house: imports point one way, and what is installed is `loco` and `loco.kernels`, nothing else."""
+
+import ast
+import email
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What each package may import of the others; `kernels` is imported as `loco.kernels`.
+ALLOWED = {
+    "kernels": {"kernels"},
+    "loco": {"loco", "loco.kernels"},
+    "experiments": {"loco", "loco.kernels", "experiments"},
+}
+
+
+# The rooms of `loco`, from the bottom up: each may import those before it.
+FLOORS = (
+    *("errors", "logs", "config", "presets", "report"),
+    *("coordination", "net", "wire", "members", "exchange", "round"),
+    *("checkpoints", "wrapper", "optimizer"),
+)
+
+
+def names_imported(path: Path) -> list[str]:
+    """The full names of what a file imports."""
+    package = path.parent.relative_to(ROOT).parts
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level <= len(package), f"{path} reaches above its package"
+            start = [*package[: len(package) + 1 - node.level]] if node.level else []
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def imported(path: Path) -> set[str]:
+    """The packages of this project that a file imports."""
+    found = set()
+    for name in names_imported(path):
+        parts = name.split(".")
+        if parts[:2] == ["loco", "kernels"]:
+            found.add("loco.kernels")
+        elif parts[0] in ("loco", "kernels", "experiments", "tests"):
+            found.add(parts[0])
+    return found
+
+
+@pytest.mark.parametrize("package", list(ALLOWED))
+def test_imports_point_downward(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        assert imported(path) <= ALLOWED[package], path
+
+
+def test_every_room_of_loco_imports_only_those_below_it() -> None:
+    files = [path for path in (ROOT / "loco").rglob("*.py") if "kernels" not in path.parts]
+    seen = set()
+    for path in files:
+        room = path.relative_to(ROOT / "loco").parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        seen.add(room)
+        for name in names_imported(path):
+            target = name.split(".")[1:2] if name.startswith("loco.") else []
+            if target and target[0] in FLOORS:
+                assert FLOORS.index(target[0]) <= FLOORS.index(room), f"{path} imports {name}"
+    assert seen == set(FLOORS)
+
+
+def test_the_project_reads_nothing_beside_itself() -> None:
+    for package in ("kernels", "loco", "experiments", "examples", "tests", "configs"):
+        for path in (ROOT / package).rglob("*.*"):
+            if path.suffix not in (".py", ".c", ".h", ".yaml"):
+                continue
+            assert "../" + "shared" not in path.read_text(), path
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel that was built from this checkout, and what it installs in `site`."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "loco", "kernels"):
+        # Copied, so that the build leaves nothing behind here.
+        subprocess.run(["cp", "-a", str(ROOT / name), str(source)], check=True)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*build, "-w", str(folder), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("loco-*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(folder / "site")
+    return folder
+
+
+def run_installed(wheel: Path, program: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program with what the wheel installs, from an empty folder, without this checkout on the path."""
+    return subprocess.run(
+        [sys.executable, "-c", program, str(wheel / "site")],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(wheel / "site"), "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_built_wheel_installs_loco_with_all_its_modules_and_nothing_else(wheel: Path) -> None:
+    names = [str(path.relative_to(wheel / "site")) for path in (wheel / "site").rglob("*") if path.is_file()]
+    sources = {
+        f"loco/{path.relative_to(ROOT / 'loco')}"
+        for path in (ROOT / "loco").glob("**/*.py")
+        if "kernels" not in path.relative_to(ROOT / "loco").parts
+    } | {
+        f"loco/kernels/{path.relative_to(ROOT / 'kernels')}"
+        for path in (ROOT / "kernels").rglob("*")
+        if path.suffix in (".py", ".c", ".h")
+    }
+    assert len(sources) > 50
+    assert {name for name in names if "dist-info" not in name} == sources | {"loco/py.typed"}
+
+
+def test_the_package_asks_for_torch_and_numpy_and_leaves_the_rest_to_extras(wheel: Path) -> None:
+    (found,) = (wheel / "site").glob("*.dist-info/METADATA")
+    metadata = email.message_from_string(found.read_text())
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    required = metadata.get_all("Requires-Dist") or []
+    assert [one for one in required if "extra ==" not in one] == ["torch>=2.11", "numpy>=2.3"]
+    assert {"gpu", "experiments", "elastic", "huggingface", "dev"} == set(
+        metadata.get_all("Provides-Extra") or []
+    )
+
+
+def test_an_installed_wheel_leaves_the_name_kernels_to_others(wheel: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, loco, loco.kernels, torch\n"
+        "assert loco.kernels.digest(torch.zeros(1)) == 0\n"
+        "assert loco.__file__.startswith(sys.argv[1]), loco.__file__\n"
+        "assert loco.kernels.__file__.startswith(sys.argv[1])\n"
+        "try:\n    import kernels\n"
+        "except ImportError:\n    print('no top-level kernels')\n"
+    )
+    done = run_installed(wheel, program, tmp_path)
+    assert done.stdout.strip() == "no top-level kernels", done.stderr
+
+
+WITHOUT_EXTRAS = """
+import os, sys, warnings
+for name in ("triton", "omegaconf", "matplotlib", "tqdm", "tensorboard", "transformers", "torchft"):
+    sys.modules[name] = None  # importing it fails, as if it were not installed
+import torch, loco, loco.kernels
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+param = torch.nn.Parameter(torch.ones(1003))
+optimizer = loco.PulseLoCo(torch.optim.AdamW([param], lr=1e-3), sync_every=1)
+param.sum().backward()
+optimizer.step()
+checkpoints = loco.Checkpoints("checkpoints")
+checkpoints.save(optimizer, {"step": 1}, blocking=True)
+assert checkpoints.load(optimizer) == {"step": 1}
+checkpoints.close()
+print(optimizer.last_report.entries)
+
+with warnings.catch_warnings(record=True) as warned:
+    assert loco.kernels.home("cuda") is loco.kernels.reference
+print(warned[0].message)
+try:
+    loco.ElasticTopology(sites=2, lighthouse="http://127.0.0.1:1")
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_the_extras_all_works_but_what_names_its_extra(wheel: Path, tmp_path: Path) -> None:
+    done = run_installed(wheel, WITHOUT_EXTRAS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    entries, kernels, elastic = done.stdout.splitlines()
+    assert entries == "1003"
+    assert "the kernels for GPUs need triton, loco's extra `gpu` (" in kernels
+    assert kernels.endswith("): pip install 'triton>=3.6'")
+    assert elastic.startswith("sites that come and go need torchft, loco's extra `elastic` (")
