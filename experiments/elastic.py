@@ -25,11 +25,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from experiments.config import load
-from experiments.elastic_curve import draw
 from experiments.elastic_site import ElasticConfig
 from experiments.errors import ExperimentError
+from experiments.merging import load
 from experiments.orphans import through
+from experiments.plots import draw_elastic
 
 VICTIM = 2
 _HEARTBEAT = 2000  # milliseconds without a sign of life after which the lighthouse goes on without a site
@@ -255,7 +255,7 @@ def main() -> int:
         found = results(config, disturbed, undisturbed)
         (folder / "events.json").write_text(json.dumps([disturbed, undisturbed]), encoding="utf-8")
         (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        draw(disturbed, undisturbed, folder / "elastic.png")
+        draw_elastic(disturbed, undisturbed, folder / "elastic.png")
         print(json.dumps(found, indent=1))
         print(f"results: {folder}")
         if len(set(found["digests_at_the_end"].values())) != 1:

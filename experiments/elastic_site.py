@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 import loco
-from experiments.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, load
+from experiments.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig
 from experiments.errors import ExperimentError
 from experiments.loop import evaluate, warm_up
+from experiments.merging import load
 from experiments.tasks import Seat, task_of
 from loco.round.state import digest_of
 

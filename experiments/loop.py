@@ -111,9 +111,8 @@ def take_step(step: int, run: Run, task: Task, trainee: Trainee, model: nn.Modul
     optimizer.step()
     report = getattr(optimizer, "last_report", None)
     report = report if report is not before else None
-    meter.end(waited=waited, report=report)
+    meter.end(waited=waited, report=report, watched=trainee.observer.seconds if trainee.observer else 0.0)
     if report is not None:
-        trainee.after_round()
         seen = trainee.observer.after_round() if trainee.observer else None
         meter.reports.append((step, report, seen))
 

@@ -18,8 +18,9 @@ from sites import run_ranks
 from test_experiments_runs import PYTHON, environment, run, started_training
 
 from experiments import train
-from experiments.config import TrainConfig, load
+from experiments.config import TrainConfig
 from experiments.errors import ExperimentError
+from experiments.merging import load
 from experiments.results import Result, read
 
 REPOSITORY = Path(__file__).parents[1]

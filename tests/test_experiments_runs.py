@@ -14,7 +14,8 @@ from processes import children, gone, variables
 from sites import run_ranks
 
 from experiments import compare, launch, train
-from experiments.config import TrainConfig, load
+from experiments.config import TrainConfig
+from experiments.merging import load
 from experiments.results import Result, read
 
 REPOSITORY = Path(__file__).parents[1]

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> None:
             for row in rows:
                 show(row)
             append(table, rows, device)
-    close(table, "picture")
+    close(table)
 
 
 def show(row: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
         for cell in rows:
             show(cell)
             append(table, [{"run": run} | row for row in cell], torch.device("cpu"))
-    close(table, "link_picture")
+    close(table)
 
 
 def measure(

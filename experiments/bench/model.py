@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from experiments.bench.measuring import append
+from experiments.bench.measuring import append, latest_run
 from experiments.bench.namespaces import MBIT
 from experiments.bench.noisy_site import SYNC_EVERY
-from experiments.bench.payloads import codes, load, measure
+from experiments.bench.payloads import codes, measure
 from experiments.bench.simulator import (
     GOODPUT,
     Code,
@@ -57,7 +57,7 @@ class Model:
             run = {"run": int(time.time())}
             for table, rows in zip(tables, measure(numel), strict=True):
                 append(table, [run | row for row in rows], torch.device("cpu"))
-        return Model(*(load(table) for table in tables))
+        return Model(*(latest_run(table) for table in tables))
 
     def setting(self, sites: int, numel: float, rate: float, **more: Any) -> Setting:
         """One of noise. Up to 16 sites were simulated; of more the union is by classes."""

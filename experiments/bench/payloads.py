@@ -9,10 +9,8 @@ for one site's entries and for the sums of all, which are denser.
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -118,20 +116,6 @@ def _median(call: Any, repeats: int) -> float:
         call()
         taken.append(time.thread_time() - start)
     return median(taken[1:])
-
-
-def load(table: Path) -> list[dict[str, Any]]:
-    """The rows of one measurement, the latest; numbers as numbers."""
-    with table.open(newline="") as file:
-        rows = [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    return [row for row in rows if row["run"] == rows[-1]["run"]]
-
-
-def _number(value: str) -> Any:
-    try:
-        return float(value) if value else None
-    except ValueError:
-        return value
 
 
 def codes(rows: list[dict[str, Any]]) -> tuple[dict[str, Code], dict[str, Work]]:

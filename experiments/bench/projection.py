@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from experiments.bench.measuring import append
+from experiments.bench.measuring import append, latest_run, plot
 from experiments.bench.model import DDP, METHODS, NUMEL, Model, check
 from experiments.bench.namespaces import MBIT
 from experiments.bench.noisy_site import SYNC_EVERY
-from experiments.bench.payloads import MANY, load
+from experiments.bench.payloads import MANY
 from experiments.bench.simulator import ring_bytes, ring_seconds
 
 RESULTS = Path("experiments/results/bench")
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
     )
     model.show()
     if (options.out / "link.csv").exists():
-        rows = list(check(model, load(options.out / "link.csv")))
+        rows = list(check(model, latest_run(options.out / "link.csv")))
         if rows:
             append(options.out / "link_check.csv", rows, _CPU)
             show_check(rows)
@@ -67,12 +67,7 @@ def main(arguments: list[str]) -> None:
     append(table, rows, _CPU)
     show_projection(rows)
     print(f"rows appended to {table}")
-    try:
-        from experiments.bench.link_picture import draw_projection
-    except ImportError as error:
-        print(f"no plot: {error}")
-    else:
-        print(f"plot: {draw_projection(rows, table.with_suffix('.png'))}")
+    plot(rows, "draw_projection", table.with_suffix(".png"))
 
 
 def show_check(rows: list[dict[str, Any]]) -> None:

@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> None:
         for row in rows:
             show(row)
         append(table, rows, device)
-    close(table, "wire_picture")
+    close(table)
 
 
 def all_data(lrs: tuple[float, ...], numel: int, *, quick: bool) -> Iterator[Data]:
