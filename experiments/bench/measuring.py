@@ -103,6 +103,12 @@ def _number(value: str) -> Any:
         return value
 
 
+def rate_name(mbit: float) -> str:
+    if not mbit:
+        return "unshaped"
+    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
+
+
 def close(table: Path) -> None:
     """Say where the rows of a benchmark are and who else was on the machine, and draw them."""
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")

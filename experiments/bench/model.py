@@ -135,7 +135,7 @@ def check(model: Model, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         )
         simulated = model.seconds(row["exchange"], row["wire"], at)
         # A site that shares a core gets a part of each second: what it got when it coded.
-        part = min(row["coding_cpu_s"] / row["coding_s"], 1.0)
+        part = row["core_share"] if "core_share" in row else min(row["coding_cpu_s"] / row["coding_s"], 1.0)
         outside = (row["encode_s"] + row["apply_s"]) * part
         floor = max(row["cpu_s"] - outside, 0.0) * sites / min(row["cores"], sites)
         predicted = max(simulated, floor)
@@ -196,7 +196,7 @@ def modelled(
 # The columns of link.csv, whatever the source.
 COLUMNS = (
     *("sites", "numel", "rate_mbit", "method", "source", "exchange", "wire", "rounds", "p20", "p50", "p80"),
-    *("exchange_s", "encode_s", "apply_s", "coding_s", "coding_cpu_s", "waited_s", "cpu_s", "density"),
+    *("exchange_s", "encode_s", "apply_s", "coding_cpu_s", "core_share", "cpu_s", "density"),
     *("sent_bytes", "received_bytes", "dense_bytes", "interface_bytes", "interface_packets", "unexplained"),
     *("cores", "latency", "speed"),
 )

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
-from experiments.bench.measuring import latest_run, read
+from experiments.bench.measuring import latest_run, rate_name, read
 from experiments.plots import LOOK, saved
 
 Row = dict[str, Any]
@@ -223,12 +223,6 @@ def draw_projection(rows: list[Row], path: Path) -> Path:
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
         return saved(figure, path)
-
-
-def rate_name(mbit: float) -> str:
-    if not mbit:
-        return "unshaped"
-    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
 
 
 def _plot(axis: Axes, points: Sequence[tuple[float, float]], **look: Any) -> None:
