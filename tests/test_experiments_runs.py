@@ -206,6 +206,20 @@ def test_a_mistake_is_told_before_anything_is_launched(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("package", ["omegaconf", "matplotlib", "tqdm", "tensorboard"])
+def test_a_missing_extra_is_one_sentence_that_names_it(package: str, tmp_path: Path) -> None:
+    program = (
+        f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = ['experiments.train', 'nproc=2']; "
+        "runpy.run_module('experiments.train', run_name='__main__')"
+    )
+    done = run([sys.executable, "-c", program], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: {package} is not installed: pip install 'loco[experiments]' "
+        "(in a checkout: pip install '.[experiments]')\n"
+    )
+
+
 def test_an_occupied_port_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

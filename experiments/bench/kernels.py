@@ -19,7 +19,6 @@ of the state and of what it returns. Rows go to runs/bench/kernels.csv, with a p
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import loco
-from experiments.bench.measuring import append, close, peak_bytes, quantiles, seconds
+from experiments.bench.measuring import append, arguments_of, close, peak_bytes, quantiles, seconds
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, OuterStep, reference
 from loco.wire.codecs import FAST
@@ -47,11 +46,7 @@ OUTER = OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m experiments.bench kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments_of("kernels", __doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--numel", type=int, nargs="+", help="parameters; 1M to 256M, on a GPU to 2B")
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)

@@ -11,7 +11,6 @@ need, and refuses when there is less. Rows go to runs/bench/large.csv.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 import loco
-from experiments.bench.measuring import append
+from experiments.bench.measuring import append, arguments_of
 from experiments.bench.sites import Sites
 
 GIB = 1 << 30
@@ -68,11 +67,7 @@ class LargeSite:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m experiments.bench large",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments_of("large", __doc__)
     parser.add_argument("--numel", type=int, default=1_000_000_000)
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--momentum", type=float, default=0.0)

@@ -19,7 +19,6 @@ Rows go to experiments/results/bench/link.csv, with a plot beside it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -30,12 +29,12 @@ from typing import Any
 
 import torch
 
-from experiments.bench.measuring import append, close, quantiles, rate_name
+from experiments.bench.measuring import append, arguments_of, close, quantiles, rate_name
 from experiments.bench.model import ddp, modelled
 from experiments.bench.namespaces import MBIT, why_not
-from experiments.bench.noisy_site import WARM_UP
 from experiments.bench.sites import Sites
 from experiments.bench.trainer import METHODS, Trainer
+from experiments.noise import WARM_UP
 from experiments.progress import Progress
 
 RESULTS = Path("experiments/results/bench")
@@ -46,11 +45,7 @@ _FRAMING = 66  # bytes: Ethernet, IPv4 and TCP with timestamps
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m experiments.bench link",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments_of("link", __doc__)
     parser.add_argument("--numel", type=int, help=f"parameters; {NUMEL:,}")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 1000, 0], help="Mbit/s; 0: unshaped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import ctypes
 import gc
@@ -17,6 +18,14 @@ import numpy as np
 import torch
 
 from experiments import machine
+
+
+def arguments_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """`about` is the benchmark's docstring."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        f"python -m experiments.bench {name}", description=about, formatter_class=form
+    )
 
 
 def seconds(

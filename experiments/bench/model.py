@@ -13,7 +13,6 @@ import torch
 
 from experiments.bench.measuring import append, latest_run
 from experiments.bench.namespaces import MBIT
-from experiments.bench.noisy_site import SYNC_EVERY
 from experiments.bench.payloads import codes, measure
 from experiments.bench.simulator import (
     GOODPUT,
@@ -27,6 +26,7 @@ from experiments.bench.simulator import (
     ring_bytes,
     ring_seconds,
 )
+from experiments.noise import SYNC_EVERY
 
 NUMEL = 1 << 21  # of what is coded: one frame
 DDP = f"DDP, {SYNC_EVERY} steps"

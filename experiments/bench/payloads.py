@@ -98,14 +98,12 @@ def _coding(crowd: Crowd, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def _apply(crowd: Crowd, contributions: list[Entries], repeats: int) -> float:
-    state = [crowd.anchor.clone(), crowd.momentum.clone(), crowd.anchor.clone(), crowd.momentum.clone()]
+    anchor, momentum = crowd.known.anchor, crowd.known.momentum
+    assert momentum is not None
+    anchor, momentum, weight, residual = anchor.clone(), momentum.clone(), anchor.clone(), momentum.clone()
     outer = OuterStep(num_sites=len(crowd.entries), lr=0.7, momentum=0.9, nesterov=True)
-    anchor, momentum, weight, residual = state
-
-    def apply() -> None:
-        kernels.apply(anchor, momentum, [weight], residual, crowd.entries[0], contributions, outer)
-
-    return _median(apply, repeats)
+    applied = (anchor, momentum, [weight], residual, crowd.entries[0], contributions, outer)
+    return _median(lambda: kernels.apply(*applied), repeats)
 
 
 def _median(call: Any, repeats: int) -> float:

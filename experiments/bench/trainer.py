@@ -14,7 +14,7 @@ from torch import Tensor
 
 import loco
 from experiments.bench.namespaces import counters
-from experiments.bench.noisy_site import NoisySite
+from experiments.noise import NoisySite
 
 _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
 
