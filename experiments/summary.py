@@ -68,9 +68,6 @@ class Group:
         values = [value for value in map(figure, self.results) if value is not None]
         return fmean(values) if values else None
 
-    def steady(self, name: str) -> float | None:
-        return self.mean(lambda result: result.steady(name))
-
     def gained_beyond_noise(self, score: str) -> bool:
         """Whether it gained more than the 95% interval over its seeds, or than the one that the size of the
         held-out set leaves (of a loss, which has none: than a thousandth of it)."""
@@ -215,7 +212,9 @@ class Comparison:
     def _row(self, group: Group) -> Row:
         reference, ddp, one = self.reference_of(group), self.ddp_of(group), group.results[0]
         other = reference if reference is not group else None
-        sent = fmean(r.sent_bytes for r in group.results)
+        names = ("sent_bytes", "received_bytes", "one_step_density", "exchange_seconds", "round_seconds")
+        means = {name: fmean(getattr(r, name) for r in group.results) for name in names}
+        rounds = ("density", "union_density", "visible", "residual_norm", "age")
         payload = group.mean(lambda result: result.payload_per_parameter)
         final = of_mean([r.final for r in group.results])
         interval_of = "seeds" if final.half is not None else None
@@ -235,26 +234,18 @@ class Comparison:
             minus=_of_both(difference, group, other, lambda r: r.final),
             share=_of_both(ratio, group, self._gainer(reference, one.metric), lambda r: r.gain),
             share_second=_of_both(ratio, group, self._gainer(reference, SECOND), lambda r: r.gained(SECOND)),
-            sent_bytes=sent,
-            received_bytes=fmean(r.received_bytes for r in group.results),
             bytes_source=one.bytes_source,
             kernel_beyond=group.mean(_kernel_beyond),
-            below_ddp=_times_below(ddp, sent),
-            below_diloco=_times_below(reference, sent),
+            below_ddp=_times_below(ddp, means["sent_bytes"]),
+            below_diloco=_times_below(reference, means["sent_bytes"]),
             payload_per_parameter=payload,
             below_fp32=4 / payload if payload else None,
-            density=group.steady("density"),
-            union_density=group.steady("union_density"),
-            visible=group.steady("visible"),
-            one_step_density=fmean(r.one_step_density for r in group.results),
-            residual_norm=group.steady("residual_norm"),
-            age=group.steady("age"),
             hours={
                 rate: fmean(r.projected_hours(bits, step_seconds=self.step_seconds) for r in group.results)
                 for rate, bits in RATES.items()
             },
-            exchange_seconds=fmean(r.exchange_seconds for r in group.results),
-            round_seconds=fmean(r.round_seconds for r in group.results),
+            **{name: group.mean(lambda result, name=name: result.steady(name)) for name in rounds},
+            **means,
         )
 
 
