@@ -177,16 +177,17 @@ def modelled(
             if method not in methods:
                 continue
             seconds, sent = model.seconds(exchange, code, at), model.bytes(exchange, code, at)
+            place = {"sites": sites, "numel": numel, "rate_mbit": rate / MBIT, "method": method}
             rows.append(
                 dict.fromkeys(COLUMNS, "")
+                | place
                 | {
-                    "sites": sites,
-                    "numel": numel,
-                    "rate_mbit": rate / MBIT,
-                    "method": method,
                     "source": "model",
+                    "exchange": exchange,
+                    "wire": code,
+                    "p50": seconds,
+                    "exchange_s": seconds,
                 }
-                | {"exchange": exchange, "wire": code, "p50": seconds, "exchange_s": seconds}
                 | {"density": at.density, "sent_bytes": sent, "latency": 0.0, "speed": rate}
                 | {"dense_bytes": ring_bytes(at)}
             )
