@@ -73,8 +73,8 @@ class Processes:
             raise ExperimentError(
                 f"no site has said anything for {_SILENCE:g} s; see {self._folder}"
             ) from None
-        ended = event.get("process")
-        if ended is self._sites[event["site"]] and ended.wait() not in (0, -signal.SIGKILL):
+        process = self._sites[event["site"]]
+        if event.get("process") is process and process.wait() not in (0, -signal.SIGKILL):
             log = self._folder / f"{event['site']}.log"
             *_, last = log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"]
             raise ExperimentError(f"{event['site']} failed: {last.removeprefix('error: ')} (see {log})")

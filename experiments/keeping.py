@@ -84,7 +84,10 @@ class Keeper:
             dist.barrier()
         self._optimizer = trainee.optimizer
         by_loco = isinstance(self._optimizer, loco.PulseLoCo | loco.DiLoCo)
-        self._files = loco.Checkpoints(saving.folder) if by_loco else _RankFiles(saving.folder, model, seat)
+        # Both have the same methods, each for its own kind of optimizer.
+        self._files: Any = (
+            loco.Checkpoints(saving.folder) if by_loco else _RankFiles(saving.folder, model, seat)
+        )
 
     def resume(self) -> bool:
         """Go on where the run was saved, if it was, and say whether."""
