@@ -20,19 +20,19 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
-from experiments.config import load
-from experiments.elastic_curve import draw
-from experiments.elastic_site import ElasticConfig
+from experiments.elastic_site import VICTIM, ElasticConfig
 from experiments.errors import ExperimentError
+from experiments.merging import load
 from experiments.orphans import through
+from experiments.plots import draw_elastic
 
-VICTIM = 2
-_HEARTBEAT = 2000  # milliseconds without a sign of life after which the lighthouse goes on without a site
+_HEARTBEAT = 2000  # milliseconds without a heartbeat after which the lighthouse goes on without a site
 _SILENCE = 120.0  # seconds
 _INTERRUPTED = 130
 
@@ -40,31 +40,26 @@ Event = dict[str, Any]
 
 
 class Processes:
-    """A lighthouse and sites. None of them outlives the `with`, nor this process, however it ends."""
+    """A lighthouse and sites. None of them outlives `processes()`, nor this process, however it ends."""
 
-    def __init__(self, config: ElasticConfig, folder: Path) -> None:
-        self._config, self._folder = config, folder
+    def __init__(self, folder: Path, closing: ExitStack) -> None:
+        self._folder, self._closing = folder, closing
         self._events: queue.Queue[Event] = queue.Queue()
         self._sites: dict[str, subprocess.Popen[str]] = {}
-        self._all: list[subprocess.Popen[Any]] = []
-        self._logs: list[IO[str]] = []
-        self.lighthouse = ""
-
-    def __enter__(self) -> Processes:
-        port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
         command = [_lighthouse_command(), "--bind", f"127.0.0.1:{port}", "--min_replicas", "1"]
         command += ["--join_timeout_ms", "600000", "--heartbeat_timeout_ms", str(_HEARTBEAT)]
         self._run(command, "lighthouse")
-        self.lighthouse = f"http://127.0.0.1:{port}"
+        self._lighthouse = f"http://127.0.0.1:{port}"
         _wait_for(port)
-        return self
 
     def start(self, number: int) -> None:
         name = f"site-{number}"
-        own = [f"site={name}", f"data={number}", f"lighthouse={self.lighthouse}", "address=127.0.0.1"]
+        own = [f"site={name}", f"data={number}", f"lighthouse={self._lighthouse}", "address=127.0.0.1"]
         command = [sys.executable, "-m", "experiments.elastic_site", *sys.argv[1:], *own]
-        process = self._run(command, name, heard=True)
-        self._sites[name] = process
+        process = self._sites[name] = self._run(command, name, heard=True)
         threading.Thread(target=self._listen, args=(name, process), daemon=True).start()
 
     def kill(self, number: int) -> None:
@@ -79,35 +74,20 @@ class Processes:
                 f"no site has said anything for {_SILENCE:g} s; see {self._folder}"
             ) from None
         process = self._sites[event["site"]]
-        if (
-            event["event"] == "gone"
-            and process is event["process"]
-            and process.wait() not in (0, -signal.SIGKILL)
-        ):
+        if event.get("process") is process and process.wait() not in (0, -signal.SIGKILL):
             log = self._folder / f"{event['site']}.log"
-            raise ExperimentError(f"{event['site']} failed: {_last_line(log)} (see {log})")
+            *_, last = log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"]
+            raise ExperimentError(f"{event['site']} failed: {last.removeprefix('error: ')} (see {log})")
         return event
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for process in self._all:
-            process.kill()
-            process.wait()
-        for log in self._logs:
-            log.close()
 
     def _run(self, command: list[str], name: str, *, heard: bool = False) -> subprocess.Popen[Any]:
         """heard: what it says is read here; the rest goes to its log."""
-        log = open(self._folder / f"{name}.log", "a", encoding="utf-8")  # noqa: SIM115  (closed at the end)
-        self._logs.append(log)
+        log = self._closing.enter_context((self._folder / f"{name}.log").open("a", encoding="utf-8"))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         out = subprocess.PIPE if heard else log
         process = subprocess.Popen(through(command), stdout=out, stderr=log, env=environment, text=True)
-        self._all.append(process)
+        self._closing.callback(process.wait)
+        self._closing.callback(process.kill)
         return process
 
     def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
@@ -115,6 +95,12 @@ class Processes:
         for line in process.stdout:
             self._events.put({"site": name, **json.loads(line)})
         self._events.put({"site": name, "event": "gone", "process": process, "time": time.time()})
+
+
+@contextmanager
+def processes(folder: Path) -> Iterator[Processes]:
+    with ExitStack() as closing:
+        yield Processes(folder, closing)
 
 
 def run(config: ElasticConfig, folder: Path, *, disturbed: bool) -> list[Event]:
@@ -125,17 +111,13 @@ def run(config: ElasticConfig, folder: Path, *, disturbed: bool) -> list[Event]:
     title = "with a site that dies and comes back" if disturbed else "undisturbed"
     print(f"{config.sites} sites, {title}", flush=True)
     events: list[Event] = []
-
-    def note(done: str, round: int) -> None:
-        events.append({"site": f"site-{VICTIM}", "event": done, "time": time.time(), "round": round})
-        _show(events[-1], config)
-
-    with Processes(config, folder) as processes:
+    plan = [("killed", config.dies), ("started", config.returns)] if disturbed else []
+    with processes(folder) as running:
         for number in range(config.sites):
-            processes.start(number)
-        ended, round, killed, started = set(), 0, not disturbed, not disturbed
+            running.start(number)
+        ended, round = set(), 0
         while len(ended) < config.sites:
-            event = processes.next()
+            event = running.next()
             if event["event"] == "gone":
                 continue
             events.append(event)
@@ -143,14 +125,11 @@ def run(config: ElasticConfig, folder: Path, *, disturbed: bool) -> list[Event]:
             round = max(round, event["round"])
             if event["event"] == "end":
                 ended.add(event["site"])
-            if not killed and round >= config.dies:
-                processes.kill(VICTIM)
-                killed = True
-                note("killed", round)
-            if not started and round >= config.returns:
-                processes.start(VICTIM)
-                started = True
-                note("started", round)
+            while plan and round >= plan[0][1]:
+                done, _ = plan.pop(0)
+                (running.kill if done == "killed" else running.start)(VICTIM)
+                events.append({"site": f"site-{VICTIM}", "event": done, "time": time.time(), "round": round})
+                _show(events[-1], config)
     return events
 
 
@@ -160,16 +139,10 @@ def results(config: ElasticConfig, disturbed: list[Event], undisturbed: list[Eve
     def only(events: list[Event], what: str) -> list[Event]:
         return [event for event in events if event["event"] == what]
 
-    def final(events: list[Event]) -> float:
-        return only(events, "round")[-1]["held_out"]
-
-    (killed,) = only(disturbed, "killed")
-    (started,) = only(disturbed, "started")
+    (killed,), (started,), rounds = (only(disturbed, what) for what in ("killed", "started", "round"))
     back = next(e for e in only(disturbed, "joined") if e["time"] > started["time"])
-    without = [e for e in only(disturbed, "round") if e["sites"] < config.sites]
-    counted = [
-        e for e in only(disturbed, "round") if e["site"] == back["site"] and e["round"] > back["round"]
-    ]
+    without = [e for e in rounds if e["sites"] < config.sites]
+    counted = [e for e in rounds if e["site"] == back["site"] and e["round"] > back["round"]]
     return {
         "sites": config.sites,
         "rounds": config.steps // config.sync_every,
@@ -181,7 +154,10 @@ def results(config: ElasticConfig, disturbed: list[Event], undisturbed: list[Eve
         "seconds_from_start_to_theta": back["time"] - started["time"],
         "first_round_with_it_again": counted[0]["round"],
         "digests_at_the_end": {e["site"]: e["digest"] for e in only(disturbed, "end")},
-        "held_out_at_the_end": {"disturbed": final(disturbed), "undisturbed": final(undisturbed)},
+        "held_out_at_the_end": {
+            "disturbed": rounds[-1]["held_out"],
+            "undisturbed": only(undisturbed, "round")[-1]["held_out"],
+        },
         "heartbeat_timeout_ms": _HEARTBEAT,
     }
 
@@ -190,10 +166,8 @@ def _show(event: Event, config: ElasticConfig, *, first: bool = True) -> None:
     what, round = event["event"], event["round"]
     if what == "round":
         if first and round % 10 == 0:
-            rounds = config.steps // config.sync_every
-            print(
-                f"  round {round}/{rounds}: {event['sites']} sites, loss {event['held_out']:.3f}", flush=True
-            )
+            progress = f"round {round}/{config.steps // config.sync_every}"
+            print(f"  {progress}: {event['sites']} sites, loss {event['held_out']:.3f}", flush=True)
         return
     words = {
         "joined": f"joined at round {round}",
@@ -213,12 +187,6 @@ def _lighthouse_command() -> str:
     return command
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait_for(port: int) -> None:
     deadline = time.monotonic() + 30
     while True:
@@ -230,11 +198,6 @@ def _wait_for(port: int) -> None:
             time.sleep(0.1)
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"]
-    return lines[-1].removeprefix("error: ")
-
-
 def main() -> int:
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.default_int_handler)  # see experiments/__init__.py
@@ -243,21 +206,14 @@ def main() -> int:
         return 0
     try:
         config = load(ElasticConfig, sys.argv[1:])
-        rounds = config.steps // config.sync_every
-        if not 0 < config.dies < config.returns < rounds - 1 or config.sites <= VICTIM:
-            raise ExperimentError(
-                f"of {rounds} rounds, dies must be before returns, and that before the end, with at least "
-                f"{VICTIM + 1} sites: got dies={config.dies} returns={config.returns} sites={config.sites}"
-            )
         folder = Path("runs") / (config.name or "elastic")
         undisturbed = run(config, folder / "undisturbed", disturbed=False)
         disturbed = run(config, folder / "disturbed", disturbed=True)
         found = results(config, disturbed, undisturbed)
         (folder / "events.json").write_text(json.dumps([disturbed, undisturbed]), encoding="utf-8")
         (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        draw(disturbed, undisturbed, folder / "elastic.png")
-        print(json.dumps(found, indent=1))
-        print(f"results: {folder}")
+        draw_elastic(disturbed, undisturbed, folder / "elastic.png")
+        print(f"{json.dumps(found, indent=1)}\nresults: {folder}")
         if len(set(found["digests_at_the_end"].values())) != 1:
             raise ExperimentError("the sites do not hold the same bits at the end")
     except ExperimentError as error:

@@ -21,11 +21,14 @@ import torch
 from torch import nn
 
 import loco
-from experiments.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, load
+from experiments.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, require
 from experiments.errors import ExperimentError
 from experiments.loop import evaluate, warm_up
+from experiments.merging import load
 from experiments.tasks import Seat, task_of
 from loco.round.state import digest_of
+
+VICTIM = 2  # the site that dies and comes back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,15 @@ class ElasticConfig(RunConfig):
 
     dies: int = 20  # the round after which one site is killed
     returns: int = 28  # the round of the others in which it is started again
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rounds = self.steps // self.sync_every
+        require(
+            0 < self.dies < self.returns < rounds - 1 and self.sites > VICTIM,
+            f"of {rounds} rounds, dies must be before returns, and that before the end, with at least "
+            f"{VICTIM + 1} sites: got dies={self.dies} returns={self.returns} sites={self.sites}",
+        )
 
 
 def train(config: ElasticConfig) -> None:

@@ -82,17 +82,23 @@ class Keeper:
             if int(os.environ.get("LOCAL_RANK", "0")) == 0:
                 shutil.rmtree(saving.folder, ignore_errors=True)
             dist.barrier()
-        optimizer = trainee.optimizer
-        if isinstance(optimizer, loco.PulseLoCo | loco.DiLoCo):
-            self._files: _OfLoco | _OfTorch = _OfLoco(saving.folder, optimizer)
-        else:
-            self._files = _OfTorch(saving.folder, optimizer, model, seat)
+        self._optimizer = trainee.optimizer
+        by_loco = isinstance(self._optimizer, loco.PulseLoCo | loco.DiLoCo)
+        # Both have the same methods, each for its own kind of optimizer.
+        self._files: Any = (
+            loco.Checkpoints(saving.folder) if by_loco else _RankFiles(saving.folder, model, seat)
+        )
 
     def resume(self) -> bool:
         """Go on where the run was saved, if it was, and say whether."""
         if not self._saving.resume:
             return False
-        kept = self._files.load()
+        try:
+            kept = self._files.load(self._optimizer)
+        except ValueError as error:
+            raise ExperimentError(f"{self._saving.folder}: {error}") from error
+        if isinstance(kept, loco.Resumed):
+            kept = kept.extra
         if kept is None:
             self._say(f"no checkpoints in {self._saving.folder}: starts anew")
             return False
@@ -122,41 +128,24 @@ class Keeper:
             "meter": self._meter.state(),
             "seen": self._observer.state() if self._observer is not None else None,
         }
-        self._files.save(self._measured.step, extra)
+        self._files.save(self._optimizer, extra)
 
     def close(self) -> None:
-        self._files.close()
+        if isinstance(self._files, loco.Checkpoints):
+            self._files.close()
 
 
-class _OfLoco:
-    def __init__(self, folder: Path, optimizer: loco.PulseLoCo | loco.DiLoCo) -> None:
-        self._checkpoints, self._optimizer = loco.Checkpoints(folder), optimizer
-
-    def save(self, step: int, extra: dict[str, Any]) -> None:
-        self._checkpoints.save(self._optimizer, extra)
-
-    def load(self) -> dict[str, Any] | None:
-        try:
-            resumed = self._checkpoints.load(self._optimizer)
-        except ValueError as error:
-            raise ExperimentError(f"{self._checkpoints.folder}: {error}") from error
-        return resumed.extra if resumed else None
-
-    def close(self) -> None:
-        self._checkpoints.close()
-
-
-class _OfTorch:
+class _RankFiles:
     """One trainer's, or DDP's, whose state is a plain optimizer's: a file for each rank, the two newest."""
 
-    def __init__(self, folder: Path, optimizer: torch.optim.Optimizer, model: nn.Module, seat: Seat) -> None:
-        self._folder, self._optimizer, self._model, self._rank = folder, optimizer, model, seat.rank
+    def __init__(self, folder: Path, model: nn.Module, seat: Seat) -> None:
+        self._folder, self._model, self._rank = folder, model, seat.rank
 
-    def save(self, step: int, extra: dict[str, Any]) -> None:
+    def save(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(step)
+        path = self._path(extra["measured"]["step"])
         unfinished = path.with_suffix(".partial")
-        state = {"optimizer": self._optimizer.state_dict(), "model": self._model.state_dict()}
+        state = {"optimizer": optimizer.state_dict(), "model": self._model.state_dict()}
         with unfinished.open("wb") as file:
             torch.save(state | {"extra": extra}, file)
             file.flush()
@@ -166,7 +155,7 @@ class _OfTorch:
         for old in self._steps()[:-2]:
             self._path(old).unlink()
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         found: list[list[int]] = from_all(self._steps())
         # All ranks have a first one before any has a second: who has none then is not of that run.
         if [] in found and max(map(len, found)) > 1:
@@ -182,12 +171,9 @@ class _OfTorch:
             if all(from_all(state is not None)):
                 assert state is not None
                 self._model.load_state_dict(state["model"])
-                self._optimizer.load_state_dict(state["optimizer"])
+                optimizer.load_state_dict(state["optimizer"])
                 return state["extra"]
         return None
-
-    def close(self) -> None:
-        pass
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}.rank-{self._rank:05d}.pt"

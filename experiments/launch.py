@@ -35,9 +35,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 import loco
-from experiments.config import C, load, to_yaml
+from experiments.config import C
 from experiments.errors import ExperimentError
 from experiments.logs import RankLog
+from experiments.merging import load, to_yaml
 from experiments.orphans import die_with_parent
 
 NOTHING_WRITTEN = "no results were written"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -90,12 +89,35 @@ def train(
         "kernel_sent": meter.kernel.sent if meter.kernel else None,
         "one_step_density": measured.one_step_density,
     }
-    mine |= {name: getattr(meter, name) for name in _METERED}
-    everyone = from_all(mine)
-    for one in everyone:
-        one["reports"] = reports_of(one["reports"])
-    seconds = time.perf_counter() - began
-    return _joined(run, task, numel, measured.evaluations, everyone, meter.source, seconds, seat)
+    ranks = from_all(mine | {name: getattr(meter, name) for name in _METERED})
+    alone = config.method in ("single", "ddp")
+    sites = len(ranks) // (1 if alone else config.ranks_per_site)
+    kernel = [one["kernel_sent"] for one in ranks]
+    points = zip(*(one["curve"] for one in ranks), strict=True)
+    rounds = zip(*(reports_of(one["reports"]) for one in ranks), strict=True)
+    return Result(
+        label=run.label,
+        config=run.stored(),
+        metric=task.metric,
+        higher_is_better=task.higher_is_better,
+        ranks=len(ranks),
+        sites=sites,
+        parameters=numel,
+        evaluations=tuple(
+            Evaluation(step=at[0][0], scores=scores, sent_bytes=fmean(sent for _, sent in at))
+            for scores, at in zip(measured.evaluations, points, strict=True)
+        ),
+        rewards=tuple(fmean(at) for at in zip(*(one["rewards"] for one in ranks), strict=True)),
+        rounds=tuple(
+            Round.joined(at[0][0], [r for _, r, _ in at], [seen for *_, seen in at], sites=sites)
+            for at in rounds
+        ),
+        bytes_source=meter.source,
+        kernel_sent_bytes=None if None in kernel else fmean(kernel),
+        seconds=time.perf_counter() - began,
+        machine=machine.describe(seat.device),
+        **{name: fmean(one[name] for one in ranks) for name in ("one_step_density", *_METERED)},
+    )
 
 
 def take_step(step: int, run: Run, task: Task, trainee: Trainee, model: nn.Module, meter: Meter) -> None:
@@ -111,9 +133,8 @@ def take_step(step: int, run: Run, task: Task, trainee: Trainee, model: nn.Modul
     optimizer.step()
     report = getattr(optimizer, "last_report", None)
     report = report if report is not before else None
-    meter.end(waited=waited, report=report)
+    meter.end(waited=waited, report=report, watched=trainee.observer.seconds if trainee.observer else 0.0)
     if report is not None:
-        trainee.after_round()
         seen = trainee.observer.after_round() if trainee.observer else None
         meter.reports.append((step, report, seen))
 
@@ -138,49 +159,3 @@ def evaluate(task: Task, model: nn.Module, seat: Seat) -> dict[str, float]:
 def bf16_weights(model: nn.Module) -> Tensor:
     """All weights as the forward pass sees them."""
     return torch.cat([p.detach().flatten().to(torch.bfloat16) for p in model.parameters()])
-
-
-def _joined(
-    run: Run,
-    task: Task,
-    numel: int,
-    scores: Sequence[dict[str, float]],
-    everyone: list[dict[str, Any]],
-    source: str,
-    seconds: float,
-    seat: Seat,
-) -> Result:
-    """One result from what every rank measured."""
-
-    def mean(name: str) -> float:
-        return fmean(one[name] for one in everyone)
-
-    alone = run.config.method in ("single", "ddp")
-    sites = len(everyone) // (1 if alone else run.config.ranks_per_site)
-    kernel = [one["kernel_sent"] for one in everyone]
-    points = zip(*(one["curve"] for one in everyone), strict=True)
-    rounds = zip(*(one["reports"] for one in everyone), strict=True)
-    return Result(
-        label=run.label,
-        config=run.stored(),
-        metric=task.metric,
-        higher_is_better=task.higher_is_better,
-        ranks=len(everyone),
-        sites=sites,
-        parameters=numel,
-        evaluations=tuple(
-            Evaluation(step=ranks[0][0], scores=found, sent_bytes=fmean(sent for _, sent in ranks))
-            for found, ranks in zip(scores, points, strict=True)
-        ),
-        rewards=tuple(fmean(ranks) for ranks in zip(*(one["rewards"] for one in everyone), strict=True)),
-        rounds=tuple(
-            Round.joined(ranks[0][0], [r for _, r, _ in ranks], [s for *_, s in ranks], sites=sites)
-            for ranks in rounds
-        ),
-        one_step_density=mean("one_step_density"),
-        bytes_source=source,
-        kernel_sent_bytes=None if None in kernel else fmean(kernel),
-        seconds=seconds,
-        machine=machine.describe(seat.device),
-        **{name: mean(name) for name in _METERED},
-    )

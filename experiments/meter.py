@@ -63,8 +63,9 @@ class Meter:
     def begin(self) -> None:
         self._began = (self._now(), tcp_bytes())
 
-    def end(self, *, waited: float, report: loco.SyncReport | None) -> None:
-        """`waited` for gradients inside the step; `report` if the step ended a round."""
+    def end(self, *, waited: float, report: loco.SyncReport | None, watched: float = 0.0) -> None:
+        """`waited` for gradients inside the step; `report` if the step ended a round, which an observer
+        `watched` for so long."""
         elapsed = self._now() - self._began[0]
         before, after = self._began[1], tcp_bytes()
         if self._kernel is None or before is None or after is None:
@@ -79,10 +80,10 @@ class Meter:
         self._sent += report.sent_bytes
         self._received += report.received_bytes
         exchange = report.seconds["exchange"]
-        work = sum(report.seconds.values()) - exchange
+        work = sum(report.seconds.values()) - exchange - watched
         self.exchange_seconds += exchange
         self.round_seconds += work
-        self._computing.append(elapsed - waited - exchange - work)
+        self._computing.append(elapsed - waited - exchange - work - watched)
 
     @property
     def step_seconds(self) -> float:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +63,6 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     wait: AllReduceWait | None  # of a gradient all-reduce in every step, where there is one
     observer: Observer | None  # of what PULSELoCo's gate does
-    after_round: Callable[[], None] = lambda: None  # a variant's business
 
 
 def build(model: nn.Module, config: RunConfig) -> Trainee:
@@ -117,9 +115,9 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
     if config.late_gate_gain is not None:
         late_gain(optimizer, config)
     if config.whole_ulps:
-        trainee.after_round = whole_ulps(optimizer)
+        whole_ulps(optimizer)
     if not config.error_feedback:
-        trainee.after_round = forgetting(optimizer)
+        forgetting(optimizer)
     if config.gate != "open":
-        trainee.observer = Observer(optimizer)  # sees what the variants leave to the gate
+        trainee.observer = Observer(optimizer)  # registered last: it sees what the variants leave to the gate
     return trainee

@@ -16,8 +16,10 @@ from torch import Tensor
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, OuterStep
 
-SIGMA = 0.02  # of the weights
+SIGMA, LR, SYNC_EVERY = 0.02, 1e-6, 8  # SIGMA: of the weights
+WARM_UP = 16  # rounds until the density is steady
 EXACT = Gate()
+_SPARE = 1 << 18
 CHUNK = 1 << 17  # elements that pass through all rounds together, in cache: no element knows of another
 
 
@@ -28,7 +30,7 @@ class Noise:
     rounds: int = 16  # the last one's entries are returned
     gate: Gate = EXACT
     sites: int = 4
-    sync_every: int = 8
+    sync_every: int = SYNC_EVERY
     betas: tuple[float, float] = (0.9, 0.95)
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -93,3 +95,23 @@ def _clone(x: Tensor | None) -> Tensor:
     """Entries are views of memory reserved for all elements: keep only what is used."""
     assert x is not None
     return x.clone()
+
+
+class NoisySite:
+    """One site in a process of its own: its parameter, its Adam, and gradients that no other site draws."""
+
+    def __init__(self, numel: int, site: int) -> None:
+        start = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        self.parameter = torch.nn.Parameter(start.mul_(SIGMA).bfloat16().float())
+        self.inner = torch.optim.Adam([self.parameter], lr=LR, fused=True)
+        self._generator = torch.Generator().manual_seed(1 + site)
+        # Drawing is most of the work: each step takes another stretch of one pool.
+        self._pool = torch.randn(numel + _SPARE, generator=self._generator)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """H inner steps, without a round after them."""
+        for _ in range(SYNC_EVERY):
+            first = int(torch.randint(_SPARE, (1,), generator=self._generator))
+            self.parameter.grad = self._pool[first : first + self.parameter.numel()]
+            self.inner.step()

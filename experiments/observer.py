@@ -1,18 +1,14 @@
-"""What PULSELoCo's gate does in a round, beyond what a SyncReport says.
-
-It looks where torch lets anyone look, behind the inner optimizer's step, and changes nothing.
-"""
+"""What PULSELoCo's gate does in a round, beyond what a SyncReport says. Looking changes nothing."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import loco
-from loco import kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +19,17 @@ class Seen:
 
 
 class Observer:
-    """Of one rank's optimizer. All ranks call `after_round` together."""
+    """Of one rank's optimizer. All ranks call `after_round` together.
+
+    seconds: that the last round was held up by looking at it.
+    """
 
     def __init__(self, optimizer: loco.PulseLoCo) -> None:
         self._state = optimizer.outer_state
-        self._steps, self._every = 0, optimizer.sync_every
         self._age = torch.zeros_like(self._state.anchor)
         self._sent = torch.zeros(self._state.anchor.numel(), dtype=torch.uint8, device=self._age.device)
-        self._visible = 0.0
-        optimizer.inner.register_step_post_hook(self._before_exchange)
+        self._visible = self.seconds = 0.0
+        optimizer.register_round_hook(self._look)
 
     def state(self) -> torch.Tensor:
         """What it knows at a round's end, for a run that is resumed."""
@@ -41,18 +39,18 @@ class Observer:
         self._age.copy_(state)
 
     @torch.no_grad()
-    def _before_exchange(self, *_: Any) -> None:
-        self._steps += 1
-        if self._steps % self._every:
+    def _look(self, progress: loco.RoundProgress) -> None:
+        if progress.phase != "encoded":
             return
+        began = time.perf_counter()
+        assert progress.entries is not None
         outer = self._state
         with outer.parameters.pieces(outer.start, outer.stop) as weights:
-            entries = kernels.encode(outer.anchor, weights, outer.residual, outer.gate).entries
             moved = torch.cat([w.reshape(-1).bfloat16() for w in weights])
-        numel = outer.anchor.numel()
-        self._visible = float((moved != outer.anchor.bfloat16()).sum()) / max(1, numel)
+        self._visible = float((moved != outer.anchor.bfloat16()).sum()) / max(1, outer.anchor.numel())
         self._sent.zero_()
-        self._sent[entries.indices()] = 1
+        self._sent[progress.entries.indices()] = 1
+        self.seconds = time.perf_counter() - began
 
     @torch.no_grad()
     def after_round(self) -> Seen:
@@ -68,8 +66,5 @@ class Observer:
         union = torch.zeros(self._state.parameters.numel, dtype=torch.uint8, device=self._sent.device)
         union[self._state.start : self._state.stop] = self._sent
         dist.all_reduce(union, dist.ReduceOp.MAX)
-        return Seen(
-            union_density=float(union.sum(dtype=torch.int64)) / max(1, union.numel()),
-            visible=self._visible,
-            age=age,
-        )
+        density = float(union.sum(dtype=torch.int64)) / max(1, union.numel())
+        return Seen(union_density=density, visible=self._visible, age=age)

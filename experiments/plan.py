@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import loco
-from experiments.config import CompareConfig, TrainConfig, check, check_world, derive
+from experiments.config import CompareConfig, TrainConfig, check_world
 from experiments.errors import ExperimentError
+from experiments.merging import derive
 
 DEMO: dict[str, dict[str, Any]] = {
     "DDP": {"method": "ddp"},
@@ -50,14 +51,14 @@ class Run:
         return _plain(dataclasses.asdict(self.config))
 
     def same_as(self, stored: dict[str, Any]) -> bool:
-        """Whether a stored configuration would train what this one does. What it does not name, because
-        there was no such setting when it was stored, was as it is by default."""
+        """Whether a stored configuration would train what this one does."""
         return not self.differing(stored)
 
     def differing(self, stored: dict[str, Any]) -> list[str]:
-        """In what a stored configuration would train otherwise: "nproc: 4 then, 3 now"."""
-        then = _flat(_deciding(_over(_plain(dataclasses.asdict(TrainConfig())), stored)))
-        now = _flat(_deciding(self.stored()))
+        """The settings that would train something else: "nproc: 4 then, 3 now". A setting that did not exist
+        when the configuration was stored had its default."""
+        then = flat(_deciding(_over(_plain(dataclasses.asdict(TrainConfig())), stored)))
+        now = flat(_deciding(self.stored()))
         return [
             f"{key}: {then.get(key)} then, {now.get(key)} now"
             for key in now | then
@@ -86,7 +87,6 @@ def runs_of(config: CompareConfig) -> list[Run]:
         try:
             if single.nproc is None:
                 raise ExperimentError("nproc must be at least 1, got None")
-            check(single)
             check_world(single, single.nproc, launch_line=f"nproc={2 * single.ranks_per_site}")
         except ExperimentError as error:
             raise ExperimentError(f"{where}: {error}") from error
@@ -113,12 +113,12 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
+def flat(config: dict[str, Any]) -> dict[str, Any]:
     """Nested keys with dots, as a command line takes them."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            found |= {f"{key}.{inner}": item for inner, item in _flat(value).items()}
+            found |= {f"{key}.{inner}": item for inner, item in flat(value).items()}
         else:
             found[key] = value
     return found

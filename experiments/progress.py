@@ -6,7 +6,12 @@ import sys
 import time
 from types import TracebackType
 
-from tqdm import tqdm
+from experiments.errors import missing_extra
+
+try:
+    from tqdm import tqdm
+except ImportError as error:
+    raise missing_extra(error) from None
 
 
 class Progress:

@@ -4,9 +4,9 @@
     python -m experiments.record lr=3e-6 outer_lr=1 outer_momentum=0
     torchrun --nproc-per-node 4 -m experiments.record      the same, launched by torchrun
 
-Trains as experiments.train does, up to the round that would follow the last step, and records θ and m before
-it and every site's entries: all of it in runs/recorded/, and an excerpt (the same share of every parameter)
-in experiments/results/recorded/. Any key of the configuration can follow as key=value.
+Trains as experiments.train does, and records the last round: θ and m before it and every site's entries. All
+of it goes to runs/recorded/, and an excerpt (the same share of every parameter) to
+experiments/results/recorded/. Any key of the configuration can follow as key=value.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,8 @@ from experiments.loop import warm_up
 from experiments.methods import build
 from experiments.progress import Progress
 from experiments.recording import Recording, middles
-from experiments.tasks import Seat, Task, task_of
+from experiments.tasks import Seat, task_of
 from experiments.warm_start import warm_start
-from loco import kernels
 from loco.kernels import Entries
 
 
@@ -42,15 +42,18 @@ def work(config: RecordConfig, device: torch.device) -> None:
     model.to(device)
     optimizer = build(model, config).optimizer
     assert isinstance(optimizer, loco.PulseLoCo)
-    train(model, optimizer, task, config)
-    recording = record(optimizer, config)
-    if seat.rank == 0:
-        keep(recording, optimizer.outer_state.parameters.params, config)
+    found: dict[str, Any] = {}
 
+    def capture(progress: loco.RoundProgress) -> None:
+        if progress.phase == "encoded" and progress.number == config.steps // config.sync_every:
+            assert progress.entries is not None
+            state = progress.state
+            found["entries"] = [part if part is None else part.clone() for part in progress.entries.to("cpu")]
+            found["anchor"] = state.anchor.cpu().clone()
+            found["momentum"] = None if state.momentum is None else state.momentum.cpu().clone()
 
-def train(model: nn.Module, optimizer: loco.PulseLoCo, task: Task, config: RecordConfig) -> None:
-    """All steps, and all rounds but the one after the last step."""
-    with Progress("pulseloco", total=config.steps, shown=dist.get_rank() == 0) as progress:
+    optimizer.register_round_hook(capture)
+    with Progress("pulseloco", total=config.steps, shown=seat.rank == 0) as progress:
         for step in range(1, config.steps + 1):
             if optimizer.local_step == 0:
                 task.begin_round(model, optimizer.round)
@@ -58,39 +61,31 @@ def train(model: nn.Module, optimizer: loco.PulseLoCo, task: Task, config: Recor
             optimizer.zero_grad()
             task.loss(model, step).backward()
             nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-            (optimizer if step < config.steps else optimizer.inner).step()
+            optimizer.step()
             progress.advance()
+    sites = [Entries(*parts) for parts in from_all(found["entries"])]
+    if seat.rank == 0:
+        recording = Recording(_about(optimizer, config), found["anchor"], found["momentum"], sites)
+        keep(recording, [p.numel() for p in optimizer.outer_state.parameters.params], config)
 
 
-def record(optimizer: loco.PulseLoCo, config: RecordConfig) -> Recording:
-    """Every rank calls this together; rank 0 gets all sites' entries."""
-    outer = optimizer.outer_state
-    assert outer.gate is not None
-    with outer.parameters.pieces(outer.start, outer.stop) as weights:
-        mine = kernels.encode(outer.anchor, weights, outer.residual, outer.gate).entries.to("cpu")
-    sites = [Entries(*parts) for parts in from_all(tuple(mine))]
-    about = {
-        "round": outer.rounds_done + 1,
-        "sites": len(sites),
-        "lr": config.lr,
-        "outer_lr": config.outer_lr,
-        "outer_momentum": config.outer_momentum,
-        "sync_every": config.sync_every,
-        "seed": config.seed,
-        "gate": dataclasses.asdict(outer.gate) | {"dtype": str(outer.gate.dtype).removeprefix("torch.")},
+def _about(optimizer: loco.PulseLoCo, config: RecordConfig) -> dict[str, Any]:
+    gate = optimizer.outer_state.gate
+    assert gate is not None
+    names = ("lr", "outer_lr", "outer_momentum", "sync_every", "seed")
+    return {
+        "round": optimizer.round,
+        "sites": dist.get_world_size(),
+        **{name: getattr(config, name) for name in names},
+        "gate": dataclasses.asdict(gate) | {"dtype": str(gate.dtype).removeprefix("torch.")},
     }
-    momentum = None if outer.momentum is None else outer.momentum.cpu()
-    return Recording(about, outer.anchor.cpu(), momentum, sites)
 
 
-def keep(recording: Recording, params: list[torch.Tensor], config: RecordConfig) -> None:
+def keep(recording: Recording, sizes: list[int], config: RecordConfig) -> None:
     """Write the recording and its excerpt, and say what is in them."""
     name = config.name or f"lr{config.lr:g}-alpha{config.outer_lr:g}-mu{config.outer_momentum:g}"
-    runs = list(middles([p.numel() for p in params], config.excerpt))
-    for kept, folder in (
-        (recording, Path("runs/recorded")),
-        (recording.excerpt(runs), Path(config.excerpts)),
-    ):
+    excerpt = recording.excerpt(list(middles(sizes, config.excerpt)))
+    for kept, folder in ((recording, Path("runs/recorded")), (excerpt, Path(config.excerpts))):
         path = folder / f"{name}.npz"
         kept.save(path)
         entries = sum(site.values.numel() for site in kept.sites) / len(kept.sites)

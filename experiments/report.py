@@ -10,27 +10,28 @@ runs count, and in which order.
 from __future__ import annotations
 
 import csv
+import dataclasses
+import json
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.config import METHODS, CompareConfig, RunConfig, TrainConfig, load, to_yaml
-from experiments.document import read_document, write_document
+from experiments.config import METHODS, CompareConfig, RunConfig, TrainConfig
 from experiments.errors import ExperimentError
-from experiments.findings import headline, notes
-from experiments.page import page, what
+from experiments.merging import load, to_yaml
+from experiments.page import page, summary_line
 from experiments.plan import runs_of
 from experiments.plots import draw_all
-from experiments.results import Result, read
+from experiments.results import Evaluation, Result, Round, read
 from experiments.session import results_of
-from experiments.summary import Comparison
+from experiments.summary import Comparison, shared
 from experiments.table import as_text, figures
 
 _NOT_TRAINED_WITH = ("name", "seed", "port", "timeout_s")  # of a configuration: may differ within a label
+_SHARED = ("config", "machine")  # in results.json: what all runs have in common stands once
 
 
 def write_all(folder: Path, config: RunConfig, results: Sequence[Result]) -> None:
@@ -58,10 +59,8 @@ def rebuild(folders: Sequence[Path], out: Path) -> None:
 
 def stored_in(folder: Path, config: RunConfig | None) -> list[Result]:
     """The runs that a folder holds: as its configuration plans them, or else all, by method and name."""
-    if isinstance(config, CompareConfig):
-        planned = results_of(runs_of(config), folder)
-        if planned:
-            return planned
+    if isinstance(config, CompareConfig) and (planned := results_of(runs_of(config), folder)):
+        return planned
     results = []
     for path in sorted((folder / "runs").glob("*.json")):
         try:
@@ -88,35 +87,75 @@ def merged(found: Sequence[tuple[str, Sequence[Result]]]) -> list[Result]:
     for name, results in found:
         for result in results:
             label = result.label
-            if label in everything and _differ(next(iter(everything[label].values())), result):
+            if label in everything and _deciding(next(iter(everything[label].values()))) != _deciding(result):
                 label = f"{label} ({name})"
             everything.setdefault(label, {}).setdefault(result.seed, replace(result, label=label))
     return [result for seeds in everything.values() for result in seeds.values()]
 
 
+def write_document(comparison: Comparison, path: Path) -> None:
+    """results.json: every run, small enough to keep with the code. Rounds are columns, to six digits."""
+    runs = [dataclasses.asdict(result) for result in comparison.results]
+    common = {name: shared([run[name] for run in runs]) for name in _SHARED}
+    for run in runs:
+        for name in _SHARED:
+            run[name] = {k: v for k, v in run[name].items() if k not in common[name]}
+        names = run["rounds"][0] if run["rounds"] else []
+        run["rounds"] = {name: [_short(one[name]) for one in run["rounds"]] for name in names}
+        run["evaluations"] = [[e["step"], e["scores"], _short(e["sent_bytes"])] for e in run["evaluations"]]
+        run["rewards"] = [_short(reward) for reward in run["rewards"]]
+    document = {
+        **common,
+        "reference": comparison.reference.label if comparison.reference is not None else None,
+        "projection": "steps x step + rollout + round seconds, + 8 x max(sent, received) / rate",
+        "step_seconds": comparison.step_seconds,
+        "labels": [figures(row) for row in comparison.rows],
+    }
+    # A line for each run: a repository shows which of them changed.
+    head = json.dumps(document, indent=1)[:-2]
+    lines = ",\n".join("  " + json.dumps(run, separators=(",", ":")) for run in runs)
+    path.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def read_document(path: Path) -> list[Result]:
+    """The runs in a file that `write_document` wrote."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    for run in document["runs"]:
+        for name in _SHARED:
+            run[name] = document[name] | run[name]
+        rounds = zip(*run["rounds"].values(), strict=True)
+        run["rounds"] = tuple(Round(**dict(zip(run["rounds"], values, strict=True))) for values in rounds)
+        run["evaluations"] = tuple(
+            Evaluation(step=step, scores=scores, sent_bytes=sent) for step, scores, sent in run["evaluations"]
+        )
+        run["rewards"] = tuple(run["rewards"])
+    return [Result(**run) for run in document["runs"]]
+
+
+def _short(value: Any) -> Any:
+    """Bytes are whole as long as they have no more than nine digits."""
+    if not isinstance(value, float):
+        return value
+    short = float(f"{value:.9g}") if abs(value) >= 1e3 else float(f"{value:.6g}")
+    return int(short) if short.is_integer() else short
+
+
 def _write(folder: Path, results: Sequence[Result], *, commands: Sequence[str]) -> None:
     comparison = Comparison.of(results)
     write_document(comparison, folder / "results.json")
-    _write_csv(comparison, folder / "results.csv")
+    rows = [figures(row) for row in comparison.rows]
+    with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
     plots = draw_all(comparison, folder)
     text = page(comparison, plots, name=folder.name, commands=commands)
     (folder / "report.html").write_text(text, encoding="utf-8")
 
-    print(f"\n{what(comparison)}\n")
+    print(f"\n{summary_line(comparison)}\n")
     print(as_text(comparison, width=shutil.get_terminal_size((120, 40)).columns))
-    print(f"\n{headline(comparison)}.")
-    for sentence in notes(comparison):
-        print(textwrap.fill(sentence, 110, subsequent_indent="  "))
     names = ", ".join(["results.json", "results.csv", *(plot.path.name for plot in plots)])
-    print(f"\n{folder}/report.html shows all of it, with more columns; beside it are {names}")
-
-
-def _write_csv(comparison: Comparison, path: Path) -> None:
-    rows = [figures(row) for row in comparison.rows]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    print(f"\n{folder}/report.html has more columns, and says what they mean; beside it are {names}")
 
 
 def _command(folder: Path, config: RunConfig) -> str:
@@ -137,10 +176,6 @@ def _config_of(folder: Path) -> RunConfig | None:
     return None
 
 
-def _differ(one: Result, other: Result) -> bool:
-    return _deciding(one) != _deciding(other)
-
-
 def _deciding(result: Result) -> dict[str, Any]:
     return {key: value for key, value in result.config.items() if key not in _NOT_TRAINED_WITH}
 
@@ -154,8 +189,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0 if arguments else 1
         if len(folders) > 1 and not outs:
             raise ExperimentError("several folders are shown together in a folder of their own: add out=…")
-        missing = [str(folder) for folder in folders if not folder.is_dir()]
-        if missing:
+        if missing := [str(folder) for folder in folders if not folder.is_dir()]:
             raise ExperimentError(f"there is no folder {missing[0]}")
         rebuild(folders, Path(outs[-1]) if outs else folders[0])
     except ExperimentError as error:

@@ -47,19 +47,18 @@ class Round:
     ) -> Round:
         """One round from what all ranks report and saw."""
         watched = [one for one in seen if one is not None]
+        sizes = ("payload_bytes", "sent_bytes", "received_bytes")
+        means = {name: fmean(getattr(r, name) for r in reports) for name in sizes}
+        for name in ("union_density", "visible", "age") if watched else ():
+            means[name] = fmean(getattr(one, name) for one in watched)
         return Round(
             round=reports[0].round,
             step=step,
             density=sum(r.entries for r in reports) / max(1, sum(r.numel for r in reports)),
             # The ranks of a site hold parts of one residual: their squares add up.
             residual_norm=math.sqrt(sum(r.residual_norm**2 for r in reports) / sites),
-            payload_bytes=fmean(r.payload_bytes for r in reports),
-            sent_bytes=fmean(r.sent_bytes for r in reports),
-            received_bytes=fmean(r.received_bytes for r in reports),
             exchange=reports[0].exchange,
-            union_density=fmean(s.union_density for s in watched) if watched else None,
-            visible=fmean(s.visible for s in watched) if watched else None,
-            age=fmean(s.age for s in watched) if watched else None,
+            **means,
         )
 
 

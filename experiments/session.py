@@ -39,9 +39,9 @@ def stored(run: Run, folder: Path) -> Result | None:
         return None
 
 
-def checkpoints_of(folder: Path) -> Path:
-    """Of a single run."""
-    return folder / "checkpoints"
+def checkpoints_of(folder: Path, run: Run | None = None) -> Path:
+    """Of a single run; of a run of a comparison a folder of its own."""
+    return folder / "checkpoints" / (run.key if run is not None else "")
 
 
 def resumes(config: TrainConfig) -> bool:
@@ -49,14 +49,11 @@ def resumes(config: TrainConfig) -> bool:
     return config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def saving_of(config: TrainConfig, folder: Path) -> Saving | None:
-    if not config.save_every:
-        return None
-    return Saving(folder=checkpoints_of(folder), every=config.save_every, resume=resumes(config))
+def work(runs: Sequence[Run], folder: Path, device: torch.device, *, single: bool = False) -> None:
+    """Every rank calls this together: whatever of `runs` is for as many ranks as there are, and missing.
 
-
-def work(runs: Sequence[Run], folder: Path, device: torch.device) -> None:
-    """Every rank calls this together: whatever of `runs` is for as many ranks as there are, and missing."""
+    `single`: this is not a comparison, and the folder is the only run's.
+    """
     seat = Seat(dist.get_rank(), dist.get_world_size(), device)
     mine = {run.key: stored(run, folder) for run in runs} if seat.rank == 0 else {}
     # The others may be on machines that do not have the files.
@@ -72,7 +69,9 @@ def work(runs: Sequence[Run], folder: Path, device: torch.device) -> None:
             label += f", seed {run.config.seed}"
         if len(runs) > 1:
             label = f"[{place}/{len(runs)}{_time_left(runs, results)}] {label}"
-        result = train(run, task, start, seat, label=label, saving=saving_of(run.config, folder))
+        checkpoints = checkpoints_of(folder, None if single else run)
+        saving = Saving(folder=checkpoints, every=run.config.save_every, resume=resumes(run.config))
+        result = train(run, task, start, seat, label=label, saving=saving if run.config.save_every else None)
         results[run.key] = result
         if seat.rank == 0:
             store(result, file_of(run, folder))

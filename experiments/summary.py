@@ -68,9 +68,6 @@ class Group:
         values = [value for value in map(figure, self.results) if value is not None]
         return fmean(values) if values else None
 
-    def steady(self, name: str) -> float | None:
-        return self.mean(lambda result: result.steady(name))
-
     def gained_beyond_noise(self, score: str) -> bool:
         """Whether it gained more than the 95% interval over its seeds, or than the one that the size of the
         held-out set leaves (of a loss, which has none: than a thousandth of it)."""
@@ -95,6 +92,7 @@ class Row:
     ranks: int
     sites: int
     reference: str | None  # the label of the DiLoCo it is compared with
+    differs_in: tuple[str, ...]  # conditions that are not its reference's
     final: Interval
     interval_of: str | None  # final's interval: over "seeds" or the "held-out" set
     gain: Interval
@@ -104,6 +102,7 @@ class Row:
     sent_bytes: float
     received_bytes: float
     bytes_source: str
+    kernel_beyond: float | None  # the kernel's count of sent bytes ÷ the accounted ones, − 1
     below_ddp: float | None
     below_diloco: float | None
     payload_per_parameter: float | None
@@ -178,22 +177,11 @@ class Comparison:
         dense = [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
         return next((g for g in dense if _alike(g, group)), self.reference)
 
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """By which a share of the reference's gain is computed."""
-        return (self.one.metric, SECOND) if self.has_second else (self.one.metric,)
-
-    def unmoved(self, score: str) -> list[Group]:
-        """The references whose gain can't be told from noise."""
-        references = [self.reference_of(group) for group in self.groups]
-        found = dict.fromkeys(group for group in references if group is not None)
-        return [group for group in found if not group.gained_beyond_noise(score)]
-
     def _gainer(self, reference: Group | None, score: str) -> Group | None:
         """It, if there is a gain by that score of which others can have a share."""
-        if reference is None or score not in self.scores or not reference.gained_beyond_noise(score):
+        if reference is None or (score == SECOND and not self.has_second):
             return None
-        return reference
+        return reference if reference.gained_beyond_noise(score) else None
 
     def ddp_of(self, group: Group) -> Group | None:
         found = [g for g in self.groups if g.method == "ddp"]
@@ -201,7 +189,7 @@ class Comparison:
 
     @cached_property
     def pulse(self) -> Group | None:
-        """The PULSELoCo that sentences are about: the first, if possible of the reference's conditions."""
+        """The PULSELoCo that stands out: the first, if possible of the reference's conditions."""
         found = [g for g in self.groups if g.method == "pulseloco"]
         alike = [g for g in found if self.reference is not None and _alike(g, self.reference)]
         return next(iter(alike + found), None)
@@ -224,7 +212,9 @@ class Comparison:
     def _row(self, group: Group) -> Row:
         reference, ddp, one = self.reference_of(group), self.ddp_of(group), group.results[0]
         other = reference if reference is not group else None
-        sent = fmean(r.sent_bytes for r in group.results)
+        names = ("sent_bytes", "received_bytes", "one_step_density", "exchange_seconds", "round_seconds")
+        means = {name: fmean(getattr(r, name) for r in group.results) for name in names}
+        rounds = ("density", "union_density", "visible", "residual_norm", "age")
         payload = group.mean(lambda result: result.payload_per_parameter)
         final = of_mean([r.final for r in group.results])
         interval_of = "seeds" if final.half is not None else None
@@ -237,31 +227,25 @@ class Comparison:
             ranks=one.ranks,
             sites=one.sites,
             reference=reference.label if reference is not None else None,
+            differs_in=() if other is None or group.method in ("single", "ddp") else _differing(group, other),
             final=final,
             interval_of=interval_of,
             gain=of_mean([r.gain for r in group.results]),
             minus=_of_both(difference, group, other, lambda r: r.final),
             share=_of_both(ratio, group, self._gainer(reference, one.metric), lambda r: r.gain),
             share_second=_of_both(ratio, group, self._gainer(reference, SECOND), lambda r: r.gained(SECOND)),
-            sent_bytes=sent,
-            received_bytes=fmean(r.received_bytes for r in group.results),
             bytes_source=one.bytes_source,
-            below_ddp=_times_below(ddp, sent),
-            below_diloco=_times_below(reference, sent),
+            kernel_beyond=group.mean(_kernel_beyond),
+            below_ddp=_times_below(ddp, means["sent_bytes"]),
+            below_diloco=_times_below(reference, means["sent_bytes"]),
             payload_per_parameter=payload,
             below_fp32=4 / payload if payload else None,
-            density=group.steady("density"),
-            union_density=group.steady("union_density"),
-            visible=group.steady("visible"),
-            one_step_density=fmean(r.one_step_density for r in group.results),
-            residual_norm=group.steady("residual_norm"),
-            age=group.steady("age"),
             hours={
                 rate: fmean(r.projected_hours(bits, step_seconds=self.step_seconds) for r in group.results)
                 for rate, bits in RATES.items()
             },
-            exchange_seconds=fmean(r.exchange_seconds for r in group.results),
-            round_seconds=fmean(r.round_seconds for r in group.results),
+            **{name: group.mean(lambda result, name=name: result.steady(name)) for name in rounds},
+            **means,
         )
 
 
@@ -271,8 +255,19 @@ def shared(dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {k: v for k, v in first.items() if all(k in d and d[k] == v for d in others)}
 
 
+def _differing(one: Group, other: Group) -> tuple[str, ...]:
+    return tuple(key for key in CONDITIONS if one.config.get(key) != other.config.get(key))
+
+
 def _alike(one: Group, other: Group) -> bool:
-    return all(one.config.get(key) == other.config.get(key) for key in CONDITIONS)
+    return not _differing(one, other)
+
+
+def _kernel_beyond(result: Result) -> float | None:
+    # With several ranks per site the kernel sees the site's inner traffic too.
+    if not result.kernel_sent_bytes or not result.accounted_bytes or result.sites != result.ranks:
+        return None
+    return result.kernel_sent_bytes / result.accounted_bytes - 1
 
 
 def _of_both(

@@ -28,10 +28,6 @@ class Chunks:
     tensors: Tensor  # [m] int64, the number of the tensor each is of
     k: int
 
-    @property
-    def entries(self) -> int:
-        return self.positions.shape[0] * self.k
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -47,16 +43,18 @@ class Plan:
 
     @property
     def payload_bytes(self) -> int:
-        return 4 * LEVELS * self.num_tensors + _index_bytes(self.entries) + _code_bytes(self.entries)
+        return sum(self.parts)
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Bytes of the levels, the indices and the codes."""
+        return 4 * LEVELS * self.num_tensors, _index_bytes(self.entries), (self.entries + 3) // 4
 
     def to_flat(self, indices: Tensor) -> Tensor:
         """Positions in the flat vector of indices in the chunks."""
-        parts = indices.split([group.entries for group in self.groups])
-        flat = [
-            group.positions.gather(1, part.view(-1, group.k)).view(-1)
-            for group, part in zip(self.groups, parts, strict=True)
-        ]
-        return torch.cat(flat)
+        parts = indices.split([group.positions.shape[0] * group.k for group in self.groups])
+        pairs = zip(self.groups, parts, strict=True)
+        return torch.cat([g.positions.gather(1, part.view(-1, g.k)).view(-1) for g, part in pairs])
 
 
 def plan_chunks(shapes: list[tuple[int, ...]], k: int, device: torch.device) -> Plan:
@@ -82,25 +80,19 @@ def plan_chunks(shapes: list[tuple[int, ...]], k: int, device: torch.device) -> 
         start, number = start + numel, number + 1
     if not number:
         raise ValueError("the parameters have no elements, so there is nothing to synchronise")
-    groups = [
-        Chunks(
-            torch.stack([positions for positions, _ in chunks]).to(device),
-            torch.tensor([tensor for _, tensor in chunks], device=device),
-            max(1, (n * k + CHUNK // 2) // CHUNK),
-        )
-        for n, chunks in by_size.items()
-    ]
+    groups = []
+    for n, chunks in by_size.items():
+        positions = torch.stack([positions for positions, _ in chunks]).to(device)
+        tensors = torch.tensor([tensor for _, tensor in chunks], device=device)
+        groups.append(Chunks(positions, tensors, max(1, (n * k + CHUNK // 2) // CHUNK)))
     tensor_of = torch.cat([group.tensors.repeat_interleave(group.k) for group in groups])
     return Plan(groups, tensor_of, number)
 
 
 def top_k(flat: Tensor, plan: Plan) -> Tensor:
     """The largest elements of each chunk by magnitude -> [entries] int64, their indices in the chunks."""
-    chosen = [
-        flat[group.positions].abs_().topk(group.k, dim=1, sorted=False).indices.view(-1)
-        for group in plan.groups
-    ]
-    return torch.cat(chosen)
+    largest = [flat[g.positions].abs_().topk(g.k, dim=1, sorted=False).indices for g in plan.groups]
+    return torch.cat([indices.view(-1) for indices in largest])
 
 
 def uniform_codes(values: Tensor, tensor_of: Tensor, num_tensors: int) -> Tensor:
@@ -163,8 +155,7 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, count: int) -> Tensor:
-    codes = packed.long()
-    return torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).view(-1)[:count]
+    return torch.stack([packed.long() >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).view(-1)[:count]
 
 
 def pack(indices: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
@@ -174,13 +165,9 @@ def pack(indices: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
 
 def unpack(payload: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """-> indices, codes, levels, as `pack` was given them."""
-    parts = (4 * LEVELS * plan.num_tensors, _index_bytes(plan.entries), _code_bytes(plan.entries))
-    levels, indices, codes = payload.split(parts)
-    return (
-        unpack_indices(indices, plan.entries),
-        unpack_codes(codes, plan.entries),
-        levels.clone().view(torch.float32).view(-1, LEVELS),
-    )
+    levels, indices, codes = payload.split(plan.parts)
+    levels = levels.clone().view(torch.float32).view(-1, LEVELS)
+    return unpack_indices(indices, plan.entries), unpack_codes(codes, plan.entries), levels
 
 
 def _sums(values: Tensor, of: Tensor, count: int) -> Tensor:
@@ -190,7 +177,3 @@ def _sums(values: Tensor, of: Tensor, count: int) -> Tensor:
 
 def _index_bytes(count: int) -> int:
     return (3 * count + 1) // 2
-
-
-def _code_bytes(count: int) -> int:
-    return (count + 3) // 4

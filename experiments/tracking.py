@@ -11,9 +11,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-
+from experiments.errors import missing_extra
 from experiments.results import Result
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError as error:
+    raise missing_extra(error) from None
 
 Tracker = Callable[[Result, Path], None]
 

@@ -48,7 +48,7 @@ def work(config: TrainConfig, device: torch.device) -> None:
     """What every rank does."""
     folder = _folder(config)
     session.forget([run_of(config)], folder)
-    session.work([run_of(config)], folder, device)
+    session.work([run_of(config)], folder, device, single=True)
 
 
 def finish(config: TrainConfig) -> None:

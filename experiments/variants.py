@@ -1,14 +1,9 @@
-"""Changes of PULSELoCo that were tried, as hooks around it: none is a part of the library.
-
-They act behind the last inner step of a round, where torch lets anyone act, by moving the weights that the
-round is about to look at.
-"""
+"""Changes of PULSELoCo that were tried, as hooks into its rounds: none is a part of the library."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,63 +21,54 @@ def momentum_before_gate(optimizer: loco.PulseLoCo, config: RunConfig) -> None:
     """
     momentum = torch.zeros_like(optimizer.outer_state.anchor)
 
-    def before() -> None:
+    def change_weights() -> None:
         for w, theta, m in _pieces(optimizer, momentum):
             delta = theta - w
             m.mul_(config.outer_momentum).add_(delta)
             w.copy_(theta - config.outer_lr * (delta + config.outer_momentum * m))
 
-    _before_every_round(optimizer, before)
+    _at(optimizer, "begun", change_weights)
 
 
-def whole_ulps(optimizer: loco.PulseLoCo) -> Callable[[], None]:
+def whole_ulps(optimizer: loco.PulseLoCo) -> None:
     """Send v = bf16(θ) − bf16(θ − s), the difference that a BF16 receiver sees, instead of s.
 
-    What is left, s − v, goes to the residual; the returned function puts it there, after each round.
+    What is left, s − v, is added to the residual once the round is applied.
     """
     residual = optimizer.outer_state.residual
     assert residual is not None
     rest = torch.zeros_like(residual)
 
-    def before() -> None:
+    def change_weights() -> None:
         for w, theta, e, left in _pieces(optimizer, residual, rest):
             s = (theta - w) + e
             v = theta.bfloat16().float() - (theta - s).bfloat16().float()
             w.copy_(torch.where(v != 0, theta - (v - e), w))
             left.copy_(torch.where(v != 0, s - v, 0.0))
 
-    _before_every_round(optimizer, before)
-
-    def after() -> None:
-        residual.add_(rest)
-
-    return after
+    _at(optimizer, "begun", change_weights)
+    _at(optimizer, "applied", lambda: residual.add_(rest))
 
 
-def forgetting(optimizer: loco.PulseLoCo) -> Callable[[], None]:
-    """No error feedback: what a round withholds is gone. To be called after each round."""
+def forgetting(optimizer: loco.PulseLoCo) -> None:
+    """No error feedback: what a round withholds is gone."""
     residual = optimizer.outer_state.residual
     assert residual is not None
-
-    def after() -> None:
-        residual.zero_()
-
-    return after
+    _at(optimizer, "applied", residual.zero_)
 
 
 def late_gain(optimizer: loco.PulseLoCo, config: RunConfig) -> None:
     """Another gain of the gate in the last quarter of the rounds, so that what was withheld comes out."""
-    outer = optimizer.outer_state
-    rounds = config.steps // config.sync_every
+    outer, rounds = optimizer.outer_state, config.steps // config.sync_every
     gate, gain = outer.gate, config.late_gate_gain
     assert gate is not None
     assert gain is not None
 
-    def before() -> None:
+    def change_gate() -> None:
         if outer.rounds_done + 1 > rounds - max(1, rounds // 4):
             outer.gate = dataclasses.replace(gate, gain=gain)
 
-    _before_every_round(optimizer, before)
+    _at(optimizer, "begun", change_gate)
 
 
 def _pieces(optimizer: loco.PulseLoCo, *states: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -93,14 +79,15 @@ def _pieces(optimizer: loco.PulseLoCo, *states: Tensor) -> Iterator[tuple[Tensor
         yield from zip(weights, *(state.split(sizes) for state in (outer.anchor, *states)), strict=True)
 
 
-def _before_every_round(optimizer: loco.PulseLoCo, act: Callable[[], None]) -> None:
-    steps = 0
+def _at(optimizer: loco.PulseLoCo, phase: str, act: Callable[[], object]) -> None:
+    """Act once in every round, also in one that is repeated over new links."""
+    last = 0
 
     @torch.no_grad()
-    def count(*_: Any) -> None:
-        nonlocal steps
-        steps += 1
-        if steps % optimizer.sync_every == 0:
+    def hook(progress: loco.RoundProgress) -> None:
+        nonlocal last
+        if progress.phase == phase and progress.number != last:
+            last = progress.number
             act()
 
-    optimizer.inner.register_step_post_hook(count)
+    optimizer.register_round_hook(hook)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.bench.noisy_site import SYNC_EVERY, WARM_UP, NoisySite, weights
+from experiments.noise import LR, WARM_UP, Noise, simulate
 from loco import kernels
-from loco.kernels import Entries, Gate, Known, OuterStep
+from loco.kernels import Entries
 
 _DISTANCES, _PULLS = 200, 16  # classes
 
@@ -25,12 +25,8 @@ class Crowd:
 
     def __init__(self, sites: int, numel: int, *, rounds: int = WARM_UP) -> None:
         self.numel = numel
-        self.anchor, self.momentum = weights(numel), torch.zeros(numel)
-        self._sites = [(NoisySite(numel, site), torch.zeros(numel)) for site in range(sites)]
-        for _ in range(rounds):
-            self._round()
-        self.known = Known(self.anchor, self.momentum, Gate())
-        self.entries = self._encode()
+        noise = Noise(lr=LR, numel=numel, rounds=rounds + 1, sites=sites, betas=(0.9, 0.999))
+        self.known, self.entries = simulate(noise)
 
     def sums(self, sites: int | None = None) -> Entries:
         """Of the first few, or of all."""
@@ -39,24 +35,6 @@ class Crowd:
     def senders(self) -> Tensor:
         """How many sites send each element. [n] int64"""
         return torch.bincount(torch.cat([e.indices() for e in self.entries]), minlength=self.numel)
-
-    def _encode(self) -> list[Entries]:
-        found = []
-        for noise, residual in self._sites:
-            noise.train(SYNC_EVERY)
-            weight = noise.parameter.detach()
-            found.append(kernels.encode(self.anchor, [weight], residual, Gate()).entries)
-        return found
-
-    def _round(self) -> None:
-        entries = self._encode()
-        step = OuterStep(num_sites=len(entries), lr=0.7, momentum=0.9, nesterov=True)
-        before = self.anchor, self.momentum
-        for (noise, residual), own in zip(self._sites, entries, strict=True):
-            # Each site applies the round to what it holds; here all hold one anchor and momentum.
-            self.anchor, self.momentum = (t.clone() for t in before)
-            weight = noise.parameter.detach()
-            kernels.apply(self.anchor, self.momentum, [weight], residual, own, entries, step)
 
 
 @dataclass(frozen=True)
@@ -76,12 +54,14 @@ class Classes:
 
 def by_class(crowd: Crowd) -> Classes:
     """Classes of equally many elements by distance from the border, and then by the pull of m towards it."""
-    bits = crowd.anchor.view(torch.int32).to(torch.int64)
+    anchor, momentum = crowd.known.anchor, crowd.known.momentum
+    assert momentum is not None
+    bits = anchor.view(torch.int32).to(torch.int64)
     past = 2**15 - (bits & 0xFFFF)  # FP32 ulps to the border of BF16 rounding, away from zero if positive
     ulp = 2.0 ** ((bits >> 23 & 255) - 150)
     distance = (past.abs() * ulp).numpy()
     # s is subtracted, as m is: a negative one of a positive θ pulls away from zero.
-    towards = -(crowd.momentum * torch.sign(crowd.anchor) * torch.sign(past)).numpy()
+    towards = -(momentum * torch.sign(anchor) * torch.sign(past)).numpy()
     row = np.minimum(np.argsort(np.argsort(distance)) * _DISTANCES // crowd.numel, _DISTANCES - 1)
     order = np.lexsort((towards, row))
     label = np.empty(crowd.numel, dtype=np.int64)

@@ -8,10 +8,9 @@ Encode must read θ, w and e, 12 bytes per parameter, and write its entries. App
 and w and e, writes them, 32 bytes, and reads the entries. A whole round is judged against 36, the least that
 any order of the work could do, and is measured as `sync()` of a single site, its report, digests and votes
 included. With more sites entries are also coded and decoded: a row of its own for the fast code, and `bench
-wire` for both. Where a
-CPU writes memory that is not in its cache it first reads it, which a copy's count leaves out; apply writes
-only what it has read, and can exceed this roof. The CSV also has the bandwidth of adding in place, which is
-the fastest traffic here.
+wire` for both. Where a CPU writes memory that is not in its cache it first reads it, which a copy's count
+leaves out; apply writes only what it has read, and can exceed this roof. The CSV also has the bandwidth of
+adding in place, which is the fastest traffic here.
 
 Nothing is timed before its results agree with the reference, bit for bit. Scratch is what a pass takes on top
 of the state and of what it returns. Rows go to runs/bench/kernels.csv, with a plot beside it.
@@ -19,7 +18,6 @@ of the state and of what it returns. Rows go to runs/bench/kernels.csv, with a p
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import loco
-from experiments.bench.measuring import append, close, peak_bytes, quantiles, seconds
+from experiments.bench.measuring import append, arguments_of, close, peak_bytes, quantiles, seconds
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, OuterStep, reference
 from loco.wire.codecs import FAST
@@ -47,11 +45,7 @@ OUTER = OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m experiments.bench kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments_of("kernels", __doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--numel", type=int, nargs="+", help="parameters; 1M to 256M, on a GPU to 2B")
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
@@ -71,7 +65,7 @@ def main(arguments: list[str]) -> None:
             for row in rows:
                 show(row)
             append(table, rows, device)
-    close(table, "picture")
+    close(table)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -105,49 +99,34 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     }
 
     def row(
-        name: str,
-        by: str,
-        call: Callable[[], object],
-        moved: float | None,
-        returns: int | None,
-        few: bool = False,
+        name: str, by: str, call: Callable[[], object], moved: float | None = None, returns: int | None = None
     ) -> dict[str, Any]:
+        """moved: bytes per parameter, for the share of the roof; returns: bytes that are no scratch."""
         scratch: Any = ""
         if returns is not None:
             state.restore()
             scratch = max(peak_bytes(call, device) - returns, 0) / numel
+        few = by == REFERENCE or name == "select"
         times = quantiles(seconds(call, device, min(repeats, 3) if few else repeats, state.restore))
         share = {"share_of_roof": moved * numel / roof / times["p50"] if moved else ""}
         return common | {"pass": name, "by": by} | times | share | {"scratch_bytes": scratch}
 
     gate, anchor, weights, residual = Gate(), state.anchor, state.weights, state.residual
-    momentum = state.momentum
-    applied = (anchor, momentum, weights, residual, entries, [entries], OUTER)
-    yield row(
-        "encode",
-        "loco",
-        lambda: kernels.encode(anchor, weights, residual, gate),
-        ENCODE + of_entries,
-        own_bytes,
-    )
-    yield row("apply", "loco", lambda: kernels.apply(*applied), APPLY + of_entries, 0)
+    encoded = (anchor, weights, residual, gate)
+    applied = (anchor, state.momentum, weights, residual, entries, [entries], OUTER)
+    encode, apply = ENCODE + of_entries, APPLY + of_entries
+    yield row("encode", "loco", lambda: kernels.encode(*encoded), encode, own_bytes)
+    yield row("apply", "loco", lambda: kernels.apply(*applied), apply, 0)
     payload = 2 * own_bytes  # the entries, and the same as the wire has them
     yield row("round", "loco", state.optimizer.sync, ROUND, payload)
-    known, k = Known(anchor, momentum, gate), entries.values.numel()
+    known, k = Known(anchor, state.momentum, gate), entries.values.numel()
     body = FAST.encode(entries, known)
-    yield row("decode", "loco, one peer's payload", lambda: FAST.decode(body, k, known), None, None)
-    yield row(
-        "encode",
-        REFERENCE,
-        lambda: reference.encode(anchor, weights, residual, gate),
-        ENCODE + of_entries,
-        None,
-        True,
-    )
-    yield row("apply", REFERENCE, lambda: reference.apply(*applied), APPLY + of_entries, None, True)
+    yield row("decode", "loco, one peer's payload", lambda: FAST.decode(body, k, known))
+    yield row("encode", REFERENCE, lambda: reference.encode(*encoded), encode)
+    yield row("apply", REFERENCE, lambda: reference.apply(*applied), apply)
     baselines = Baselines(state)
-    yield row("select", "top-k of chunks, as SparseLoCo", baselines.top_k, None, None, True)
-    yield row("cast", "dense BF16: cast and copy", baselines.bf16_copy, None, None)
+    yield row("select", "top-k of chunks, as SparseLoCo", baselines.top_k)
+    yield row("cast", "dense BF16: cast and copy", baselines.bf16_copy)
 
 
 class State:
@@ -214,13 +193,9 @@ def check(state: State) -> Entries:
     entries = mine.entries
     reference.apply(anchor, momentum, weights, residual, entries, [entries], OUTER)
     kernels.apply(state.anchor, state.momentum, state.weights, state.residual, entries, [entries], OUTER)
-    same += [
-        _equal(a, b)
-        for a, b in zip(
-            (anchor, momentum, residual), (state.anchor, state.momentum, state.residual), strict=True
-        )
-    ]
-    same += [_equal(a, b) for a, b in zip(weights, state.weights, strict=True)]
+    theirs = (anchor, momentum, residual, *weights)
+    own = (state.anchor, state.momentum, state.residual, *state.weights)
+    same += [_equal(a, b) for a, b in zip(theirs, own, strict=True)]
     if not all(same):
         sys.exit("the kernels' results differ from the reference's: nothing was timed")
     state.restore()

@@ -11,7 +11,6 @@ need, and refuses when there is less. Rows go to runs/bench/large.csv.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 import loco
-from experiments.bench.measuring import append
+from experiments.bench.measuring import append, arguments_of
 from experiments.bench.sites import Sites
 
 GIB = 1 << 30
@@ -68,11 +67,7 @@ class LargeSite:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m experiments.bench large",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments_of("large", __doc__)
     parser.add_argument("--numel", type=int, default=1_000_000_000)
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--momentum", type=float, default=0.0)
@@ -92,27 +87,17 @@ def main(arguments: list[str]) -> None:
     if needed > there:
         sys.exit("not enough memory: try fewer parameters (--numel) or one site (--sites 1)")
     rows = []
-    with Sites(
-        options.sites, LargeSite, options.numel, options.momentum, options.threads, timeout=1200.0
-    ) as sites:
+    each_site = (options.numel, options.momentum, options.threads)
+    with Sites(options.sites, LargeSite, *each_site, timeout=1200.0) as sites:
         for _ in range(options.rounds):
             found = sites.call("round")
             report: loco.SyncReport = found[0]["report"]
             peak = max(one["peak"] for one in found)
             print(f"{report}; peak of a site {peak / GIB:.2f} GiB, {peak / options.numel:.2f} B/parameter")
-            rows.append(
-                {
-                    "sites": options.sites,
-                    "numel": options.numel,
-                    "momentum": options.momentum,
-                    "threads": options.threads,
-                    "round": report.round,
-                    "density": report.density,
-                    "sent_bytes": report.sent_bytes,
-                    **{f"{phase}_seconds": took for phase, took in report.seconds.items()},
-                    "peak_bytes_of_a_site": peak,
-                }
-            )
+            row = {name: getattr(options, name) for name in ("sites", "numel", "momentum", "threads")}
+            row |= {name: getattr(report, name) for name in ("round", "density", "sent_bytes")}
+            row |= {f"{phase}_seconds": took for phase, took in report.seconds.items()}
+            rows.append(row | {"peak_bytes_of_a_site": peak})
     append(options.out / "large.csv", rows, torch.device("cpu"))
 
 

@@ -9,8 +9,9 @@ round lasts from when the first site begins it to when the last one has ended it
 last site is ready to when the last has everything. Rates are Mbit/s in each direction; 0: whatever the bridge
 carries.
 
-The sites share this machine's cores, and so code more slowly than sites that have their own; the seconds of
-coding are kept beside, and projection.py corrects for them. DDP's rows are by arithmetic (source: model).
+The sites share this machine's cores, and so code more slowly than sites that have their own. The seconds of
+coding, and the share of a core that a site got, are kept beside, and projection.py corrects for them. DDP's
+rows are by arithmetic (source: model).
 Needs root, for the namespaces; where they are not allowed all rows are by arithmetic.
 
 Rows go to experiments/results/bench/link.csv, with a plot beside it.
@@ -18,7 +19,6 @@ Rows go to experiments/results/bench/link.csv, with a plot beside it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
-from experiments.bench.measuring import append, close, quantiles
+from experiments.bench.measuring import append, arguments_of, close, quantiles, rate_name
 from experiments.bench.model import ddp, modelled
 from experiments.bench.namespaces import MBIT, why_not
-from experiments.bench.noisy_site import WARM_UP
 from experiments.bench.sites import Sites
 from experiments.bench.trainer import METHODS, Trainer
+from experiments.noise import WARM_UP
 from experiments.progress import Progress
 
 RESULTS = Path("experiments/results/bench")
@@ -45,11 +45,7 @@ _FRAMING = 66  # bytes: Ethernet, IPv4 and TCP with timestamps
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m experiments.bench link",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments_of("link", __doc__)
     parser.add_argument("--numel", type=int, help=f"parameters; {NUMEL:,}")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 1000, 0], help="Mbit/s; 0: unshaped")
@@ -76,7 +72,7 @@ def main(arguments: list[str]) -> None:
         for cell in rows:
             show(cell)
             append(table, [{"run": run} | row for row in cell], torch.device("cpu"))
-    close(table, "link_picture")
+    close(table)
 
 
 def measure(
@@ -108,7 +104,7 @@ def measure(
                     ranks = network.call("round")
                     if number >= _UNMEASURED:
                         seen.append(ranks)
-                    progress.advance(f"{method}, {_rate_name(rate)}")
+                    progress.advance(f"{method}, {rate_name((rate or 0) / MBIT)}")
                 place = {"sites": sites, "numel": numel, "rate_mbit": (rate or 0) / MBIT}
                 link = {"latency": latency, "speed": speed}
                 found[rate].append(place | {"method": method} | _row(seen) | link)
@@ -140,9 +136,8 @@ def _row(seen: list[list[dict[str, Any]]]) -> dict[str, Any]:
         "exchange_s": median(exchange),
         "encode_s": of(lambda r: r["report"].seconds["encode"]),
         "apply_s": of(lambda r: r["report"].seconds["apply"]),
-        "coding_s": of(lambda r: r["coding"]),
         "coding_cpu_s": of(lambda r: r["coding_cpu"]),
-        "waited_s": of(lambda r: r["waited"]),
+        "core_share": of(lambda r: r["core_share"]),
         "cpu_s": of(lambda r: r["cpu"]),
         "density": of(lambda r: r["report"].density),
         "sent_bytes": reported,
@@ -172,15 +167,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         how = f"  {row['exchange']}, {row['wire']}" if row["method"].endswith("auto") else ""
         how += "  (model)" if row["source"] == "model" else ""
         print(
-            f"{row['sites']:>5} {_rate_name(row['rate_mbit'] * MBIT):>10}  {row['method']:<24} "
+            f"{row['sites']:>5} {rate_name(row['rate_mbit']):>10}  {row['method']:<24} "
             f"{row['p50'] * 1e3:>7.0f} ms {row['exchange_s'] * 1e3:>7.0f} ms {coding:>9} "
             f"{row['sent_bytes'] / 1e6:>7.2f} MB {wire:>12} {faster:>7} {fewer:>7}{how}",
             flush=True,
         )
-
-
-def _rate_name(rate: float | None) -> str:
-    if not rate:
-        return "unshaped"
-    mbit = rate / MBIT
-    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"

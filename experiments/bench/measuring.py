@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import ctypes
 import gc
@@ -9,6 +10,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,14 @@ import numpy as np
 import torch
 
 from experiments import machine
+
+
+def arguments_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """`about` is the benchmark's docstring."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        f"python -m experiments.bench {name}", description=about, formatter_class=form
+    )
 
 
 def seconds(
@@ -84,13 +94,41 @@ def append(path: Path, rows: Sequence[dict[str, Any]], device: torch.device) -> 
         writer.writerows(where | row for row in rows)
 
 
-def close(table: Path, picture: str) -> None:
+def read(table: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV; numbers as numbers, nothing as None."""
+    with table.open(newline="") as file:
+        return [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def latest_run(table: Path) -> list[dict[str, Any]]:
+    rows = read(table)
+    return [row for row in rows if row["run"] == rows[-1]["run"]]
+
+
+def _number(value: str) -> Any:
+    try:
+        return float(value) if value else None
+    except ValueError:
+        return value
+
+
+def rate_name(mbit: float) -> str:
+    if not mbit:
+        return "unshaped"
+    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
+
+
+def close(table: Path) -> None:
     """Say where the rows of a benchmark are and who else was on the machine, and draw them."""
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
     print(f"rows appended to {table}")
-    try:
-        draw = importlib.import_module(f"experiments.bench.{picture}").draw
-    except ImportError as error:
-        print(f"no plot: {error}")  # matplotlib is not needed to measure
-    else:
-        print(f"plot: {draw(table)}")
+    plot(table, f"draw_{table.stem}")
+
+
+def plot(of: Any, function: str, *more: Any) -> None:
+    """Draw by a function of `bench.plots`. Measuring goes without matplotlib."""
+    if find_spec("matplotlib") is None:
+        print("no plot: matplotlib is not installed (pip install 'loco[experiments]')")
+        return
+    draw = getattr(importlib.import_module("experiments.bench.plots"), function)
+    print(f"plot: {draw(of, *more)}")

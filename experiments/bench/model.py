@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from experiments.bench.measuring import append
+from experiments.bench.measuring import append, latest_run
 from experiments.bench.namespaces import MBIT
-from experiments.bench.noisy_site import SYNC_EVERY
-from experiments.bench.payloads import codes, load, measure
+from experiments.bench.payloads import codes, measure
 from experiments.bench.simulator import (
     GOODPUT,
     Code,
@@ -27,6 +26,7 @@ from experiments.bench.simulator import (
     ring_bytes,
     ring_seconds,
 )
+from experiments.noise import SYNC_EVERY
 
 NUMEL = 1 << 21  # of what is coded: one frame
 DDP = f"DDP, {SYNC_EVERY} steps"
@@ -57,7 +57,7 @@ class Model:
             run = {"run": int(time.time())}
             for table, rows in zip(tables, measure(numel), strict=True):
                 append(table, [run | row for row in rows], torch.device("cpu"))
-        return Model(*(load(table) for table in tables))
+        return Model(*(latest_run(table) for table in tables))
 
     def setting(self, sites: int, numel: float, rate: float, **more: Any) -> Setting:
         """One of noise. Up to 16 sites were simulated; of more the union is by classes."""
@@ -135,7 +135,7 @@ def check(model: Model, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         )
         simulated = model.seconds(row["exchange"], row["wire"], at)
         # A site that shares a core gets a part of each second: what it got when it coded.
-        part = min(row["coding_cpu_s"] / row["coding_s"], 1.0)
+        part = row["core_share"] if "core_share" in row else min(row["coding_cpu_s"] / row["coding_s"], 1.0)
         outside = (row["encode_s"] + row["apply_s"]) * part
         floor = max(row["cpu_s"] - outside, 0.0) * sites / min(row["cores"], sites)
         predicted = max(simulated, floor)
@@ -177,16 +177,17 @@ def modelled(
             if method not in methods:
                 continue
             seconds, sent = model.seconds(exchange, code, at), model.bytes(exchange, code, at)
+            place = {"sites": sites, "numel": numel, "rate_mbit": rate / MBIT, "method": method}
             rows.append(
                 dict.fromkeys(COLUMNS, "")
+                | place
                 | {
-                    "sites": sites,
-                    "numel": numel,
-                    "rate_mbit": rate / MBIT,
-                    "method": method,
                     "source": "model",
+                    "exchange": exchange,
+                    "wire": code,
+                    "p50": seconds,
+                    "exchange_s": seconds,
                 }
-                | {"exchange": exchange, "wire": code, "p50": seconds, "exchange_s": seconds}
                 | {"density": at.density, "sent_bytes": sent, "latency": 0.0, "speed": rate}
                 | {"dense_bytes": ring_bytes(at)}
             )
@@ -196,7 +197,7 @@ def modelled(
 # The columns of link.csv, whatever the source.
 COLUMNS = (
     *("sites", "numel", "rate_mbit", "method", "source", "exchange", "wire", "rounds", "p20", "p50", "p80"),
-    *("exchange_s", "encode_s", "apply_s", "coding_s", "coding_cpu_s", "waited_s", "cpu_s", "density"),
+    *("exchange_s", "encode_s", "apply_s", "coding_cpu_s", "core_share", "cpu_s", "density"),
     *("sent_bytes", "received_bytes", "dense_bytes", "interface_bytes", "interface_packets", "unexplained"),
     *("cores", "latency", "speed"),
 )

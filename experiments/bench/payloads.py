@@ -9,10 +9,8 @@ for one site's entries and for the sums of all, which are denser.
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -100,14 +98,12 @@ def _coding(crowd: Crowd, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def _apply(crowd: Crowd, contributions: list[Entries], repeats: int) -> float:
-    state = [crowd.anchor.clone(), crowd.momentum.clone(), crowd.anchor.clone(), crowd.momentum.clone()]
+    anchor, momentum = crowd.known.anchor, crowd.known.momentum
+    assert momentum is not None
+    anchor, momentum, weight, residual = anchor.clone(), momentum.clone(), anchor.clone(), momentum.clone()
     outer = OuterStep(num_sites=len(crowd.entries), lr=0.7, momentum=0.9, nesterov=True)
-    anchor, momentum, weight, residual = state
-
-    def apply() -> None:
-        kernels.apply(anchor, momentum, [weight], residual, crowd.entries[0], contributions, outer)
-
-    return _median(apply, repeats)
+    applied = (anchor, momentum, [weight], residual, crowd.entries[0], contributions, outer)
+    return _median(lambda: kernels.apply(*applied), repeats)
 
 
 def _median(call: Any, repeats: int) -> float:
@@ -118,20 +114,6 @@ def _median(call: Any, repeats: int) -> float:
         call()
         taken.append(time.thread_time() - start)
     return median(taken[1:])
-
-
-def load(table: Path) -> list[dict[str, Any]]:
-    """The rows of one measurement, the latest; numbers as numbers."""
-    with table.open(newline="") as file:
-        rows = [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    return [row for row in rows if row["run"] == rows[-1]["run"]]
-
-
-def _number(value: str) -> Any:
-    try:
-        return float(value) if value else None
-    except ValueError:
-        return value
 
 
 def codes(rows: list[dict[str, Any]]) -> tuple[dict[str, Code], dict[str, Work]]:

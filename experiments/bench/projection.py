@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,12 +21,12 @@ from typing import Any
 
 import torch
 
-from experiments.bench.measuring import append
+from experiments.bench.measuring import append, arguments_of, latest_run, plot
 from experiments.bench.model import DDP, METHODS, NUMEL, Model, check
 from experiments.bench.namespaces import MBIT
-from experiments.bench.noisy_site import SYNC_EVERY
-from experiments.bench.payloads import MANY, load
+from experiments.bench.payloads import MANY
 from experiments.bench.simulator import ring_bytes, ring_seconds
+from experiments.noise import SYNC_EVERY
 
 RESULTS = Path("experiments/results/bench")
 OFF = 0.15  # a prediction that is off by more is named
@@ -37,11 +36,7 @@ _CPU = torch.device("cpu")
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m experiments.bench projection",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments_of("projection", __doc__)
     parser.add_argument("--measure", action="store_true", help="code the payloads again")
     parser.add_argument("--numel", type=int, default=NUMEL, help="parameters of what is coded")
     parser.add_argument("--cores", type=float, default=32, help="that code for each site; 32")
@@ -56,7 +51,7 @@ def main(arguments: list[str]) -> None:
     )
     model.show()
     if (options.out / "link.csv").exists():
-        rows = list(check(model, load(options.out / "link.csv")))
+        rows = list(check(model, latest_run(options.out / "link.csv")))
         if rows:
             append(options.out / "link_check.csv", rows, _CPU)
             show_check(rows)
@@ -67,12 +62,7 @@ def main(arguments: list[str]) -> None:
     append(table, rows, _CPU)
     show_projection(rows)
     print(f"rows appended to {table}")
-    try:
-        from experiments.bench.link_picture import draw_projection
-    except ImportError as error:
-        print(f"no plot: {error}")
-    else:
-        print(f"plot: {draw_projection(rows, table.with_suffix('.png'))}")
+    plot(rows, "draw_projection", table.with_suffix(".png"))
 
 
 def show_check(rows: list[dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ round with any method, from the same state."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -14,11 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import loco
-import loco.round.round
 from experiments.bench.namespaces import counters
-from experiments.bench.noisy_site import NoisySite
-from loco.exchange.transfer import Transfer
-from loco.net.transport import PendingMessages, Transport
+from experiments.noise import NoisySite
 
 _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
 
@@ -27,39 +23,14 @@ RING = "torch all-reduce"  # gloo's ring of FP32, beside DiLoCo's own exchange: 
 _PAPER_GATE: dict[str, Any] = {"gate_gain": 1.0}
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     RING: (None, {}),
-    "DiLoCo float32": (loco.DiLoCo, {"wire": "float32"}),
-    "DiLoCo bfloat16": (loco.DiLoCo, {"wire": "bfloat16"}),
-    "DiLoCo int8": (loco.DiLoCo, {"wire": "int8"}),
-    "PULSELoCo gather fast": (loco.PulseLoCo, {"exchange": "gather", "wire": "fast", **_PAPER_GATE}),
-    "PULSELoCo gather tight": (loco.PulseLoCo, {"exchange": "gather", "wire": "tight", **_PAPER_GATE}),
-    "PULSELoCo owner fast": (loco.PulseLoCo, {"exchange": "owner", "wire": "fast", **_PAPER_GATE}),
-    "PULSELoCo owner tight": (loco.PulseLoCo, {"exchange": "owner", "wire": "tight", **_PAPER_GATE}),
+    **{f"DiLoCo {wire}": (loco.DiLoCo, {"wire": wire}) for wire in ("float32", "bfloat16", "int8")},
+    **{
+        f"PULSELoCo {exchange} {wire}": (loco.PulseLoCo, {"exchange": exchange, "wire": wire, **_PAPER_GATE})
+        for exchange in ("gather", "owner")
+        for wire in ("fast", "tight")
+    },
     "PULSELoCo auto": (loco.PulseLoCo, _PAPER_GATE),
 }
-
-
-class WatchedTransfer(Transfer):
-    """What reports leave out: the core's seconds for coding, and the seconds without anything to code."""
-
-    last: WatchedTransfer | None = None
-    coding_seconds = coding_cpu = waited_seconds = 0.0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        WatchedTransfer.last = self
-
-    def attempt(self, do: Callable[[], Any]) -> Any:
-        start, cpu = time.perf_counter(), time.thread_time()
-        try:
-            return super().attempt(do)
-        finally:
-            self.coding_seconds += time.perf_counter() - start
-            self.coding_cpu += time.thread_time() - cpu
-
-    def wait(self, posted: PendingMessages) -> None:
-        start = time.perf_counter()
-        super().wait(posted)
-        self.waited_seconds += time.perf_counter() - start
 
 
 class Trainer:
@@ -70,14 +41,14 @@ class Trainer:
     """
 
     def __init__(self, site: int, numel: int) -> None:
-        # The exchange makes its transfers itself: put the one that is watched in their place.
-        loco.round.round.__dict__["Transfer"] = WatchedTransfer
         self._noise = NoisySite(numel, site)
         self._weight = self._noise.parameter.detach()
         self._topology = loco.Topology()
+        self._links, _ = self._topology.connect(torch.device("cpu"), "probe")  # beside the optimizer's own
         self._optimizer = loco.PulseLoCo(self._noise.inner, topology=self._topology, **_PAPER_GATE)
         self._saved: dict[str, Tensor] = {}
         self._ring = False
+        self._clocks: dict[str, tuple[float, float]] = {}  # by phase of the round: wall, this thread's core
 
     def warm_up(self) -> float:
         """H inner steps and a round. -> its density"""
@@ -94,30 +65,27 @@ class Trainer:
         self._ring = kind is None
         if kind is not None:
             self._optimizer = kind(self._noise.inner, topology=self._topology, **options)
+            self._optimizer.register_round_hook(self._clock)
 
-    def _across(self) -> Transport:
-        view = self._optimizer._outer._view
-        assert view is not None
-        return view.across
+    def _clock(self, progress: loco.RoundProgress) -> None:
+        self._clocks[progress.phase] = time.perf_counter(), time.thread_time()
 
     def latency(self) -> float:
         """Seconds for a small message to all and theirs back."""
-        across = self._across()
         taken = []
         for _ in range(21):
             start = time.perf_counter()
-            across.swap_records(bytes(64), phase="latency")
+            self._links.swap_records(bytes(64), phase="latency")
             taken.append(time.perf_counter() - start)
         return median(taken)
 
     def speed(self, size: int) -> float:
         """Bytes per second from this site, when all send so many to each at once."""
-        across = self._across()
         mine = torch.zeros(size, dtype=torch.uint8)
-        theirs = {peer: torch.empty_like(mine) for peer in across.peers}
+        theirs = {peer: torch.empty_like(mine) for peer in self._links.peers}
         dist.barrier()
         start = time.perf_counter()
-        across.swap(dict.fromkeys(across.peers, mine), theirs, phase="speed")
+        self._links.swap(dict.fromkeys(self._links.peers, mine), theirs, phase="speed")
         return size * len(theirs) / (time.perf_counter() - start)
 
     def round(self) -> dict[str, Any]:
@@ -129,21 +97,22 @@ class Trainer:
         before, cpu = counters(), time.process_time()
         start = time.perf_counter()  # of one clock on all sites
         report = self._all_reduce() if self._ring else self._optimizer.sync()
-        end = time.perf_counter()
-        cpu = time.process_time() - cpu
+        end, cpu = time.perf_counter(), time.process_time() - cpu
         time.sleep(_SETTLE)
-        interface = counters() - before
-        watched = None if self._ring else WatchedTransfer.last
-        return {
-            "start": start,
-            "end": end,
-            "report": report,
-            "interface": asdict(interface),
-            "coding_cpu": watched.coding_cpu if watched else 0.0,
-            "coding": watched.coding_seconds if watched else 0.0,
-            "waited": watched.waited_seconds if watched else report.seconds["exchange"],
-            "cpu": cpu,
-        }
+        interface = asdict(counters() - before)
+        found = {"start": start, "end": end, "report": report, "interface": interface, "cpu": cpu}
+        if self._ring:
+            return found | {"coding_cpu": 0.0, "core_share": 1.0}
+        # Between its messages the thread codes. Its share of a core shows where it only computes.
+        coding = self._took("encoded", "received")[1]
+        work = [self._took("begun", "encoded"), self._took("committed", "applied")]
+        share = sum(own for _, own in work) / sum(wall for wall, _ in work)
+        return found | {"coding_cpu": coding, "core_share": min(share, 1.0)}
+
+    def _took(self, first: str, last: str) -> tuple[float, float]:
+        """Seconds between two phases of the round: wall, this thread's core."""
+        (wall, own), (wall_then, own_then) = self._clocks[last], self._clocks[first]
+        return wall - wall_then, own - own_then
 
     def _all_reduce(self) -> loco.SyncReport:
         """What a ring takes for the same vector, without a round around it."""
@@ -153,23 +122,11 @@ class Trainer:
         dist.all_reduce(vector)
         seconds = {"encode": 0.0, "exchange": time.perf_counter() - start, "apply": 0.0}
         ring = 2 * (sites - 1) * 4 * numel // sites
-        return loco.SyncReport(
-            round=0,
-            numel=numel,
-            entries=numel,
-            density=1.0,
-            wire="float32",
-            exchange="ring",
-            payload_bytes=4 * numel,
-            sent_bytes=ring,
-            received_bytes=ring,
-            site_bytes=0,
-            dense_bytes=ring,
-            update_norms=(),
-            left_out=(),
-            residual_norm=0.0,
-            seconds=seconds,
-        )
+        sizes = dict.fromkeys(("sent_bytes", "received_bytes", "dense_bytes"), ring)
+        zeros: dict[str, Any] = {"round": 0, "site_bytes": 0, "residual_norm": 0.0}
+        zeros |= {"update_norms": (), "left_out": ()}
+        whole: dict[str, Any] = {"numel": numel, "entries": numel, "density": 1.0, "payload_bytes": 4 * numel}
+        return loco.SyncReport(wire="float32", exchange="ring", seconds=seconds, **sizes, **zeros, **whole)
 
     def _state(self) -> dict[str, Tensor]:
         """By reference. DiLoCo has no residual."""

@@ -15,7 +15,6 @@ runs/bench/wire.csv, with a plot beside it.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
@@ -26,7 +25,7 @@ import torch
 
 from experiments.bench import coding, plain_codes, wire_speed
 from experiments.bench.floors import Floor, floor
-from experiments.bench.measuring import append, close
+from experiments.bench.measuring import append, arguments_of, close
 from experiments.noise import Noise, simulate
 from experiments.recording import Recording
 from loco import kernels
@@ -53,11 +52,7 @@ class Data(NamedTuple):
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m experiments.bench wire",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments_of("wire", __doc__)
     parser.add_argument("--quick", action="store_true", help="few densities, small sizes")
     parser.add_argument("--lrs", type=float, nargs="+", help="learning rates of the noise")
     parser.add_argument("--numel", type=int, help="elements of noise; 2M")
@@ -81,7 +76,7 @@ def main(arguments: list[str]) -> None:
         for row in rows:
             show(row)
         append(table, rows, device)
-    close(table, "wire_picture")
+    close(table)
 
 
 def all_data(lrs: tuple[float, ...], numel: int, *, quick: bool) -> Iterator[Data]:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import loco
-from experiments.config import CompareConfig, load
+from experiments.config import CompareConfig
+from experiments.merging import load
 from experiments.plan import runs_of
 
 pytestmark = pytest.mark.usefixtures("single_site")

@@ -18,9 +18,10 @@ from selection import COMMANDS
 from sites import run_ranks
 from test_experiments_runs import PYTHON, environment, run, started_training
 
-from experiments import train
-from experiments.config import TrainConfig, load
+from experiments import compare, train
+from experiments.config import CompareConfig, TrainConfig
 from experiments.errors import ExperimentError
+from experiments.merging import load
 from experiments.results import Result, read
 
 REPOSITORY = Path(__file__).parents[3]
@@ -131,6 +132,33 @@ def test_another_configuration_is_not_gone_on_with_and_without_resume_it_starts_
             assert sentence in error
     assert run_ranks(2, trained, str(folder), [*arguments, "lr=2e-4"]) == ["", ""]
     assert only(folder).config["lr"] == 2e-4
+
+
+def compared(rank: int, folder: str, arguments: list[str]) -> None:
+    os.chdir(folder)
+    compare.work(load(CompareConfig, arguments), torch.device("cpu"))
+
+
+@pytest.mark.check(COMMANDS)
+def test_the_runs_of_a_comparison_keep_checkpoints_of_their_own(tmp_path: Path) -> None:
+    folder = fresh(tmp_path / "x")
+    shared = [argument for argument in SMALL if argument != "save_every=1"]
+    runs = [f"runs.{label}.{change}" for label in "AB" for change in ("save_every=1", "resume=true")]
+    arguments = [*shared, "steps=16", "nproc=2", "name=mine", *runs, "runs.B.method=ddp"]
+    run_ranks(2, compared, str(folder), arguments)
+    kept = folder / "runs/mine/checkpoints"
+    assert {path.name for path in kept.iterdir()} == {"a.seed0", "b.seed0"}
+    assert (kept / "a.seed0/round-00000002").is_dir()
+    assert len(list((kept / "b.seed0").glob("step-00000016.*.pt"))) == 2
+    # Each goes on from its own.
+    files = {path: read(path) for path in (folder / "runs/mine/runs").iterdir()}
+    for path in files:
+        path.unlink()
+    shutil.rmtree(kept / "a.seed0/round-00000002")
+    for path in (kept / "b.seed0").glob("step-00000016.*.pt"):
+        path.unlink()
+    run_ranks(2, compared, str(folder), arguments)
+    assert {path: comparable(read(path)) for path in files} == {p: comparable(r) for p, r in files.items()}
 
 
 @pytest.mark.check(COMMANDS)

@@ -15,7 +15,8 @@ from selection import COMMANDS
 from sites import run_ranks
 
 from experiments import compare, launch, train
-from experiments.config import TrainConfig, load
+from experiments.config import TrainConfig
+from experiments.merging import load
 from experiments.results import Result, read
 
 REPOSITORY = Path(__file__).parents[3]
@@ -206,6 +207,20 @@ def test_a_mistake_is_told_before_anything_is_launched(
     assert sentence in said
     assert said.startswith("error: ")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["omegaconf", "matplotlib", "tqdm", "tensorboard"])
+def test_a_missing_extra_is_one_sentence_that_names_it(package: str, tmp_path: Path) -> None:
+    program = (
+        f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = ['experiments.train', 'nproc=2']; "
+        "runpy.run_module('experiments.train', run_name='__main__')"
+    )
+    done = run([sys.executable, "-c", program], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: {package} is not installed: pip install 'loco[experiments]' "
+        "(in a checkout: pip install '.[experiments]')\n"
+    )
 
 
 def test_an_occupied_port_is_told(

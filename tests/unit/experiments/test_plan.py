@@ -1,13 +1,15 @@
 """Which runs a comparison is made of."""
 
-from dataclasses import fields, replace
+from copy import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.config import CompareConfig, TrainConfig, load
+from experiments.config import CompareConfig, TrainConfig
 from experiments.errors import ExperimentError
+from experiments.merging import load
 from experiments.plan import Run, runs_of
 
 
@@ -129,12 +131,13 @@ OTHER: dict[str, Any] = {
 
 
 def changed(config: Any, name: str) -> Any:
-    """`config` with another value for one of its fields, which may be of a part: `arithmetic.group`."""
+    """`config` with another value for one of its fields, which may be of a part: `arithmetic.group`.
+    Not checked: a single value need not fit the others."""
     first, _, rest = name.partition(".")
     value = getattr(config, first)
     if rest:
-        return replace(config, **{first: changed(value, rest)})
-    if first in OTHER:
+        other = changed(value, rest)
+    elif first in OTHER:
         other = OTHER[first]
     elif isinstance(value, bool):
         other = not value
@@ -145,7 +148,9 @@ def changed(config: Any, name: str) -> Any:
     else:
         other = f"{value}, or another"
     assert other != value
-    return replace(config, **{first: other})
+    found = copy(config)
+    object.__setattr__(found, first, other)
+    return found
 
 
 def names(kind: Any) -> list[str]:

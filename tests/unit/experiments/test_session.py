@@ -12,7 +12,8 @@ import torch
 from sites import run_ranks
 
 from experiments import compare, session
-from experiments.config import CompareConfig, load
+from experiments.config import CompareConfig
+from experiments.merging import load
 from experiments.plan import Run, runs_of
 from experiments.results import Evaluation, Result, Round, read, store
 from experiments.tracking import tensorboard

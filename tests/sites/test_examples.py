@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
