@@ -41,7 +41,7 @@ bench: .venv/installed
 # Every test and benchmark that needs a GPU, with the Python and the torch that are there: installs nothing, and
 # beside torch, triton and numpy needs pytest and hypothesis.
 gpu:
-	$(PYTHON) -m pytest -m gpu tests/test_homes_agree.py $$(grep -l 'mark\.gpu' tests/test_*.py)
+	$(PYTHON) -m pytest -m gpu tests/gpu/test_homes_agree.py $$(grep -rl 'mark\.gpu' tests --include='test_*.py')
 	$(PYTHON) -m experiments.bench kernels
 
 clean:

@@ -104,3 +104,15 @@ class Paper:
         else:
             self.anchor = theta - lr * self.momentum
         return sent
+
+
+def plain_digest(data: bytes) -> int:
+    """What a message's header says of its body."""
+    data += bytes(-len(data) % 4)
+    total = 0
+    for i in range(len(data) // 4):
+        k = i * 0x9E3779B1 % 2**32
+        v = (int.from_bytes(data[4 * i : 4 * i + 4], "little") + k) % 2**32
+        v ^= v >> 15
+        total += v * (k | 1)
+    return total % 2**64

@@ -16,7 +16,7 @@ from loco import kernels
 from loco.kernels import Entries, Gate, Known, OuterStep, reference_tight
 from loco.wire.codecs import FAST, TIGHT
 
-EXCERPTS = sorted((Path(__file__).parents[1] / "experiments/results/recorded").glob("*.npz"))
+EXCERPTS = sorted((Path(__file__).parents[3] / "experiments/results/recorded").glob("*.npz"))
 ABOUT = {"sites": 2, "gate": {"dtype": "float16", "gain": 2.0}}
 
 

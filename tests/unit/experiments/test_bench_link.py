@@ -159,7 +159,7 @@ def test_nothing_is_left_after_an_error() -> None:
 def test_nothing_is_left_after_a_signal(how: signal.Signals, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    path = os.pathsep.join(str(Path(__file__).parents[k]) for k in (0, 2, 3))
     with subprocess.Popen(
         [sys.executable, str(program)],
         env=os.environ | {"PYTHONPATH": path},

@@ -39,7 +39,7 @@ print("round", (peak_bytes(state.optimizer.sync, device) - 2 * own) / numel)
 
 def scratch(numel: int, density: float, device: str, how: str) -> dict[str, float]:
     """Bytes per parameter by pass, in a process of its own."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(numel), str(density), device, how],
         cwd=root,

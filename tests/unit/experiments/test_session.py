@@ -16,7 +16,7 @@ from experiments.plan import Run, runs_of
 from experiments.results import Evaluation, Result, Round, read, store
 from experiments.tracking import tensorboard
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 SMOKE = [f"preset={CONFIGS / 'smoke.yaml'}", "nproc=2", "name=mine", "warm_start.steps=2"]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paper import plain_digest
 from scripted import bits
-from test_kernels import plain_digest
 from torch import Tensor
 
 from loco.errors import WireError

@@ -22,7 +22,7 @@ from experiments.config import TrainConfig, load
 from experiments.errors import ExperimentError
 from experiments.results import Result, read
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[3]
 TIMINGS = ("exchange_seconds", "round_seconds", "step_seconds", "rollout_seconds", "seconds", "machine")
 SMALL = [
     "preset=smoke",

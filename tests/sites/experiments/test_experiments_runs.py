@@ -17,7 +17,7 @@ from experiments import compare, launch, train
 from experiments.config import TrainConfig, load
 from experiments.results import Result, read
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[3]
 PYTHON = [sys.executable, "-m"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FIELDS_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")

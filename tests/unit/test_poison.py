@@ -11,7 +11,7 @@ import poison
 import torch
 from sites import run_ranks
 
-TUNABLES = re.findall(r"GLIBC_TUNABLES=(\S+)", (Path(__file__).parents[1] / "Makefile").read_text())
+TUNABLES = re.findall(r"GLIBC_TUNABLES=(\S+)", (Path(__file__).parents[2] / "Makefile").read_text())
 
 
 def first_is_nan(_: int) -> bool:

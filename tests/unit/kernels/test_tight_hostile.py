@@ -1,7 +1,7 @@
 """Frames that no encoder wrote: they are refused, or read as entries that are valid; nothing else happens.
 
 More cases than the suite runs, for an hour of doubt:
-`LOCO_FUZZ_CASES=50000000 python -m pytest tests/test_tight_hostile.py -k fuzz`
+`LOCO_FUZZ_CASES=50000000 python -m pytest tests/unit/kernels/test_tight_hostile.py -k fuzz`
 """
 
 import os

@@ -110,7 +110,7 @@ def test_a_compiler_that_fails_is_quoted(compiles: list[Path], monkeypatch: pyte
 
 
 def in_new_process(**environment: str) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[3])
     environment = {"PYTHONPATH": root, "PYTHONWARNINGS": "default", **environment}
     return subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd="/", env=environment, capture_output=True, text=True
@@ -221,7 +221,7 @@ def test_a_users_choice_against_newer_instructions_is_kept(capability: str, buil
     if len(build.builds_for_this_cpu()) < builds:
         pytest.skip("this CPU has not more than that")
     code = "from loco.kernels.cpu import builds_for_this_cpu as b; print(*b())"
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd="/",

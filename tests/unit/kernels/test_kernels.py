@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paper import to_bf16
+from paper import plain_digest, to_bf16
 from scripted import bits
 from torch import Tensor
 
@@ -170,17 +170,6 @@ def test_three_sites_are_divided_by_three_not_multiplied_by_a_third() -> None:
     anchor = torch.zeros(1000)
     kernels.apply(anchor, None, [torch.zeros(1000)], None, Entries.whole(x), [Entries.whole(x)], outer(3))
     np.testing.assert_array_equal(bits(anchor), bits(-quotient))
-
-
-def plain_digest(data: bytes) -> int:
-    data += bytes(-len(data) % 4)
-    total = 0
-    for i in range(len(data) // 4):
-        k = i * 0x9E3779B1 % 2**32
-        v = (int.from_bytes(data[4 * i : 4 * i + 4], "little") + k) % 2**32
-        v ^= v >> 15
-        total += v * (k | 1)
-    return total % 2**64
 
 
 @given(st.binary(max_size=200))

@@ -375,7 +375,7 @@ def test_a_tokenizer_has_to_end_answers_with_a_token_of_the_models(hub: Any, tmp
 
 def test_a_model_of_ones_own_trains_by_command(hub: Any, tmp_path: Path) -> None:
     """Whole: prompts in its tokens, answers sampled and rewarded, two sites, one θ."""
-    folder, repository = tmp_path / "mine", Path(__file__).parents[1]
+    folder, repository = tmp_path / "mine", Path(__file__).parents[3]
     llama().save_pretrained(folder)
     save_tokenizer(folder)
     (tmp_path / "configs").symlink_to(repository / "configs")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # What each package may import of the others; `kernels` is imported as `loco.kernels`.
 ALLOWED = {
     "kernels": {"kernels"},

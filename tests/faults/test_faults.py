@@ -20,7 +20,7 @@ from experiments.bench.namespaces import why_not
 # Beyond what a row allows: on two shared cores a process may not run for seconds. A hang would be longer by
 # far: patience and timeout are 40 s.
 MARGIN = 5.0
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def needs_root(case: Case) -> bool:

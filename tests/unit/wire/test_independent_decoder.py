@@ -13,7 +13,7 @@ from experiments.noise import Noise, simulate
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, MalformedError, reference_tight
 
-SPECIFICATION = Path(__file__).parents[1] / "README.md"
+SPECIFICATION = Path(__file__).parents[3] / "README.md"
 PART = 1 << 18  # elements
 
 
