@@ -20,7 +20,7 @@ from experiments.bench.namespaces import why_not
 # Beyond what a row allows: on two shared cores a process may not run for seconds. A hang would be longer by
 # far: patience and timeout are 40 s.
 MARGIN = 5.0
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
 
 
 def needs_root(case: Case) -> bool:
@@ -109,13 +109,13 @@ def test_a_site_gone_wild_is_seen_in_the_report_and_left_out_on_request(
             assert np.linalg.norm(residual) >= wild.update_norms[rank] * (1 - 1e-6)
 
 
-def test_the_readme_has_a_row_for_every_fault_and_phase_that_is_tried() -> None:
+def test_the_page_has_a_row_for_every_fault_and_phase_that_is_tried() -> None:
     def without_times(lines: str) -> list[list[str]]:
         rows = [line.split(" | ") for line in lines.splitlines() if line.startswith("| ")]
         return [[*cells[:3], *cells[4:]] for cells in rows]
 
-    start = README.index("| what happens | in which phases |")
-    assert without_times(README[start:].split("\n\n")[0]) == without_times(table({}))
+    start = PAGE.index("| what happens | in which phases |")
+    assert without_times(PAGE[start:].split("\n\n")[0]) == without_times(table({}))
     assert len(CASES) == sum(len(row.phases) for row in ROWS) == len({case.name for case in CASES})
 
 
