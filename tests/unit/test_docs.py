@@ -112,3 +112,13 @@ def test_the_command_of_the_security_page_makes_a_key_that_only_its_owner_reads(
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
     assert (tmp_path / "loco.key").stat().st_mode & 0o777 == 0o600
     assert len((tmp_path / "loco.key").read_bytes()) >= LEAST_KEY_BYTES
+
+
+def test_the_architecture_page_names_every_wing_and_draws_it() -> None:
+    text = page("docs/architecture.md")
+    wings = {f"loco/{path.name}/" for path in (ROOT / "loco").iterdir() if (path / "__init__.py").exists()}
+    wings -= {"loco/kernels/"}  # a link
+    listed = {row[0] for row in table(text, "| folder | holds |")}
+    assert wings | {"kernels/", "experiments/", "configs/", "tests/"} == listed
+    ((_, drawing),) = code(text, "mermaid")
+    assert all(wing in drawing for wing in wings)
