@@ -1,14 +1,20 @@
-"""What touches every element of the outer state: four ops, each with one home per kind of device; and what
-touches every entry of an exchange.
+"""The work on every element of the outer state and on every entry of an exchange.
 
-`reference` is the specification, `cpu` the same in C for tensors in host memory, `triton` for GPUs, and
-`streamed` brings parameters on a GPU to outer state in host memory. The tight code is worked in host memory
-only (`reference_tight`, `cpu`). Entries are added up and checked wherever they are (`reference_entries`, and
-`cpu` for host memory).
+The four ops on the outer state (`encode`, `apply`, `write_weights`, `digest`) have one implementation for
+each kind of device, which is called its home. `reference` is the specification in plain torch, `cpu` is C for
+tensors in host memory, `triton` is for GPUs, and `streamed` is for parameters on a GPU whose outer state is
+in host memory. All homes give the same bits.
+
+Entries are added up and checked on the device that holds them (`reference_entries`, and `cpu` for host
+memory). The tight code is packed and unpacked in host memory only (`reference_tight`, `cpu`).
+
+Importing this package needs neither triton nor a C compiler: a home is loaded when it is first used.
 """
 
+import hashlib
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +39,8 @@ __all__ = [
     "apply",
     "check_blocks",
     "digest",
+    "digest_hex",
+    "digest_of_all",
     "encode",
     "pack",
     "packs_fast",
@@ -42,7 +50,7 @@ __all__ = [
 
 
 class Home(Protocol):
-    """What a home offers; `reference` says what the ops mean."""
+    """The ops of a home, which `reference` specifies."""
 
     def encode(
         self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
@@ -66,7 +74,7 @@ class Home(Protocol):
 
 @cache
 def home(device: str) -> Home:
-    """The home for a type of device. Where only the reference can serve, a warning says why, once."""
+    """The home for a type of device. If only the reference can be used, one rank of the machine warns why."""
     if device == "cpu":
         from . import cpu
 
@@ -78,21 +86,23 @@ def home(device: str) -> Home:
         try:
             from . import triton
         except ImportError as error:
-            why = f"{error}. Install triton"
+            why = str(error)
         else:
             return triton
     else:
         why = f"there are no kernels for {device}"
-    warnings.warn(
-        f"loco: rounds use plain torch, with equal results but some 20 times slower: {why}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    # What is missing is missing for all ranks of a machine. torchrun numbers them.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(
+            f"loco: rounds use plain torch, with equal results but some 20 times slower: {why}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return reference
 
 
 def _compiled() -> "Compiled | None":
-    """The C home of host memory, if there is a compiler."""
+    """The C home, if there is a compiler."""
     from . import cpu
 
     compiled = home("cpu")
@@ -133,8 +143,19 @@ def digest(data: Tensor) -> int:
     return home(data.device.type).digest(data)
 
 
+def digest_hex(data: Tensor) -> str:
+    """The digest of a tensor as 16 hexadecimal digits, for messages, files and people."""
+    return f"{digest(data):016x}"
+
+
+def digest_of_all(tensors: Iterable[Tensor]) -> bytes:
+    """One digest of several tensors, which depends on their order and on where one ends. -> 8 bytes"""
+    each = b"".join(digest(tensor).to_bytes(8, "little") for tensor in tensors)
+    return hashlib.blake2b(each, digest_size=8).digest()
+
+
 class _EntriesHome(Protocol):
-    """What is done to entries, wherever they are; `reference_entries` says what it means."""
+    """The work on entries, which `reference_entries` specifies."""
 
     def add_up(self, contributions: Sequence[Entries], numel: int) -> Entries: ...
 
@@ -142,12 +163,15 @@ class _EntriesHome(Protocol):
 
 
 def _entries_home(values: Tensor) -> _EntriesHome:
-    """C for host memory, where there is a compiler; torch for a GPU, which it keeps busy enough."""
+    """C in host memory, if there is a compiler; torch on a GPU, where it is fast enough."""
     return (_compiled() if values.device.type == "cpu" else None) or reference_entries
 
 
 def add_up(contributions: Sequence[Entries], numel: int) -> Entries:
-    """((0 + c_0) + c_1) + …, in the order given: all entries that any contribution has, or all elements."""
+    """((0 + c_0) + c_1) + …, in the order given.
+
+    The result has the entries that occur in any contribution, or all elements.
+    """
     return _entries_home(contributions[0].values).add_up(contributions, numel)
 
 
@@ -168,17 +192,17 @@ def packs_fast() -> bool:
 def pack(entries: Entries, known: Known) -> Tensor | None:
     """Entries in host memory as a frame of the tight code.
 
-    None: a part of them is so unlike the others that its code would be larger than plain bytes.
+    None: part of them differs so much from the rest that its code would be larger than plain bytes.
     """
     return (_compiled() or reference_tight).pack(entries, known)
 
 
 def unpack(body: Tensor, count: int, known: Known) -> Entries:
-    """The `count` entries of such a frame, which may be any bytes at all.
+    """The `count` entries of a frame of the tight code. `body` is untrusted: it may be any bytes.
 
-    However hostile they are, this takes 5 bytes for each entry asked for (at most as many as there are
-    elements; a page of them is not taken before an entry is read into it), 8 bytes for each block of 256
-    elements, 20 bytes for each part of 2^18, and 64 KiB for tables.
+    Whatever they are, this allocates at most 5 bytes for each of the `count` entries (which may not exceed
+    the number of elements; a page is used only once an entry is written to it), 8 bytes for each block of
+    256 elements, 20 bytes for each part of 2^18, and 64 KiB for tables.
 
     Raises:
         MalformedError: these are not the bytes of a frame.

@@ -8,10 +8,9 @@ from torch.utils.hooks import RemovableHandle
 
 from .config import Settings, matching_gain
 from .exchange.conversation import WireConfig
-from .members.elastic import ElasticTopology
 from .members.fixed import Topology
 from .report import SyncReport
-from .round.elastic_loop import ElasticLoop
+from .round import outer_loop
 from .round.hooks import Hook
 from .round.loop import OuterLoop
 from .round.state import check, state_of, take_over
@@ -30,12 +29,8 @@ class LowCommunicationOptimizer(Wrapper):
         offload: bool,
     ) -> None:
         super().__init__(inner)
-        topology = topology or Topology()
-        if isinstance(topology, ElasticTopology):
-            self._outer = ElasticLoop(inner, settings, topology, wire, offload=offload)
-        else:
-            self._outer = OuterLoop(inner, settings, topology, wire, offload=offload)
-        self.topology = self._outer.topology
+        self.topology = topology or Topology()
+        self._outer = outer_loop(inner, settings, self.topology, wire, offload=offload)
         self.local_step = 0  # inner steps since the last round
         self.last_report: SyncReport | None = None
 

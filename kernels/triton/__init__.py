@@ -1,8 +1,15 @@
-"""The ops in Triton, for CUDA and ROCm devices; in tests, by its interpreter, for CPU tensors too.
+"""The ops in Triton, for CUDA and ROCm devices; in tests, by Triton's interpreter, for CPU tensors too.
 
 Same functions, same signatures and the same bits as `reference`. Every launch has floating-point fusion
-off, so that no product and sum melt into one rounding.
+off, so that no multiplication and addition are fused into one rounding.
 """
+
+try:
+    import triton as _triton  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"the kernels for GPUs need triton, loco's extra `gpu` ({error}): pip install 'triton>=3.6'"
+    ) from error
 
 from .digesting import digest
 from .encoding import encode

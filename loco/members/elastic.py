@@ -59,6 +59,8 @@ class ElasticTopology(Topology):
         TransportError: no lighthouse answers.
     """
 
+    members_change = True
+
     def __init__(
         self,
         *,

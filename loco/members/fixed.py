@@ -20,6 +20,7 @@ from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line
 from ..net.linking import TRIES, PatientStore, link, only_gloo
 from ..net.transport import Transport, any_device, listed, wire_device
+from .process_group import ensure_process_group
 
 _OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, chance
 
@@ -27,8 +28,8 @@ _OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, chance
 class Topology:
     """Sites of `ranks_per_site` consecutive ranks; by default every rank is a site.
 
-    Build it on every rank, after `init_process_group`. With several ranks per site, let DDP average the
-    gradients inside the site, and hand the same topology to the optimizer:
+    Build it on every rank. It calls `torch.distributed.init_process_group()` if you have not. With several
+    ranks per site, let DDP average the gradients inside the site, and give the optimizer the same topology:
 
         topology = loco.Topology(ranks_per_site=8)
         model = DistributedDataParallel(model, process_group=topology.site_group)
@@ -58,8 +59,10 @@ class Topology:
         notes: by which all ranks agree outside of rounds.
 
     Raises:
-        ValueError: no process group, or a world that can't be divided so.
+        ValueError: neither a process group nor a launcher, or a world that can't be divided so.
     """
+
+    members_change = False  # whether sites can leave or join between two rounds
 
     def __init__(
         self,
@@ -71,12 +74,7 @@ class Topology:
         repeats: int = 2,
         key: bytes | None = None,
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "loco needs a process group, because its ranks are the sites: launch with "
-                "`torchrun --nproc-per-node 4 your_script.py` and call "
-                "torch.distributed.init_process_group() before you build the optimizer"
-            )
+        ensure_process_group()
         world = dist.get_world_size()
         if ranks_per_site < 1:
             raise ValueError(f"ranks_per_site must be >= 1, got {ranks_per_site}")

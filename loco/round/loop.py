@@ -21,6 +21,7 @@ from ..coordination.commit import ABORT, COMMIT
 from ..errors import LocoError, TransportError
 from ..exchange.conversation import Exchange, Outcome, WireConfig
 from ..exchange.tuning import ExchangeTuner
+from ..logs import warn_once_per_machine
 from ..members.fixed import Topology
 from ..report import SyncReport
 from ..wire.header import VERSION, Status
@@ -125,7 +126,7 @@ class OuterLoop:
             except TransportError as error:
                 if error.lasting or not left:
                     raise
-                _logger.warning("%s. The round is repeated over new links", error)
+                warn_once_per_machine(_logger, "%s. The round is repeated over new links", error)
         raise AssertionError("the last attempt returns or raises")
 
     def _attempt(self) -> SyncReport:

@@ -13,7 +13,7 @@ from .loop import OuterLoop
 
 def digest_of(tensor: Tensor) -> str:
     """What tells one θ, or m, from another, in a file and in a message to a person."""
-    return f"{kernels.digest(tensor):016x}"
+    return kernels.digest_hex(tensor)
 
 
 def state_of(outer: OuterLoop) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from typing import Any
 
 import pytest
@@ -70,6 +71,17 @@ def test_a_lost_link_costs_a_warning_and_no_bit(losses: int) -> None:
         assert all("The round is repeated over new links" in text for text in result["warnings"])
         assert rank != 1 or "lost a link (injected)" in result["warnings"][0]
         assert_same(result["clean"], result["hurt"])
+
+
+def lost_links_on_two_machines(rank: int) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank % 2)  # as torchrun numbers the ranks of each of two machines
+    return lost_links(rank, 2, 1)
+
+
+def test_each_machine_says_once_that_a_round_is_repeated() -> None:
+    results = run_ranks(4, lost_links_on_two_machines)
+    assert [bool(result["warnings"]) for result in results] == [True, False, True, False]
+    assert all(result["error"] == ("", "nothing was raised") for result in results)
 
 
 @pytest.mark.parametrize(("repeats", "losses"), [(0, 1), (2, 3)])

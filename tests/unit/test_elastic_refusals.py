@@ -25,7 +25,9 @@ def test_a_wrong_argument_is_named(arguments: dict, said: str, monkeypatch: pyte
 def test_without_torchft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("torchft", "torchft.coordination"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"need torchft .*: pip install 'torchft>=0\.2'"):
+    with pytest.raises(
+        ImportError, match=r"need torchft, loco's extra `elastic` .*: pip install 'torchft>=0\.2'"
+    ):
         loco.ElasticTopology(sites=2, lighthouse="http://127.0.0.1:1")
 
 

@@ -1,6 +1,7 @@
 """The house: imports point one way, and what is installed is `loco` and `loco.kernels`, nothing else."""
 
 import ast
+import email
 import subprocess
 import sys
 import zipfile
@@ -19,7 +20,7 @@ ALLOWED = {
 
 # The rooms of `loco`, from the bottom up: each may import those before it.
 FLOORS = (
-    *("errors", "config", "presets", "report"),
+    *("errors", "logs", "config", "presets", "report"),
     *("coordination", "net", "wire", "members", "exchange", "round"),
     *("wrapper", "optimizer", "checkpoints"),
 )
@@ -76,37 +77,70 @@ def test_every_room_of_loco_imports_only_those_below_it() -> None:
 
 
 def test_the_project_reads_nothing_beside_itself() -> None:
-    for package in ("kernels", "loco", "experiments", "tests", "configs"):
+    for package in ("kernels", "loco", "experiments", "examples", "tests", "configs"):
         for path in (ROOT / package).rglob("*.*"):
             if path.suffix not in (".py", ".c", ".h", ".yaml"):
                 continue
             assert "../" + "shared" not in path.read_text(), path
 
 
-def test_a_built_wheel_installs_kernels_inside_loco(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel that was built from this checkout, and what it installs in `site`."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "loco", "kernels"):
         # Copied, so that the build leaves nothing behind here.
         subprocess.run(["cp", "-a", str(ROOT / name), str(source)], check=True)
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*build, "-w", str(tmp_path), str(source)], capture_output=True, text=True)
+    done = subprocess.run([*build, "-w", str(folder), str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("loco-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        archive.extractall(tmp_path / "site")
-    assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"loco"}
-    sources = (p for p in (ROOT / "kernels").rglob("*") if p.suffix in (".py", ".c", ".h"))
-    assert sorted(n for n in names if n.startswith("loco/kernels/")) == sorted(
-        f"loco/kernels/{path.relative_to(ROOT / 'kernels')}" for path in sources
-    )
-    assert "loco/py.typed" in names
-    metadata = (next((tmp_path / "site").glob("*.dist-info")) / "METADATA").read_text()
-    for line in ("Requires-Python: >=3.11", "License-Expression: Apache-2.0", "Requires-Dist: torch>=2.11"):
-        assert line in metadata
+    (built,) = folder.glob("loco-*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(folder / "site")
+    return folder
 
-    # The wheel alone, from an empty folder, without this checkout on the path.
+
+def run_installed(wheel: Path, program: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program with what the wheel installs, from an empty folder, without this checkout on the path."""
+    return subprocess.run(
+        [sys.executable, "-c", program, str(wheel / "site")],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(wheel / "site"), "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_built_wheel_installs_loco_with_all_its_modules_and_nothing_else(wheel: Path) -> None:
+    names = [str(path.relative_to(wheel / "site")) for path in (wheel / "site").rglob("*") if path.is_file()]
+    sources = {
+        f"loco/{path.relative_to(ROOT / 'loco')}"
+        for path in (ROOT / "loco").glob("**/*.py")
+        if "kernels" not in path.relative_to(ROOT / "loco").parts
+    } | {
+        f"loco/kernels/{path.relative_to(ROOT / 'kernels')}"
+        for path in (ROOT / "kernels").rglob("*")
+        if path.suffix in (".py", ".c", ".h")
+    }
+    assert len(sources) > 50
+    assert {name for name in names if "dist-info" not in name} == sources | {"loco/py.typed"}
+
+
+def test_the_package_asks_for_torch_and_numpy_and_leaves_the_rest_to_extras(wheel: Path) -> None:
+    (found,) = (wheel / "site").glob("*.dist-info/METADATA")
+    metadata = email.message_from_string(found.read_text())
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    required = metadata.get_all("Requires-Dist") or []
+    assert [one for one in required if "extra ==" not in one] == ["torch>=2.11", "numpy>=2.3"]
+    assert {"gpu", "experiments", "elastic", "huggingface", "dev"} == set(
+        metadata.get_all("Provides-Extra") or []
+    )
+
+
+def test_an_installed_wheel_leaves_the_name_kernels_to_others(wheel: Path, tmp_path: Path) -> None:
     program = (
         "import sys, loco, loco.kernels, torch\n"
         "assert loco.kernels.digest(torch.zeros(1)) == 0\n"
@@ -115,14 +149,42 @@ def test_a_built_wheel_installs_kernels_inside_loco(tmp_path: Path) -> None:
         "try:\n    import kernels\n"
         "except ImportError:\n    print('no top-level kernels')\n"
     )
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    site = str(tmp_path / "site")
-    done = subprocess.run(
-        [sys.executable, "-c", program, site],
-        cwd=empty,
-        env={"PYTHONPATH": site, "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
+    done = run_installed(wheel, program, tmp_path)
     assert done.stdout.strip() == "no top-level kernels", done.stderr
+
+
+WITHOUT_EXTRAS = """
+import os, sys, warnings
+for name in ("triton", "omegaconf", "matplotlib", "tqdm", "tensorboard", "transformers", "torchft"):
+    sys.modules[name] = None  # importing it fails, as if it were not installed
+import torch, loco, loco.kernels
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+param = torch.nn.Parameter(torch.ones(1003))
+optimizer = loco.PulseLoCo(torch.optim.AdamW([param], lr=1e-3), sync_every=1)
+param.sum().backward()
+optimizer.step()
+checkpoints = loco.Checkpoints("checkpoints")
+checkpoints.save(optimizer, {"step": 1}, blocking=True)
+assert checkpoints.load(optimizer) == {"step": 1}
+checkpoints.close()
+print(optimizer.last_report.entries)
+
+with warnings.catch_warnings(record=True) as warned:
+    assert loco.kernels.home("cuda") is loco.kernels.reference
+print(warned[0].message)
+try:
+    loco.ElasticTopology(sites=2, lighthouse="http://127.0.0.1:1")
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_the_extras_all_works_but_what_names_its_extra(wheel: Path, tmp_path: Path) -> None:
+    done = run_installed(wheel, WITHOUT_EXTRAS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    entries, kernels, elastic = done.stdout.splitlines()
+    assert entries == "1003"
+    assert "the kernels for GPUs need triton, loco's extra `gpu` (" in kernels
+    assert kernels.endswith("): pip install 'triton>=3.6'")
+    assert elastic.startswith("sites that come and go need torchft, loco's extra `elastic` (")

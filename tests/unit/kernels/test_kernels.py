@@ -1,5 +1,7 @@
 """The ops against independent statements of them, at every size and edge, bit for bit."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -201,6 +203,21 @@ def test_the_digest_does_not_depend_on_chunks_and_notices_what_replicas_do(
     words[11] -= 1
     seen.add(kernels.digest(anchor))
     assert len(seen) == 35
+
+
+def test_one_digest_of_several_tensors_depends_on_order_and_borders() -> None:
+    anchor, weights, _ = state(1003)
+    both = hashlib.blake2b(digest_size=8)
+    for tensor in (anchor, weights):
+        both.update(plain_digest(tensor.numpy().tobytes()).to_bytes(8, "little"))
+    assert kernels.digest_of_all([anchor, weights]) == both.digest()
+    joined = torch.cat([anchor, weights])
+    others = ([weights, anchor], [joined], [joined[:1000], joined[1000:]], [anchor, weights, joined[:0]])
+    assert len({kernels.digest_of_all(tensors) for tensors in ([anchor, weights], *others)}) == 5
+
+
+def test_a_digest_as_text_has_all_its_digits() -> None:
+    assert kernels.digest_hex(torch.tensor([0x1234], dtype=torch.int32)) == "0000000000001234"
 
 
 def outer(sites: int) -> OuterStep:

@@ -1,0 +1,55 @@
+"""The example runs as it says, with one voice; and without a launcher one sentence says what to do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    paths = {"PYTHONPATH": str(EXAMPLE.parents[1]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], env=own | paths | environment, capture_output=True, text=True, timeout=180
+    )
+
+
+def torchrun(nproc: int, script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc))
+    return run(*launcher, str(script), **environment)
+
+
+def test_the_example_trains_four_sites_and_one_rank_prints() -> None:
+    done = torchrun(4, EXAMPLE)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 40", "step 80", "step 120", "step 160"]
+    first, last = (float(line.split("loss ")[1].split(";")[0]) for line in (lines[0], lines[-1]))
+    assert last < 0.75 * first
+    assert "round 20: sent" in lines[-1]
+
+
+def test_without_the_marked_lines_it_is_a_loop_for_one_process(tmp_path: Path) -> None:
+    lines = EXAMPLE.read_text().splitlines(keepends=True)
+    plain = [line for line in lines if "# loco" not in line]
+    assert len(lines) - len(plain) == 7
+    (tmp_path / "plain.py").write_text("".join(plain))
+    done = run(str(tmp_path / "plain.py"))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_a_launcher_the_error_says_how_to_launch() -> None:
+    """And not torch's `environment variable RANK expected`, which knows nothing of sites."""
+    done = run(str(EXAMPLE))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ValueError: loco needs several processes")
+    assert "(RANK is not set): launch with `torchrun --nproc-per-node 4 train.py`" in last
+
+
+def test_what_the_machine_lacks_is_said_by_one_of_its_ranks(tmp_path: Path) -> None:
+    done = torchrun(2, EXAMPLE, CC="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no C compiler (no-such-compiler) was found") == 1
