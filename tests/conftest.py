@@ -5,21 +5,35 @@ from collections.abc import Iterator
 
 import poison
 import pytest
+import selection
 import torch
 import torch.distributed as dist
 from hypothesis import settings
 from torch._C._distributed_c10d import HashStore
 
 # No test is about time: the first one to need the C kernels compiles them.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+EXAMPLES = 25  # of each property in `make test`
+settings.register_profile("test", deadline=None, max_examples=EXAMPLES)
+settings.register_profile("check", deadline=None)
+
+_LEFT_OUT = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", metavar="SEED", help="run the files in random order, and the tests in each")
+    parser.addoption("--check", action="store_true", help="run everything, not only a sample of each claim")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("check" if config.getoption("check") else "test")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("check") and not any("::" in argument for argument in config.args):
+        reasons = selection.left_out(items)
+        config.stash[_LEFT_OUT] = list(reasons.values())
+        config.hook.pytest_deselected(items=list(reasons))
+        items[:] = [item for item in items if item not in reasons]
     seed = config.getoption("shuffle")
     if seed is not None:
         items.sort(key=lambda item: [_chance(seed, name) for name in (str(item.path), item.nodeid)])
@@ -27,6 +41,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reasons = config.stash.get(_LEFT_OUT, [])
+    if reasons:
+        terminalreporter.section(f"`make check` runs these {len(reasons):,} tests, too")
+        for line in selection.summary(reasons):
+            terminalreporter.write_line(line)
+        terminalreporter.write_line(f"and draws 100 examples of each property, not {EXAMPLES}.")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fleet import Fleet, Told, told_by
 from paper import Paper
+from selection import FLEETS
 from states import assert_same
 
 if find_spec("torchft") is None:
@@ -60,6 +61,7 @@ def joined(fleet: Fleet, run: Survivors, name: str, *others: str) -> Told:
 
 
 # The first site hosts the store that the others meet by; the last one hosts nothing.
+@pytest.mark.check(FLEETS, sample=r"sending-s0")
 @pytest.mark.parametrize("victim", ["s0", "s2"])
 @pytest.mark.parametrize("moment", ["sending", "voting"])
 def test_a_round_in_which_a_site_dies_changes_nothing_and_is_repeated_without_it(
@@ -83,6 +85,7 @@ def test_a_round_in_which_a_site_dies_changes_nothing_and_is_repeated_without_it
         run.check(fleet.round(*left))
 
 
+@pytest.mark.check(FLEETS)
 def test_the_others_go_on_after_a_site_has_died_between_rounds() -> None:
     with Fleet(3) as fleet:
         run = started(fleet)
@@ -94,6 +97,7 @@ def test_the_others_go_on_after_a_site_has_died_between_rounds() -> None:
             run.check(round)
 
 
+@pytest.mark.check(FLEETS)
 def test_the_last_site_goes_on_alone() -> None:
     with Fleet(3) as fleet:
         run = started(fleet)
@@ -127,6 +131,7 @@ def test_a_site_that_comes_back_is_given_the_state_and_takes_part_from_then_on()
             run.check(round)
 
 
+@pytest.mark.check(FLEETS)
 def test_a_site_that_was_never_there_can_join() -> None:
     with Fleet(3) as fleet:
         run = started(fleet)
@@ -139,6 +144,7 @@ def test_a_site_that_was_never_there_can_join() -> None:
         run.check(round)
 
 
+@pytest.mark.check(FLEETS)
 def test_a_site_that_was_stopped_keeps_what_it_withheld() -> None:
     with Fleet(3) as fleet:
         run = started(fleet)
@@ -155,6 +161,7 @@ def test_a_site_that_was_stopped_keeps_what_it_withheld() -> None:
         run.check(fleet.round(*ALL))
 
 
+@pytest.mark.check(FLEETS)
 def test_a_site_that_missed_the_verdict_commits_the_round_that_the_others_committed() -> None:
     with Fleet(3) as fleet:
         run = started(fleet)
@@ -183,6 +190,7 @@ def test_a_site_that_missed_the_verdict_commits_the_round_that_the_others_commit
         run.check(fleet.round(*ALL))
 
 
+@pytest.mark.check(FLEETS)
 def test_a_site_with_its_own_last_checkpoint_keeps_what_it_withheld(tmp_path: Path) -> None:
     with Fleet(3) as fleet:
         run = started(fleet)
@@ -202,6 +210,7 @@ def test_a_site_with_its_own_last_checkpoint_keeps_what_it_withheld(tmp_path: Pa
         run.check(fleet.round(*ALL))
 
 
+@pytest.mark.check(FLEETS)
 def test_what_an_older_checkpoint_withheld_is_not_sent_twice(tmp_path: Path) -> None:
     with Fleet(3) as fleet:
         run = started(fleet)
@@ -215,6 +224,7 @@ def test_what_an_older_checkpoint_withheld_is_not_sent_twice(tmp_path: Path) -> 
         assert not floats(back, "residual").any()
 
 
+@pytest.mark.check(FLEETS)
 def test_all_sites_resume_from_their_checkpoints(tmp_path: Path) -> None:
     with Fleet(3) as fleet:
         run = started(fleet)
@@ -231,6 +241,7 @@ def test_all_sites_resume_from_their_checkpoints(tmp_path: Path) -> None:
         run.check(fleet.round(*ALL))
 
 
+@pytest.mark.check(FLEETS)
 def test_a_site_that_ran_away_does_not_take_the_others_with_it() -> None:
     with Fleet(3) as fleet:
         run = started(fleet)
@@ -246,6 +257,7 @@ def test_a_site_that_ran_away_does_not_take_the_others_with_it() -> None:
         run.check(round)
 
 
+@pytest.mark.check(FLEETS)
 def test_a_site_that_was_set_up_differently_is_turned_away_and_the_others_go_on() -> None:
     with Fleet(3) as fleet:
         run = started(fleet)

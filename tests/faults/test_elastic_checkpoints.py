@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fleet import Fleet, Told, told_by
+from selection import FLEETS
 from states import assert_same
 from test_elastic import ALL, Survivors, floats, joined, started
 
@@ -38,6 +39,7 @@ def begun(fleet: Fleet, names: tuple[str, ...] = ALL, **options: Any) -> None:
     told_by(fleet, names)
 
 
+@pytest.mark.check(FLEETS, sample=r"10")
 @pytest.mark.parametrize("at", [8, 10])  # at a round's end, and inside a round
 def test_a_fleet_that_was_killed_goes_on_bit_for_bit_as_if_never_stopped(tmp_path: Path, at: int) -> None:
     with Fleet(3, liveness=CALM) as fleet:
@@ -56,6 +58,7 @@ def test_a_fleet_that_was_killed_goes_on_bit_for_bit_as_if_never_stopped(tmp_pat
         assert floats(whole[name], "residual").any()
 
 
+@pytest.mark.check(FLEETS)
 def test_of_a_fleet_the_furthest_site_gives_its_state_to_those_a_save_behind(tmp_path: Path) -> None:
     with Fleet(3, liveness=CALM) as fleet:
         run = started(fleet)
@@ -76,6 +79,7 @@ def test_of_a_fleet_the_furthest_site_gives_its_state_to_those_a_save_behind(tmp
         run.check(fleet.round(*ALL))
 
 
+@pytest.mark.check(FLEETS)
 def test_a_fleet_can_come_back_with_fewer_sites(tmp_path: Path) -> None:
     with Fleet(3, liveness=CALM) as fleet:
         run = started(fleet)
@@ -90,6 +94,7 @@ def test_a_fleet_can_come_back_with_fewer_sites(tmp_path: Path) -> None:
         run.check(round)
 
 
+@pytest.mark.check(FLEETS)
 def test_a_site_that_lost_its_checkpoints_does_not_set_the_others_back(tmp_path: Path) -> None:
     """It has no rounds to bring, whether it comes to load or, with nothing to load, to its first round."""
     with Fleet(3, liveness=CALM) as fleet:
@@ -113,6 +118,7 @@ def test_a_site_that_lost_its_checkpoints_does_not_set_the_others_back(tmp_path:
         run.check(fleet.round(*ALL))
 
 
+@pytest.mark.check(FLEETS)
 @pytest.mark.parametrize("rounds_since", [0, 1])
 def test_a_site_that_was_killed_sends_what_its_checkpoint_withheld_once_at_most(
     tmp_path: Path, rounds_since: int
@@ -152,6 +158,7 @@ def assert_dropped(told: Told, run: Survivors, name: str, *, round: int, last: i
     run.residuals[name] = np.zeros_like(run.residuals[name])
 
 
+@pytest.mark.check(FLEETS)
 def test_a_site_that_holds_half_of_anothers_state_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     with Fleet(2, liveness=DEADLY) as fleet:
         begun(fleet, ("s0", "s1"))
@@ -169,6 +176,7 @@ def test_a_site_that_holds_half_of_anothers_state_goes_on_from_its_checkpoint(tm
         assert fleet.round("s1")["s1"].round == 2
 
 
+@pytest.mark.check(FLEETS)
 def test_two_sites_that_share_a_folder_are_told_so_and_overwrite_nothing(tmp_path: Path) -> None:
     shared = str(tmp_path / "checkpoints")
     with Fleet(2, liveness=CALM) as fleet:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
+from selection import MESSAGES
 from sites import error_of, hear, run_ranks, tell
 from states import assert_same, small_model, snapshot, train
 from torch import nn
@@ -71,6 +72,7 @@ def damaged_frame(rank: int, kind: str, options: dict[str, Any], what: Kind) -> 
     return hurt_in_round_2(rank, kind, lambda patch: patch.setattr(Stream, "arrived", damage), **options)
 
 
+@pytest.mark.check(MESSAGES, sample=r"PulseLoCo-options[01]-.*")
 @pytest.mark.parametrize(
     ("kind", "options", "what"),
     [
@@ -134,6 +136,9 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str, options: dict[str, 
     return hurt_in_round_2(rank, kind, lambda patch: rank == 1 and patch.setattr(where, fail), **options)
 
 
+@pytest.mark.check(
+    MESSAGES, sample=r".*(encode-options0|seal-options2|open-options6|join-options10|learn-options12).*"
+)
 @pytest.mark.parametrize(
     ("kind", "where", "options"),
     [

@@ -13,6 +13,7 @@ from fault_harness import Run
 from fault_rows import CASES, ROWS, Case, table
 from fault_site import Setup
 from faulty import Fault
+from selection import CELLS, INTERRUPTIONS
 from states import assert_same
 
 from experiments.bench.namespaces import why_not
@@ -20,6 +21,18 @@ from experiments.bench.namespaces import why_not
 # Beyond what a row allows: on two shared cores a process may not run for seconds. A hang would be longer by
 # far: patience and timeout are 40 s.
 MARGIN = 5.0
+# For `make test`: of each flow one fault, of sites of one rank and of two, in a round and in its repeat.
+SAMPLE = {
+    "stopped (SIGSTOP), payload",
+    "stopped in the repeat, linking",
+    "killed (SIGKILL), vote 2",
+    "a rank of a site of two killed, apply",
+    "connections closed, announcement",
+    "link cut, payload",
+    "the store's host stopped, inner step",
+    "other hyperparameters, construction",
+    "steps a million times too large, inner step",
+}
 PAGE = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
 
 
@@ -28,11 +41,11 @@ def needs_root(case: Case) -> bool:
 
 
 def marked(case: Case) -> object:
-    if not needs_root(case):
-        return pytest.param(case, id=case.name)
-    why = why_not()
-    skipped = pytest.mark.skipif(why is not None, reason=why or "")
-    return pytest.param(case, id=case.name, marks=[pytest.mark.root, skipped])
+    marks = [] if case.name in SAMPLE else [pytest.mark.check(CELLS)]
+    if needs_root(case):
+        why = why_not()
+        marks += [pytest.mark.root, pytest.mark.skipif(why is not None, reason=why or "")]
+    return pytest.param(case, id=case.name, marks=marks)
 
 
 @pytest.fixture(scope="session")
@@ -109,6 +122,13 @@ def test_a_site_gone_wild_is_seen_in_the_report_and_left_out_on_request(
             assert np.linalg.norm(residual) >= wild.update_norms[rank] * (1 - 1e-6)
 
 
+def test_the_sample_has_every_flow() -> None:
+    sample = [case for case in CASES if case.name in SAMPLE]
+    assert len(sample) == len(SAMPLE)
+    assert {case.row.flow for case in sample} == {row.flow for row in ROWS}
+    assert {case.row.setup.ranks_per_site for case in sample} == {1, 2}
+
+
 def test_the_page_has_a_row_for_every_fault_and_phase_that_is_tried() -> None:
     def without_times(lines: str) -> list[list[str]]:
         rows = [line.split(" | ") for line in lines.splitlines() if line.startswith("| ")]
@@ -119,6 +139,7 @@ def test_the_page_has_a_row_for_every_fault_and_phase_that_is_tried() -> None:
     assert len(CASES) == sum(len(row.phases) for row in ROWS) == len({case.name for case in CASES})
 
 
+@pytest.mark.check(INTERRUPTIONS)
 def test_the_same_round_can_fail_again_and_again_while_a_site_is_stopped() -> None:
     with Run(Setup(dead_after=0.5), [Fault("SIGSTOP", "payload")]) as run:
         for _ in range(4):

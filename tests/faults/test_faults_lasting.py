@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from scripted import Scripted, parameters
+from selection import INTERRUPTIONS
 from sites import hear, run_ranks, tell
 from states import assert_same, snapshot
 from torch._C._distributed_c10d import FileStore
@@ -92,6 +93,7 @@ def interrupted(rank: int, vote: str) -> dict[str, Any]:
     return {"told": told, "clean": snapshot(clean), "interrupted": snapshot(optimizer)}
 
 
+@pytest.mark.check(INTERRUPTIONS, sample=r"vote 2")
 @pytest.mark.parametrize("vote", ["announcement", "vote 1", "vote 2"])
 def test_ctrl_c_in_the_middle_of_a_round_loses_nothing(vote: str) -> None:
     results = run_ranks(3, interrupted, vote)

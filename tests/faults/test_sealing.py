@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
+from selection import MESSAGES
 from sites import error_of, run_ranks
 from states import assert_same, snapshot
 from torch._C._distributed_c10d import HashStore
@@ -39,6 +40,7 @@ def with_and_without(rank: int, exchange: str) -> dict[str, Any]:
     return {"sealed": snapshot(sealed), "plain": snapshot(plain), "more": more}
 
 
+@pytest.mark.check(MESSAGES, sample=r"owner")
 @pytest.mark.parametrize("exchange", ["gather", "owner", "dense"])
 def test_seals_change_no_bit_of_a_round_and_their_bytes_are_counted(exchange: str) -> None:
     for result in run_ranks(3, with_and_without, exchange):
@@ -76,6 +78,7 @@ def changed_on_its_way(rank: int, which: int) -> dict[str, Any]:
 
 
 # Announcements, first votes, headers and bodies of slices and of sums, from each of two peers.
+@pytest.mark.check(MESSAGES, sample=r"0|5|10")
 @pytest.mark.parametrize("which", range(12))
 def test_a_changed_message_is_refused_whatever_it_is(which: int) -> None:
     results = run_ranks(3, changed_on_its_way, which)
@@ -87,6 +90,7 @@ def test_a_changed_message_is_refused_whatever_it_is(which: int) -> None:
         assert result["round"] == 1
 
 
+@pytest.mark.check(MESSAGES, sample=r"12")
 @pytest.mark.parametrize("which", [12, 13])
 def test_a_changed_last_vote_leaves_all_sites_agreed(which: int) -> None:
     """Site 1 can't tell, but the verdict does, whether the others had all votes and went on."""

@@ -14,6 +14,7 @@ import torch
 from homes import HOMES, interpreted, use_tiles_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import ALL_VALUES
 from torch import Tensor
 
 from loco.kernels import Encoded, Entries, Gate, OuterStep, reference
@@ -25,6 +26,8 @@ TILE = 512
 EDGES = [0, 1, 63, 255, 256, 257, 511, 512, 513, 1003, 16 * 512, 16 * 512 + 1, 33 * 512 - 1]
 
 pytestmark = pytest.mark.parametrize("home", HOMES[1:])  # all but the reference
+# Of the ties each one, and a seventh, which has every exponent and every kind of tie.
+of_ties = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.check(ALL_VALUES))])
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +150,7 @@ def test_a_round_at_every_edge(home: Any, n: int) -> None:
     assert home.digest(anchor) == reference.digest(anchor)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("gate", GATES, ids=lambda g: "none" if g is None else str(g.dtype))
 @pytest.mark.parametrize("gain", [1e-6, 2.5, 1e9])
 @pytest.mark.parametrize("keeps", [True, False], ids=["residual", "no-residual"])
@@ -173,6 +177,7 @@ def test_densities_of_real_rounds(home: Any, scale: float, low: float, high: flo
     check_apply(home, anchor, torch.zeros(8000), whole(weights), residual, own, others, step(2))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtypes", [[FP32], [BF16], [FP16], [FP32, BF16, FP16]], ids=str)
 @pytest.mark.parametrize("pieces", ["one", "aligned", "unaligned", "tiny"])
 def test_pieces_of_any_dtype_anywhere(home: Any, dtypes: list[torch.dtype], pieces: str) -> None:
@@ -202,6 +207,7 @@ def test_a_state_that_is_not_aligned(home: Any) -> None:
     check_apply(home, anchor, normal(n, 7, 1e-5), [weights], residual, own, [own, sums], step(2))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mu", [0.0, 0.9])
 @pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
 @pytest.mark.parametrize("keeps", [True, False], ids=["residual", "no-residual"])
@@ -227,18 +233,19 @@ def test_every_kind_of_outer_step(home: Any, mu: float, nesterov: bool, keeps: b
         )
 
 
-def ties() -> Tensor:
-    """Every BF16 value with the low halves around a rounding tie: denormals, infinities and NaNs too."""
+def ties(every: int) -> Tensor:
+    """BF16 values with the low halves around a rounding tie: denormals, infinities and NaNs too."""
     low = np.array([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
     high = np.arange(1 << 16, dtype=np.uint32) << 16
-    return torch.from_numpy((high[:, None] | low).reshape(-1).view(np.float32))
+    return torch.from_numpy((high[:, None] | low).reshape(-1)[::every].copy().view(np.float32))
 
 
+@of_ties
 @pytest.mark.parametrize("gate", GATES[1:], ids=lambda g: str(g.dtype))
-def test_the_casts_of_all_ties(home: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_casts_of_all_ties(home: Any, gate: Gate, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """θ is every tie, and θ − γ·s is a neighbour of it, or anything at all."""
     use_tiles_of(1 << 16, monkeypatch)
-    anchor = ties()
+    anchor = ties(every)
     order = torch.from_numpy(np.random.default_rng(0).permutation(anchor.numel()))
     near = (anchor.view(torch.int32) + torch.arange(anchor.numel()).to(torch.int32) % 5 - 2).view(FP32)
     other = torch.where(order % 2 == 0, near, anchor[order])
@@ -248,15 +255,16 @@ def test_the_casts_of_all_ties(home: Any, gate: Gate, monkeypatch: pytest.Monkey
 ECONOMIES = [(0.25, None), (1e-6, None), (1e38, None), (0.0, 2), (0.0, 256), (1.5, 16)]
 
 
+@of_ties
 @pytest.mark.parametrize(("margin", "value_steps"), ECONOMIES)
 def test_the_economies_on_all_ties(
-    home: Any, margin: float, value_steps: int | None, monkeypatch: pytest.MonkeyPatch
+    home: Any, margin: float, value_steps: int | None, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """θ is a fifth of all BF16 numbers and ties; s is anything at all, or some halves of a step, or f·ulp(θ),
     or next to one of these."""
     use_tiles_of(1 << 16, monkeypatch)
     gate = Gate(gain=2.0**30, margin=margin, value_steps=value_steps)
-    anchor = ties()[::5].clone()
+    anchor = ties(5 * every)
     n = anchor.numel()
     rng = np.random.default_rng(0)
     unit = reference.ulp(anchor)
@@ -271,11 +279,14 @@ def test_the_economies_on_all_ties(
     assert sent > n // 4 or margin == 1e38
 
 
+@of_ties
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_weights_of_all_ties(home: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_all_ties(
+    home: Any, dtype: torch.dtype, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cast of each tie, and the difference from weights of any value, overflow to infinity included."""
     use_tiles_of(1 << 16, monkeypatch)
-    anchor = ties()
+    anchor = ties(every)
     order = torch.from_numpy(np.random.default_rng(0).permutation(anchor.numel()))
     pieces = whole(anchor[order], dtype)
     check_encode(home, anchor, pieces, None, None)
@@ -285,9 +296,10 @@ def test_weights_of_all_ties(home: Any, dtype: torch.dtype, monkeypatch: pytest.
     assert torch.equal(pieces[0].view(torch.uint8), expected[0].view(torch.uint8))  # the bits of NaNs too
 
 
-def test_an_outer_step_on_all_ties(home: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@of_ties
+def test_an_outer_step_on_all_ties(home: Any, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles_of(1 << 16, monkeypatch)
-    values = ties()
+    values = ties(every)
     n = values.numel()
     rng = np.random.default_rng(0)
     m, e, c = (values[torch.from_numpy(rng.permutation(n))] for _ in range(3))
@@ -306,6 +318,7 @@ def test_no_update_is_minus_zero(home: Any) -> None:
     check_apply(home, anchor, None, [weights], None, total, [total], step(1, 0.0))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("position", [0, 5, 1600, 1999])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["anchor", "weights", "residual"])

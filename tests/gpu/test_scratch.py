@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from selection import MEMORY
 
 PROGRAM = """
 import sys, torch
@@ -52,6 +53,7 @@ def scratch(numel: int, density: float, device: str, how: str) -> dict[str, floa
     }
 
 
+@pytest.mark.check(MEMORY, sample=r"home-0.12")
 @pytest.mark.parametrize("density", [0.01, 0.12])
 @pytest.mark.parametrize("how", ["home", "streamed"])
 def test_scratch_in_host_memory(density: float, how: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from homes import interpreted, interpreting, use_tiles_of
+from selection import GPU_TARGETS, MEMORY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import interpreter_builder
@@ -116,6 +117,7 @@ def test_a_dense_encode_reads_once_and_writes_once() -> None:
     assert traffic["encode_kernel"].stored == pytest.approx(4, abs=0.05)
 
 
+@pytest.mark.check(GPU_TARGETS, sample=r"1")
 @pytest.mark.parametrize("sites", [1, 4])
 def test_an_apply_reads_and_writes_the_state_once(sites: int) -> None:
     """θ, m, e and w: 16 bytes read and 16 written per parameter, and each payload read once."""
@@ -166,6 +168,7 @@ def scratch(op: Callable[[], Any], returned: Callable[[Any], list[Tensor]], give
     return (sum(sizes.values()) - kept) / N
 
 
+@pytest.mark.check(MEMORY, sample=r"3.3e-06-sampled")
 @pytest.mark.parametrize("sampled", [16, 1024], ids=["sampled", "counted"])
 @pytest.mark.parametrize("scale", [0.0, 3.3e-6])
 def test_scratch_is_below_half_a_byte_per_parameter(

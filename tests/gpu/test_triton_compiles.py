@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
+from selection import GPU_TARGETS
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -182,6 +183,7 @@ def test_every_launch_forbids_fused_multiply_adds() -> None:
     assert kernel.options == {"num_warps": TILES.WARPS, "enable_fp_fusion": False}
 
 
+@pytest.mark.check(GPU_TARGETS, sample=r".*-sm_90")
 @pytest.mark.parametrize(("name", "target"), CUDA)
 def test_cuda_arithmetic_is_exact_and_nothing_is_atomic(name: str, target: str) -> None:
     ptx = compiled(name, target).asm["ptx"]
@@ -196,6 +198,7 @@ def test_cuda_arithmetic_is_exact_and_nothing_is_atomic(name: str, target: str) 
     assert "cvt.rn.bf16" not in ptx
 
 
+@pytest.mark.check(GPU_TARGETS, sample=r"sm_90")
 @pytest.mark.parametrize("target", [t for t in TARGETS if t != "gfx942"])
 def test_zero_is_added_where_there_is_no_residual(target: str) -> None:
     """It makes −0 into +0; a compiler that forgets signs of zeros would drop it."""
@@ -204,6 +207,7 @@ def test_zero_is_added_where_there_is_no_residual(target: str) -> None:
     assert single + 2 * paired == 16  # one for each element of a thread; Δ itself is a subtraction
 
 
+@pytest.mark.check(GPU_TARGETS, sample=r".*-sm_90")
 @pytest.mark.parametrize(("name", "target"), CUDA)
 def test_cuda_kernels_fit_their_registers(name: str, target: str) -> None:
     code = sass(compiled(name, target))
@@ -227,6 +231,7 @@ WIDE = {  # 16-byte loads and stores of a thread: 4 elements each of θ, e, m, s
 }
 
 
+@pytest.mark.check(GPU_TARGETS, sample=r".*-sm_90|apply-bf16-gfx942")
 @pytest.mark.parametrize(("name", "target"), [pair for pair in COMPILED if pair[0] in WIDE])
 def test_the_state_and_aligned_weights_move_16_bytes_at_a_time(name: str, target: str) -> None:
     assert TILES.TILE == 16 * 32 * TILES.WARPS  # elements of a thread, on CUDA; half on gfx942
@@ -251,6 +256,7 @@ def test_only_the_weights_are_narrow_when_they_are_not_aligned(name: str) -> Non
     assert len(re.findall(r"\bld\.global\S*\.b16", ptx)) == 16
 
 
+@pytest.mark.check(GPU_TARGETS, sample=r"apply-bf16")
 @pytest.mark.parametrize("name", ROCM)
 def test_rocm_arithmetic_is_exact_and_nothing_spills(name: str) -> None:
     code = compiled(name, "gfx942").asm["amdgcn"]

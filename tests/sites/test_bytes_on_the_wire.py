@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from selection import MESSAGES
 
 import loco
 from experiments.bench.namespaces import Counters, counters, why_not
@@ -56,6 +57,7 @@ def sites() -> Iterator[Sites]:
         yield started
 
 
+@pytest.mark.check(MESSAGES, sample=r"PulseLoCo-owner-tight|DiLoCo-int8")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import CHECKPOINTS
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, small_model, snapshot, train
 from torch import nn
@@ -45,6 +46,7 @@ def went_on(rank: int, folders: list[str], kind: str, each: int, format: str, at
     return snapshot(whole[1]), snapshot(second[1]), (second[1].round, second[1].local_step)
 
 
+@pytest.mark.check(CHECKPOINTS, sample=r"3-PulseLoCo-1-torch-6|4-PulseLoCo-2-dcp-4")
 @pytest.mark.parametrize(
     ("world", "kind", "each", "format", "at"),
     [
@@ -135,6 +137,7 @@ def spoil(folder: Path, how: str) -> None:
         manifest.write_text(json.dumps(fields | {"digest": "0" * 16}))
 
 
+@pytest.mark.check(CHECKPOINTS, sample=r"a flipped bit-.*|no manifest-.*")
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [

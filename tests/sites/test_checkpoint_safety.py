@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import INTERRUPTIONS
 from sites import error_of, run_ranks
 from states import assert_same, snapshot, train
 from test_checkpoint import built
@@ -84,6 +85,7 @@ def loaded(rank: int, folder: str) -> tuple[int, Any]:
     return loco.Checkpoints(folder).load(optimizer), optimizer.round
 
 
+@pytest.mark.check(INTERRUPTIONS)
 @pytest.mark.parametrize("before", [1, 3])
 def test_a_writer_killed_at_any_point_leaves_the_checkpoint_before(tmp_path: Path, before: int) -> None:
     """After three an old one has to go in the same save."""
@@ -348,6 +350,7 @@ def killed_at_random(rank: int, folder: str, format: str) -> None:
             os._exit(0)
 
 
+@pytest.mark.check(INTERRUPTIONS, sample=r"torch")
 @pytest.mark.parametrize("format", ["torch", "dcp"])
 def test_sites_killed_while_they_write_go_on_from_where_all_of_them_were(tmp_path: Path, format: str) -> None:
     """Three lives in a row, of two sites that die within some steps of each other."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import MEMORY
 from sites import run_ranks
 
 import loco
@@ -28,6 +29,7 @@ def peak_of_a_round(rank: int, options: dict[str, Any]) -> tuple[float, float]:
     return peak / NUMEL, 5 * optimizer.last_report.entries / NUMEL
 
 
+@pytest.mark.check(MEMORY, sample=r"owner-tight")
 @pytest.mark.parametrize("wire", ["fast", "tight"])
 @pytest.mark.parametrize("exchange", ["gather", "owner"])
 def test_an_exchange_holds_entries_and_frames(exchange: str, wire: str) -> None:

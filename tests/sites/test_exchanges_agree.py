@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from scripted import Scripted, parameters
+from selection import MESSAGES
 from sites import run_ranks
 from states import Snapshot, assert_same, snapshot
 
@@ -35,6 +36,7 @@ def every_way(rank: int, numel: int, frame: int, options: dict[str, Any]) -> lis
     return results
 
 
+@pytest.mark.check(MESSAGES, sample=r"3-1003-256-options1|3-5003-2097152-options5")
 @pytest.mark.parametrize(
     ("sites", "numel", "frame", "options"),
     [

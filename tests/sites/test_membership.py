@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scripted import Scripted, parameters
+from selection import CHECKPOINTS
 from sites import error_of, run_ranks
 from torch import Tensor
 
@@ -116,6 +117,7 @@ def total(lives: list[Ledger], name: str) -> list[int]:
     return sums
 
 
+@pytest.mark.check(CHECKPOINTS, sample=r"11-1")
 @pytest.mark.parametrize("each", [1, 2])
 @pytest.mark.parametrize("first", [8, 11])  # a round's end; inside a round
 def test_nothing_is_lost_when_sites_leave_and_join(tmp_path: Path, each: int, first: int) -> None:
@@ -270,6 +272,7 @@ def rewrite(path: Path, tree: Any) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_only_what_fp32_holds_is_added() -> None:
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**32, (2, 20_000), dtype=np.uint64).astype(np.uint32)

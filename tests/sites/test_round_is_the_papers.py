@@ -9,6 +9,7 @@ import pytest
 import torch
 from paper import Paper, to_bf16
 from scripted import Scripted, bits, flat, move, parameters
+from selection import PRODUCTS
 from sites import run_ranks
 
 import loco
@@ -135,6 +136,7 @@ def test_rounds_on_a_gpu_equal_the_specification_bit_for_bit(offload: bool) -> N
     assert_equal_the_specification(run_ranks(3, run_library, CASES, "cuda", offload))
 
 
+@pytest.mark.check(PRODUCTS, sample=r"1|3")
 @pytest.mark.parametrize("sites", [1, 2, 3, 4])
 def test_rounds_equal_the_specification_bit_for_bit(sites: int) -> None:
     assert_equal_the_specification(run_ranks(sites, run_library, CASES))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from processes import children, gone, variables
+from selection import COMMANDS
 from sites import run_ranks
 from test_experiments_runs import PYTHON, environment, run, started_training
 
@@ -89,6 +90,7 @@ def forget_newest(folder: Path, keep: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@pytest.mark.check(COMMANDS, sample=r"2-round-00000003-arguments1")
 @pytest.mark.parametrize(
     ("ranks", "keep", "arguments"),
     [
@@ -131,6 +133,7 @@ def test_another_configuration_is_not_gone_on_with_and_without_resume_it_starts_
     assert only(folder).config["lr"] == 2e-4
 
 
+@pytest.mark.check(COMMANDS, sample=r"pulseloco-.*")
 @pytest.mark.parametrize(
     ("method", "sentence"), [("pulseloco", "nproc: 2 then, 3 now"), ("ddp", "no checkpoints of rank 2")]
 )
@@ -142,6 +145,7 @@ def test_another_number_of_ranks_is_not_gone_on_with(tmp_path: Path, method: str
         assert sentence in error
 
 
+@pytest.mark.check(COMMANDS)
 def test_checkpoints_are_not_removed_unasked_and_it_is_said_where_a_run_begins(tmp_path: Path) -> None:
     command = [*PYTHON, "experiments.train", *SMALL, "steps=16", "nproc=2", "name=mine"]
     first = run([*command, "resume=true"], tmp_path)
@@ -182,6 +186,7 @@ def test_what_cannot_be_saved_is_refused(arguments: list[str], sentence: str) ->
         load(TrainConfig, arguments)
 
 
+@pytest.mark.check(COMMANDS)
 def test_under_torchrun_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> None:
     """SIGKILL in the middle of the training; torchrun restarts all ranks, and they go on by themselves."""
     long = [*SMALL, "steps=800", "eval_every=400", "name=mine"]
@@ -225,6 +230,7 @@ def until(holds: Callable[[], bool], started: "subprocess.Popen[Any]") -> None:
     raise TimeoutError
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
     started, ranks = started_training("experiments.train", tmp_path, "PULSELoCo")
     os.kill(started.pid, signal.SIGKILL)
@@ -232,6 +238,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
     assert gone(ranks)
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path) -> None:
     endless = ["preset=smoke", "steps=400000", "eval_every=400000", "name=mine"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -270,6 +277,7 @@ def test_what_is_started_through_orphans_ends_with_its_parent() -> None:
     assert gone([child])
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_failed_rank_exits_with_1_and_its_traceback_is_in_its_log(tmp_path: Path) -> None:
     folder = fresh(tmp_path / "x")
     (folder / "runs").mkdir()

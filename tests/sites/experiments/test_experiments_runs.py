@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import children, gone, variables
+from selection import COMMANDS
 from sites import run_ranks
 
 from experiments import compare, launch, train
@@ -136,6 +137,7 @@ def test_tensorboards_files_hold_the_scores(compared: tuple[Path, str]) -> None:
         assert ("round/density" in events.Tags()["scalars"]) == bool(one.rounds)
 
 
+@pytest.mark.check(COMMANDS)
 def test_train_under_torchrun_equals_the_same_method_in_a_comparison(
     compared: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -147,6 +149,7 @@ def test_train_under_torchrun_equals_the_same_method_in_a_comparison(
     assert alone.evaluations == together.evaluations
 
 
+@pytest.mark.check(COMMANDS)
 def test_torchrun_leaves_runs_of_another_size_to_be_launched_and_says_so(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -217,6 +220,7 @@ def test_an_occupied_port_is_told(
     assert f"error: port {port} cannot be used (Address already in use)" in capsys.readouterr().err
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_rank_that_finds_its_port_occupied_says_so_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
@@ -227,6 +231,7 @@ def test_a_rank_that_finds_its_port_occupied_says_so_in_one_line(tmp_path: Path)
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.check(COMMANDS)
 def test_under_torchrun_one_rank_says_what_is_wrong(tmp_path: Path) -> None:
     done = run([*TORCHRUN, "-m", "experiments.train", "sync_evry=4"], tmp_path)
     assert done.returncode == 1
@@ -234,6 +239,7 @@ def test_under_torchrun_one_rank_says_what_is_wrong(tmp_path: Path) -> None:
     assert "experiments/config.py" not in done.stderr  # no traceback of a rank
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_killed_rank_is_named_and_the_others_are_stopped(tmp_path: Path) -> None:
     started, ranks = started_training("experiments.train", tmp_path, "DiLoCo", "method=diloco")
     victim = next(pid for pid, rank in ranks.items() if rank == 1)
@@ -254,6 +260,7 @@ def test_ctrl_c_ends_in_one_sentence_and_no_rank_is_left(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "runs/pulseloco").iterdir()] == ["logs"]
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_comparison_that_was_interrupted_goes_on_after_its_last_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

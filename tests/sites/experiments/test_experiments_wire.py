@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from selection import BASELINES
 from test_experiments_runs import EASY, PYTHON, run
 
 from experiments.bench import coding, plain_codes
@@ -78,6 +79,7 @@ def test_the_kept_excerpts_are_of_real_training_and_cost_at_most_2_5_bytes() -> 
             assert sum(body.raw.numel() for body in coded) < 2.5 * entries.values.numel()
 
 
+@pytest.mark.check(BASELINES)
 def test_record_writes_the_round_after_the_last_step(tmp_path: Path) -> None:
     done = run(
         [*PYTHON, "experiments.record", *EASY, "nproc=2", "excerpt=5000", "name=a"],
@@ -95,6 +97,7 @@ def test_record_writes_the_round_after_the_last_step(tmp_path: Path) -> None:
     assert 4000 < excerpt.anchor.numel() < 6000
 
 
+@pytest.mark.check(BASELINES)
 def test_noise_is_rounds_of_the_library_and_the_same_every_time() -> None:
     noise = Noise(lr=1e-6, numel=3000, rounds=3)
     known, sites = simulate(noise)

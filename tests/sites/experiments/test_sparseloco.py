@@ -8,6 +8,7 @@ import pytest
 import torch
 from paper import to_bf16
 from scripted import Scripted, bits, flat, move
+from selection import BASELINES
 from sites import error_of, run_ranks
 from torch import Tensor, nn
 
@@ -416,6 +417,7 @@ def test_a_wrong_argument_is_named(wrong: dict[str, Any]) -> None:
         SparseLoCo(inner, **wrong)
 
 
+@pytest.mark.check(BASELINES)
 @pytest.mark.usefixtures("single_site")
 def test_it_learns() -> None:
     """Without a second site, what error feedback defers is all that stands between it and SGD."""

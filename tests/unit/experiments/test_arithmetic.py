@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from languages import END, pupil
+from selection import BASELINES
 from sites import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -147,6 +148,7 @@ def test_pass_at_1_is_what_greedy_decoding_gets() -> None:
     assert score.tolist() == [right, 80]
 
 
+@pytest.mark.check(BASELINES)
 def test_sampled_is_the_probability_of_the_right_answer_and_how_often_a_sample_is_right() -> None:
     lm, it = pupil(knows=6.0), task()
     exact, often, tries = 0.0, 0, 400

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import gone
+from selection import BASELINES, INTERRUPTIONS
 
 from experiments.bench.crowd import Classes, Crowd, by_class
 from experiments.bench.model import COLUMNS, DDP, Model, modelled
@@ -87,6 +88,7 @@ def test_unions_by_class_are_those_of_simulated_sites() -> None:
         assert 1 - (1 - classes.density()) ** few > 1.1 * simulated  # what independent elements would say
 
 
+@pytest.mark.check(BASELINES)
 def test_a_measurement_predicts_rows_of_the_same_columns(tmp_path: Path) -> None:
     model = Model.of(tmp_path, 1 << 15, again=True)
     few, many = (model.setting(sites, 1e6, 100 * MBIT) for sites in (2, 256))
@@ -153,6 +155,7 @@ def test_nothing_is_left_after_an_error() -> None:
     assert gone(pids)
 
 
+@pytest.mark.check(INTERRUPTIONS, sample=r"2")
 @pytest.mark.root
 @needs_networks
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

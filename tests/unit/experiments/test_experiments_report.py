@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import pytest
+from selection import PAGES
 
 from experiments import report
 from experiments.config import CompareConfig, TrainConfig, load, resolved
@@ -451,6 +452,7 @@ def test_the_page_is_well_formed_whole_and_names_every_label(
     assert f"{tmp_path}/report.html" in out
 
 
+@pytest.mark.check(PAGES, sample="3-3")
 @pytest.mark.parametrize("seeds", [1, 3])
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_plots_are_drawn_for_any_number_of_labels_and_seeds(tmp_path: Path, count: int, seeds: int) -> None:
@@ -487,6 +489,7 @@ def test_the_gates_share_is_said_with_enough_digits(density: float, said: str) -
     plt.close(figure)
 
 
+@pytest.mark.check(PAGES)
 def test_visibility_is_drawn_where_learning_rates_differ(tmp_path: Path) -> None:
     rates = [made(f"lr {lr}", 0.5, lr=lr) for lr in (1e-6, 3e-6, 1e-5)]
     assert "visibility" in {plot.path.stem for plot in draw_all(Comparison.of(rates), tmp_path)}
@@ -494,6 +497,7 @@ def test_visibility_is_drawn_where_learning_rates_differ(tmp_path: Path) -> None
     assert not (tmp_path / "visibility.png").exists()  # nor left from before
 
 
+@pytest.mark.check(PAGES, sample="no DiLoCo|one round")
 @pytest.mark.parametrize(
     "results",
     [

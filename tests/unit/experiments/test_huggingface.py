@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import COMMANDS
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.errors import ExperimentError
@@ -373,6 +374,7 @@ def test_a_tokenizer_has_to_end_answers_with_a_token_of_the_models(hub: Any, tmp
     assert "has no token that ends an answer; save it with an eos_token" in refusal(tmp_path)
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_model_of_ones_own_trains_by_command(hub: Any, tmp_path: Path) -> None:
     """Whole: prompts in its tokens, answers sampled and rewarded, two sites, one θ."""
     folder, repository = tmp_path / "mine", Path(__file__).parents[3]

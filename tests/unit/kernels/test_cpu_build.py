@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from selection import C_BUILDS
 
 from loco import kernels
 from loco.kernels import Gate, OuterStep, Streamed, cpu, reference
@@ -24,6 +26,8 @@ for _ in range(2):
 print(type(kernels.home("cpu")).__name__)
 """
 
+COMPILED: dict[tuple[str | bytes, ...], bytes] = {}
+
 
 @pytest.fixture
 def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -37,8 +41,13 @@ def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     compile_files = build.compile_files
 
     def note(command: list[str], target: Path) -> None:
+        """What an earlier test has compiled by this command from these sources is not compiled again."""
         done.append(target)
-        compile_files(command, target)
+        key = *command, *(path.read_bytes() for path in build.SOURCES)
+        if key not in COMPILED:
+            compile_files(command, target)
+            COMPILED[key] = target.read_bytes()
+        target.write_bytes(COMPILED[key])
 
     monkeypatch.setattr(build, "compile_files", note)
     return done
@@ -76,19 +85,29 @@ def test_other_flags_and_other_sources_are_other_libraries(
     assert len({path.name for path in compiles}) == 3
 
 
-def test_a_damaged_or_foreign_file_in_the_cache_is_replaced(compiles: list[Path]) -> None:
+DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "empty": lambda mine, other: b"",
+    "no library": lambda mine, other: b"not a library",
+    "cut short": lambda mine, other: mine[:5000],
+    "without its end": lambda mine, other: mine[:-100] + bytes(100),
+    "another's": lambda mine, other: other,
+}
+
+
+@pytest.mark.check(C_BUILDS, sample="without its end")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_foreign_file_in_the_cache_is_replaced(compiles: list[Path], damage: str) -> None:
     """In new processes, since a loaded library is not loaded again."""
     cache = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     assert works(("-O1",))
     (other,) = cached()
-    assert in_new_process(**cache).stdout == "Compiled\n"
+    assert works(build.BUILDS[build.builds_for_this_cpu()[-1]])
     (mine,) = set(cached()) - {other}
     good = mine.read_bytes()
-    for content in (b"", b"not a library", good[:5000], good[:-100] + bytes(100), other.read_bytes()):
-        mine.write_bytes(content)
-        done = in_new_process(**cache)
-        assert (done.stdout, done.stderr) == ("Compiled\n", ""), done.returncode
-        assert mine.read_bytes() == good
+    mine.write_bytes(DAMAGES[damage](good, other.read_bytes()))
+    done = in_new_process(**cache)
+    assert (done.stdout, done.stderr) == ("Compiled\n", ""), done.returncode
+    assert mine.read_bytes() == good
 
 
 def test_a_cache_that_cannot_be_written_costs_a_compilation_only(
@@ -124,6 +143,7 @@ def test_without_a_compiler_the_reference_serves_and_one_warning_says_so(tmp_pat
     assert "no C compiler (cc, gcc or clang) was found. Install gcc or clang" in done.stderr
 
 
+@pytest.mark.check(C_BUILDS, sample=r"CC")
 @pytest.mark.parametrize(
     "environment",
     [

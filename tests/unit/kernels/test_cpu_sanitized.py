@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from sanitizing import compile_with, sanitizer_or_skip
+from selection import C_BUILDS
 
 from loco.kernels.cpu import build
 
@@ -29,6 +30,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(tmp_path_factory.mktemp("plain"), ())
 
 
+@pytest.mark.check(C_BUILDS, sample=r"portable")
 @pytest.mark.parametrize("variant", BUILDS)
 def test_no_address_error_and_no_undefined_behaviour(tmp_path: Path, variant: str, expected: str) -> None:
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -36,6 +38,7 @@ def test_no_address_error_and_no_undefined_behaviour(tmp_path: Path, variant: st
     assert run(tmp_path, (*build.BUILDS[variant], *flags)) == expected
 
 
+@pytest.mark.check(C_BUILDS, sample=r"portable")
 @pytest.mark.parametrize("variant", BUILDS)
 def test_no_data_race(tmp_path: Path, variant: str, expected: str) -> None:
     flags = ("-fsanitize=thread",)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paper import bf16_ulp, in_steps
 from scripted import bits
+from selection import ALL_VALUES
 from torch import Tensor
 
 from loco.kernels import Entries, Gate, OuterStep, reference
@@ -96,17 +97,22 @@ def test_no_home_overflows_at_the_largest_numbers(home: Any, value_steps: int) -
     np.testing.assert_array_equal(bits(entries.values), bits(expected))
 
 
-def finite_ties() -> Tensor:
-    """Every finite BF16 value with the low halves around a rounding tie."""
+# Of the ties each one, and a seventh, which has every exponent and every kind of tie.
+of_ties = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.check(ALL_VALUES))])
+
+
+def finite_ties(every: int) -> Tensor:
+    """Finite BF16 values with the low halves around a rounding tie."""
     low = np.array([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
     high = np.arange(1 << 16, dtype=np.uint32) << 16
     values = (high[:, None] | low).reshape(-1).view(np.float32)
-    return torch.from_numpy(values[np.isfinite(values)])
+    return torch.from_numpy(values[np.isfinite(values)][::every].copy())
 
 
+@of_ties
 @pytest.mark.parametrize("value_steps", STEPS)
-def test_steps_are_those_of_the_specification_in_numpy(value_steps: int) -> None:
-    theta = finite_ties()
+def test_steps_are_those_of_the_specification_in_numpy(value_steps: int, every: int) -> None:
+    theta = finite_ties(every)
     for seed in range(3):
         order = np.random.default_rng(seed).permutation(theta.numel())
         near = (theta.view(torch.int32) + torch.from_numpy(order % 5 - 2).int()).view(torch.float32)
@@ -116,17 +122,22 @@ def test_steps_are_those_of_the_specification_in_numpy(value_steps: int) -> None
         np.testing.assert_array_equal(got.numpy(), v)  # as values: the sign of a zero is not sent
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("wild", [False, True], ids=["usual", "any-bits"])
+@pytest.mark.parametrize(
+    "every",
+    [0, 7, pytest.param(1, marks=pytest.mark.check(ALL_VALUES))],
+    ids=["usual", "a seventh of all bits", "any-bits"],
+)
 @pytest.mark.parametrize(("margin", "value_steps"), ECONOMIES)
 def test_what_is_not_sent_stays_to_the_last_bit(
-    home: Any, wild: bool, margin: float, value_steps: int | None, monkeypatch: pytest.MonkeyPatch
+    home: Any, every: int, margin: float, value_steps: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent plus new residual is s; sent are visible, larger than the margin, whole steps, and not zero."""
     use_tiles_of(1 << 14, monkeypatch)
     rng = np.random.default_rng(1)
-    if wild:
-        theta = finite_ties()
+    if every:
+        theta = finite_ties(every)
         s = theta[torch.from_numpy(rng.permutation(theta.numel()))] + 0.0  # no −0, which s never is
     else:
         theta = torch.from_numpy(rng.normal(0, 0.02, 20000).astype(np.float32))

@@ -9,6 +9,7 @@ import torch
 from homes import builds, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import ALL_VALUES
 from tight_cases import THETAS, VALUES, after_rounds, case
 
 from loco.kernels import BLOCK, Entries, Gate, Known, cpu, reference_tight
@@ -56,6 +57,7 @@ def test_every_size_and_density(n: int, density: float, momentum: bool) -> None:
     check(entries, known)
 
 
+@pytest.mark.check(ALL_VALUES)
 @pytest.mark.parametrize("n", [PART - 1, PART, PART + 1, 2 * PART + 300])
 def test_sizes_around_a_part(n: int) -> None:
     check(*case(n, 3e-4, momentum=n % 2 == 0, seed=n), read_slowly=n > 2 * PART)
@@ -68,11 +70,13 @@ def test_the_more_entries_the_more_contexts(count: int, momentum: bool) -> None:
     check(entries, known, read_slowly=count < 8192)
 
 
+@pytest.mark.check(ALL_VALUES)
 def test_the_most_contexts() -> None:
     frame = check(*case(PART + 1000, 0.52, values="sums"), read_slowly=False)
     assert frame[9:11].tolist() == [0, 3]  # all levels, all pulls
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("gate", [*GATES, *MARGINS], ids=str)
 @pytest.mark.parametrize("values", VALUES)
 def test_any_values_beside_any_weights(gate: Gate, values: str) -> None:
@@ -125,6 +129,7 @@ def test_any_number_of_threads_writes_the_same_bytes(home: cpu.Compiled) -> None
     same_bits(home.unpack(frame, entries.values.numel(), known), entries)
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"1e-06-1.0")
 @pytest.mark.parametrize(("lr", "gain"), [(1e-6, 1.0), (3e-6, 1.0), (1e-6, 7.0)])
 def test_an_entry_costs_at_most_2_6_bytes(lr: float, gain: float) -> None:
     if not BUILDS:

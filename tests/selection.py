@@ -1,0 +1,76 @@
+"""What `make test` runs: a sample of every class of claim. `make check` (pytest's --check) runs everything.
+
+Without --check these are left out, and the end of the run says so:
+
+- a test that is marked `check(beyond)`, or the cases of it whose ids do not match `check(beyond, sample=…)`.
+  `beyond` is one of the sentences below: what these tests try beyond what the sample has tried;
+- of a test that is marked `pairs`, those cases of its product of options whose every pair of options has been
+  tried by other cases.
+
+A test that the command line names by its id (`file.py::test`) is run in any case.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+CELLS = "every phase of every fault in the fault table"
+FLEETS = "every way in which sites come and go"
+INTERRUPTIONS = "every moment of an interruption or a kill; long runs under random faults"
+MESSAGES = "every message that fails, is damaged or forged, by every exchange"
+CHECKPOINTS = "checkpoints: every format, damage and change of sites"
+HOSTILE = "1,200,000 hostile payloads against every build, under the sanitizers"
+GPU_TARGETS = "the Triton kernels, compiled for every GPU"
+C_BUILDS = "the C kernels: every build, under every sanitizer and in odd environments"
+ALL_VALUES = "the kernels and the codecs on every BF16 value and tie, and on more sizes and densities"
+MEMORY = "memory at full size, by every home and exchange"
+COMMANDS = "the commands as a person runs them: each way to start, interrupt and resume one"
+BASELINES = "the baselines, recordings and benchmarks in full"
+PAGES = "plots and pages of any size"
+PRODUCTS = "full products of options, of which every pair has been tried"
+
+
+def left_out(items: Sequence[pytest.Item]) -> dict[pytest.Item, str]:
+    """What `make test` does not run, each with what it tries beyond the sample."""
+    found: dict[pytest.Item, str] = {}
+    unused: dict[str, str] = {}
+    products: defaultdict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        mark = item.get_closest_marker("check")
+        if mark is not None:
+            sample = mark.kwargs.get("sample", "")
+            unused.setdefault(test, sample)
+            if not sample or not re.fullmatch(sample, case[:-1]):
+                found[item] = mark.args[0]
+                continue
+            unused[test] = ""
+        if "pairs" in item.keywords:
+            # What is skipped for want of a device must not stand for what is run.
+            products[test, "gpu" in item.keywords].append(item)
+    if missed := {test: sample for test, sample in unused.items() if sample}:
+        raise pytest.UsageError(f"samples that match no case: {missed}")
+    for cases in products.values():
+        kept = covering([getattr(item, "callspec").indices for item in cases])  # noqa: B009
+        found |= {item: PRODUCTS for k, item in enumerate(cases) if k not in kept}
+    return found
+
+
+def covering(cases: Sequence[dict[str, int]]) -> set[int]:
+    """The numbers of cases that have every pair of options between them: by greed, so not the fewest."""
+    pairs: list[set[Any]] = [set(combinations(sorted(case.items()), 2)) or {*case.items()} for case in cases]
+    wanted = set[Any]().union(*pairs)
+    kept: set[int] = set()
+    while wanted:
+        best = max(range(len(cases)), key=lambda k: len(pairs[k] & wanted))
+        kept.add(best)
+        wanted -= pairs[best]
+    return kept
+
+
+def summary(beyond: Iterable[str]) -> list[str]:
+    return [f"{count:6,}  {what}" for what, count in Counter(beyond).most_common()]
