@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test poison lint bench gpu clean
+.PHONY: install demo test check poison lint bench gpu clean
 .DEFAULT_GOAL := demo
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -21,14 +21,19 @@ install: .venv/installed
 demo: .venv/installed
 	$(BIN)/python -m experiments.compare
 
+# A sample of every class of claim; says at its end what `make check` adds.
 test: .venv/installed
 	$(BIN)/python -m pytest
 
-# The suite again, in random order, with fresh memory filled so that whoever reads it unwritten fails.
+# Every test.
+check: .venv/installed
+	$(BIN)/python -m pytest --check
+
+# Every test, in random order, with fresh memory filled so that code that reads it unwritten fails.
 SEED ?= $(shell date +%s)
 poison: .venv/installed
 	GLIBC_TUNABLES=glibc.malloc.perturb=1:glibc.malloc.tcache_count=0 \
-		$(BIN)/python -m pytest --shuffle $(SEED)
+		$(BIN)/python -m pytest --check --shuffle $(SEED)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -41,7 +46,7 @@ bench: .venv/installed
 # Every test and benchmark that needs a GPU, with the Python and the torch that are there: installs nothing, and
 # beside torch, triton and numpy needs pytest and hypothesis.
 gpu:
-	$(PYTHON) -m pytest -m gpu tests/gpu/test_homes_agree.py $$(grep -rl 'mark\.gpu' tests --include='test_*.py')
+	$(PYTHON) -m pytest --check -m gpu tests/gpu/test_homes_agree.py $$(grep -rl 'mark\.gpu' tests --include='test_*.py')
 	$(PYTHON) -m experiments.bench kernels
 
 clean:

@@ -55,7 +55,9 @@ def left_out(items: Sequence[pytest.Item]) -> dict[pytest.Item, str]:
     if missed := {test: sample for test, sample in unused.items() if sample}:
         raise pytest.UsageError(f"samples that match no case: {missed}")
     for cases in products.values():
-        kept = covering([getattr(item, "callspec").indices for item in cases])  # noqa: B009
+        # A product's cases share the options themselves.
+        options = [getattr(item, "callspec").params for item in cases]  # noqa: B009
+        kept = covering([{name: id(value) for name, value in case.items()} for case in options])
         found |= {item: PRODUCTS for k, item in enumerate(cases) if k not in kept}
     return found
 

@@ -35,10 +35,10 @@ def through(optimizer: loco.PulseLoCo, rounds: int) -> None:
             optimizer.sync()
 
 
-def failing_often(rank: int) -> list[tuple[int, int]]:
+def failing_often(rank: int, rounds: int) -> list[tuple[int, int]]:
     """Open files and threads, after 10, 20, … rounds that failed and were repeated."""
     optimizer, arrived, counts = built(rank), Stream.arrived, []
-    for number in range(50):
+    for number in range(rounds):
 
         def fail(self: Stream, number: int = number) -> Any:
             if arrived(self) and rank == number % 3:
@@ -56,8 +56,9 @@ def failing_often(rank: int) -> list[tuple[int, int]]:
     return counts
 
 
-def test_rounds_that_fail_and_are_repeated_leave_no_file_and_no_thread_behind() -> None:
-    for counts in run_ranks(3, failing_often):
+@pytest.mark.parametrize("rounds", [20, pytest.param(50, marks=pytest.mark.check(INTERRUPTIONS))])
+def test_rounds_that_fail_and_are_repeated_leave_no_file_and_no_thread_behind(rounds: int) -> None:
+    for counts in run_ranks(3, failing_often, rounds):
         files, threads = zip(*counts, strict=True)
         # The last broken group may still be going.
         assert files[-1] <= files[0] + 8
