@@ -1,7 +1,9 @@
-"""loco: an optimizer for trainers that sit in different places.
+"""loco: a low-communication optimizer for trainers in different places.
 
-inner = torch.optim.AdamW(model.parameters(), lr=1e-6)
-optimizer = loco.PulseLoCo(inner, sync_every=8)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = loco.PulseLoCo(inner, sync_every=8)
+
+`help(loco.PulseLoCo)` has a whole training loop.
 """
 
 from .checkpoints.checkpoints import Checkpoints
@@ -18,13 +20,14 @@ from .errors import (
 )
 from .members.elastic import ElasticTopology
 from .members.fixed import Topology
-from .optimizer import DiLoCo, PulseLoCo
-from .presets import MATCHING, SAVING
+from .optimizer import DiLoCo, LowCommunicationOptimizer, PulseLoCo
+from .presets import MATCHING, PAPER, SAVING
 from .report import SyncReport
 from .round.hooks import RoundProgress
 
 __all__ = [
     "MATCHING",
+    "PAPER",
     "SAVING",
     "AgreementError",
     "AuthenticationError",
@@ -33,6 +36,7 @@ __all__ = [
     "DiLoCo",
     "ElasticTopology",
     "LocoError",
+    "LowCommunicationOptimizer",
     "NonFiniteError",
     "PeerError",
     "PulseLoCo",

@@ -1,11 +1,11 @@
-"""What all sites must have in common, checked before anything is built from it."""
+"""The settings that must be equal on all sites."""
 
 import ctypes
 from dataclasses import dataclass
 
 import torch
 
-# What the gate looks at; None: every entry is sent.
+# The format whose changes the gate looks for; None: every entry is sent.
 GATES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -18,9 +18,10 @@ VALUE_STEPS = (None, *(2**k for k in range(1, 9)))
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all sites must have in common. Checked here, compared at construction, kept in checkpoints."""
+    """The settings that must be equal on all sites: checked here, compared between the sites when the
+    optimizer is built, and stored in checkpoints."""
 
-    kind: str  # the optimizer's name
+    kind: str  # the optimizer's class
     sync_every: int  # H
     outer_lr: float  # α
     outer_momentum: float  # μ
@@ -36,7 +37,7 @@ class Settings:
             raise ValueError(f"sync_every must be a whole number >= 1, got {self.sync_every}")
         for name in ("outer_lr", "gate_gain"):
             value = getattr(self, name)
-            # FP32 is what the round computes in.
+            # A round computes in FP32.
             if not 2.0**-126 <= _in_fp32(value) < float("inf"):
                 raise ValueError(f"{name} must be > 0 and finite in FP32, got {value}")
         if not 0 <= _in_fp32(self.outer_momentum) < 1:
@@ -66,7 +67,7 @@ class Settings:
                     f"none: leave it out (got {self.outlier_factor}), or choose another gate"
                 )
             object.__setattr__(self, "outlier_factor", float(self.outlier_factor))
-        # 8 and 8.0, or a number of numpy's, are one setting: plain types, so that they compare as one.
+        # Plain types, so that 8, 8.0 and a numpy number are one setting on all sites.
         for name, kind in (
             ("sync_every", int),
             ("outer_lr", float),
@@ -81,15 +82,16 @@ class Settings:
 
 
 def matching_gain(outer_lr: float, outer_momentum: float) -> float:
-    """The gate's gain with which PULSELoCo learns as DiLoCo does: half of the outer optimizer's reach.
+    """The gate's gain with which PULSELoCo learns as DiLoCo does: half of the outer effective step size.
 
-    An s that comes again and again moves θ by up to α / (1 − μ) times itself. With γ = 1 the gate would hold
-    back what this makes visible; with the full reach it sends twice as much, for next to nothing.
+    An update that repeats every round moves θ by up to α / (1 − μ) times itself. With γ = 1 the gate
+    withholds updates that become visible through this; with γ = α / (1 − μ) it sends about half as many
+    entries again and learns hardly more.
     """
     if not 0 <= outer_momentum < 1:
-        return 1.0  # refused with a sentence elsewhere
+        return 1.0  # `Settings` refuses it
     half = outer_lr / (1 - outer_momentum) / 2
-    return max(1.0, float(f"{half:.6g}"))  # 3.5, and not what 1 − 0.9 makes of it
+    return max(1.0, float(f"{half:.6g}"))  # 3.5, without the rounding error of 1 − 0.9
 
 
 def _in_fp32(value: float) -> float:

@@ -18,7 +18,15 @@ from .wrapper import Wrapper
 
 
 class LowCommunicationOptimizer(Wrapper):
-    """An inner optimizer that steps on its own, and an outer loop that joins the sites every so often."""
+    """What `PulseLoCo` and `DiLoCo` have in common: an inner optimizer for the steps of this site, and a
+    round with the other sites after every `sync_every` of them.
+
+    Attributes:
+        inner: the wrapped optimizer.
+        topology: the sites, and this rank's position among them.
+        local_step: inner steps since the last round.
+        last_report: the `loco.SyncReport` of the latest round, or None before the first.
+    """
 
     def __init__(
         self,
@@ -31,18 +39,19 @@ class LowCommunicationOptimizer(Wrapper):
         super().__init__(inner)
         self.topology = topology or Topology()
         self._outer = outer_loop(inner, settings, self.topology, wire, offload=offload)
-        self.local_step = 0  # inner steps since the last round
+        self.local_step = 0
         self.last_report: SyncReport | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """An inner step; every `sync_every`-th call also runs a round. Returns the inner step's loss.
 
-        A step that a GradScaler skips for an overflow counts too: the sites stay in step.
+        A step that a GradScaler skips because of an overflow counts too, so that all sites come to the round
+        together.
 
         Raises:
-            LocoError: the round failed and changed nothing; the inner step stands. `sync()` repeats the
-                round, and so does the next `step()`, after another inner step. A rank that failed for a
-                reason of its own (no memory, say) raises that error, and the others a PeerError.
+            LocoError: the round failed and changed nothing; the inner step is kept. `sync()` repeats the
+                round, and so does the next `step()`, after another inner step. A rank on which something
+                else failed (it ran out of memory, for example) raises that error, and the others a PeerError.
         """
         self._settle()
         loss = None
@@ -54,14 +63,14 @@ class LowCommunicationOptimizer(Wrapper):
             if self.local_step >= self.sync_every:
                 self.sync()
         except BaseException:
-            # GradScaler takes these back only from a step that returns, and would use them again.
+            # GradScaler removes these only after a step that returns; left here, they would be used again.
             for left_by_scaler in ("grad_scale", "found_inf"):
                 self.__dict__.pop(left_by_scaler, None)
             raise
         return loss
 
     def sync(self) -> SyncReport:
-        """Run a round now, on every rank: at the end of training, before an evaluation.
+        """Run a round now; call it on every rank. Useful at the end of training or before an evaluation.
 
         Raises:
             LocoError: the round failed and changed nothing; it can be repeated.
@@ -78,12 +87,12 @@ class LowCommunicationOptimizer(Wrapper):
         self.last_report, self.local_step = report, 0
         return report
 
-    # torch's GradScaler then always calls step(), with `grad_scale` and `found_inf` set on this optimizer. If
-    # it left out the calls whose gradients overflow, one site's rounds would come later than the others'.
+    # With this, torch's GradScaler always calls step(), with `grad_scale` and `found_inf` set on this
+    # optimizer. If it skipped the steps whose gradients overflow, this site would come late to its rounds.
     _step_supports_amp_scaling = True
 
     def _unscale_or_skip(self) -> bool:
-        """What GradScaler does for other optimizers: unscale the gradients; true if they overflowed."""
+        """Unscale the gradients, as GradScaler does for other optimizers. -> whether they overflowed"""
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf):
             return True
@@ -97,8 +106,9 @@ class LowCommunicationOptimizer(Wrapper):
 
     @property
     def outer_state(self) -> OuterLoop:
-        """θ (`anchor`), m (`momentum`) and e (`residual`) of this rank's part of the parameters, which is
-        `start` to `stop`; `parameters`, which says where each parameter lies; the `gate`; `rounds_done`.
+        """The outer state of this rank, to be read: θ (`anchor`), m (`momentum`) and e (`residual`) of the
+        elements `start` to `stop` of the flat parameters; `parameters`, the position of each parameter among
+        these; `gate`; `rounds_done`.
         """
         return self._outer
 
@@ -115,7 +125,7 @@ class LowCommunicationOptimizer(Wrapper):
 
     @property
     def round(self) -> int:
-        """Rounds done."""
+        """How many rounds are done."""
         return self._outer.rounds_done
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,6 +197,33 @@ class LowCommunicationOptimizer(Wrapper):
 class PulseLoCo(LowCommunicationOptimizer):
     """DiLoCo that sends only what the next forward pass can see (PULSELoCo, arXiv 2602.03839).
 
+        model = MyModel()
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        optimizer = loco.PulseLoCo(inner, sync_every=8)     # starts from site 0's weights on all sites
+
+        for batch in batches_of_this_site:                  # each site trains on its own data
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()                                # every 8th call also runs a round
+
+        if torch.distributed.get_rank() == 0:
+            print(optimizer.last_report)                    # a loco.SyncReport
+
+    Launch it with `torchrun --nproc-per-node 4 train.py`: each rank is a site.
+
+    DistributedDataParallel averages gradients at every step, and must do so only inside a site. Where every
+    rank is a site, leave it out. Where a site has several ranks, pass it the site's process group; by default
+    it would take the whole world:
+
+        topology = loco.Topology(ranks_per_site=8)
+        model = DistributedDataParallel(model, process_group=topology.site_group)
+        optimizer = loco.PulseLoCo(inner, topology=topology)
+
+    Each round leaves a `loco.SyncReport` in `last_report`: `round`, `numel`, `entries` and `density` (entries
+    sent / all), `wire` and `exchange` (how they were coded and travelled), `payload_bytes`, `sent_bytes`,
+    `received_bytes`, `site_bytes` and `dense_bytes` (what a dense all-reduce would send), `update_norms` and
+    `left_out` by site, `residual_norm`, and `seconds` by phase. `help(loco.SyncReport)` explains each.
+
     After H inner steps, on each of R sites:
 
         Δ = float(cast(θ)) − float(w)            what the inner steps did
@@ -198,7 +235,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         θ = θ − α·(g + μ·m)                      Nesterov; plain: θ − α·m
         w = cast(θ)
 
-    Two economies send less, and keep in e what they do not send. Both count in ulp(θ), the BF16 ulp of θ:
+    Two economies reduce what is sent, and keep the rest in e. Both are measured in ulp(θ), the BF16 ulp of θ:
 
         send only where also |s_i| > f·ulp(θ_i)
         v_i = the multiple of ulp(θ_i) / V nearest to s_i, ties to the even one; where it is 0, send nothing
@@ -209,27 +246,28 @@ class PulseLoCo(LowCommunicationOptimizer):
         outer_lr: α.
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
-        topology: which ranks form a site; by default each rank of the default group is one.
+        topology: which ranks form a site; by default each rank of the default process group is a site.
         gate: the format whose changes are sent: "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2" (which saturate); or
             "open" to send every entry (DiLoCo's bits through PULSELoCo's wire).
-        gate_gain: γ; above 1 sends earlier, and more. The paper's is 1. The default, max(1, α / (1 − μ) / 2),
-            lets PULSELoCo learn as DiLoCo does.
-        gate_margin: f, a fraction of the BF16 ulp; 0 sends all that is visible.
-        value_steps: V, steps in which values are sent, to the BF16 ulp: a power of two from 2 to 256; None
-            sends them exactly.
-        outlier_factor: leave a site out of a round, on all sites alike, if what it would send has a norm of
-            more than so many times the median of the others'; its update stays in its residual, and
-            `last_report.left_out` names it. None leaves nobody out.
-        wire: how entries are coded, which changes no bit of a round: "tight" (about 2.3 bytes each, by the
-            host's cores), "fast" (5 bytes), or "auto": what is predicted to take less time.
-        exchange: "gather" (every site's entries to all), "owner" (each site sums a slice for all), "dense"
-            (the same with every element, as FP32), or "auto": what is predicted to send the fewest bytes.
+        gate_gain: γ; above 1 sends earlier, and more. The paper uses 1. With the default,
+            max(1, α / (1 − μ) / 2), PULSELoCo learns as DiLoCo does.
+        gate_margin: f, a fraction of the BF16 ulp; 0 sends every visible entry.
+        value_steps: V, how many steps a BF16 ulp is divided into for the values that are sent: a power of two
+            from 2 to 256; None sends them exactly.
+        outlier_factor: leave a site out of a round, on all sites alike, if the norm of what it would send is
+            more than this many times the median of the others'; its update stays in its residual, and
+            `last_report.left_out` names it. None leaves no site out.
+        wire: how entries are coded, which changes no bit of a round: "tight" (about 2.3 bytes each, coded on
+            the CPU), "fast" (5 bytes), or "auto": the one that is predicted to take less time.
+        exchange: "gather" (every site sends its entries to all), "owner" (each site sums a slice for all),
+            "dense" (the same with every element, as FP32), or "auto": the one that is predicted to send the
+            fewest bytes.
         offload: keep θ, e and m, 12 bytes per parameter, in pinned host memory instead of the GPU's. The
-            host's cores then do the round's work, and its memory and gloo the exchange.
+            round is then computed on the CPU, and exchanged by gloo from host memory.
 
     Raises:
-        ValueError: an argument is out of range, a parameter can't be synchronised, or there is no
-            process group.
+        ValueError: an argument is out of range, a parameter can't be synchronised, or there is neither a
+            process group nor a launcher.
         AgreementError: the sites were built differently.
     """
 
@@ -275,8 +313,9 @@ class DiLoCo(LowCommunicationOptimizer):
         θ = θ − α·(g + μ·m)                      Nesterov; plain: θ − α·m
         w = cast(θ)
 
-    Each site sums one slice and the slices are gathered, so a round sends what a ring all-reduce would,
-    2(R−1)/R · 4 bytes per parameter, and all sites get the same bits.
+    Each site sums one slice and the slices are gathered: a round sends as much as a ring all-reduce,
+    2(R−1)/R · 4 bytes per parameter, and all sites get the same bits. It is used as `loco.PulseLoCo` is: see
+    the example in `help(loco.PulseLoCo)`.
 
     Args:
         inner: the optimizer to wrap, built on the model's parameters. θ starts as site 0's weights.
@@ -284,9 +323,9 @@ class DiLoCo(LowCommunicationOptimizer):
         outer_lr: α.
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
-        topology: which ranks form a site; by default each rank of the default group is one.
-        wire: "float32"; or "bfloat16" or "int8" (with a scale for every 256), which round what is sent and
-            the sums.
+        topology: which ranks form a site; by default each rank of the default process group is a site.
+        wire: "float32"; or "bfloat16" or "int8" (with one scale for every 256 values), which round both what
+            is sent and the sums.
         offload: keep θ and m in host memory, as `PulseLoCo`.
 
     Raises:

@@ -6,27 +6,45 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """One round as this rank saw it. Bytes are those handed to and taken from the transport.
+    """One round as this rank saw it; `print` shows it in a line.
 
-    With several ranks per site the figures are of this rank's slice of the parameters.
+    Bytes are those that this rank handed to the transport and took from it, headers and sizes included. In a
+    site of several ranks each rank reports on its own slice of the parameters.
+
+    Attributes:
+        round: how many rounds are done, this one included.
+        numel: parameters that this rank exchanges.
+        entries: how many of them it sent.
+        density: entries / numel.
+        wire: how the entries were coded: "tight", "fast", "float32", "bfloat16" or "int8".
+        exchange: how they travelled: "gather", "owner" or "dense"; "rejoin" if this site received θ and m
+            from another site instead of taking part.
+        payload_bytes: this rank's coded entries with their headers, without the slice that it sums itself.
+        sent_bytes: sent to the other sites: payloads, headers and votes.
+        received_bytes: received from the other sites.
+        site_bytes: sent inside the site: a digest, votes and this rank's slice of the new anchor.
+        dense_bytes: what a ring all-reduce of FP32 would have sent: 2(R−1)/R · 4 · numel.
+        update_norms: for each site, the L2 norm of what it would send.
+        left_out: the sites whose update was too large for `outlier_factor`.
+        residual_norm: the L2 norm of what this rank withholds after the round.
+        seconds: how long each phase took: "encode", "exchange" and "apply"; or "rejoin".
     """
 
-    round: int  # rounds done, this one included
-    numel: int  # parameters this rank exchanges
-    entries: int  # of which it sent
-    density: float  # entries / numel
-    wire: str  # the code of what it sent: tight, fast, float32, bfloat16 or int8
-    # gather, owner or dense: chosen by predicted bytes unless the user did. rejoin: it was given θ instead
+    round: int
+    numel: int
+    entries: int
+    density: float
+    wire: str
     exchange: str
-    payload_bytes: int  # this site's coded entries, with headers, but for a slice that it sums itself
-    sent_bytes: int  # across the sites: payloads, headers and votes
+    payload_bytes: int
+    sent_bytes: int
     received_bytes: int
-    site_bytes: int  # sent inside the site: a digest, its votes and its part of the new anchor
-    dense_bytes: int  # what a ring all-reduce of FP32 would have sent: 2(R−1)/R · 4 · numel
-    update_norms: tuple[float, ...]  # by site, the L2 norm of what it would send
-    left_out: tuple[int, ...]  # sites whose update was too large for `outlier_factor`
-    residual_norm: float  # L2 norm of what is withheld after the round
-    seconds: Mapping[str, float]  # by phase: encode, exchange, apply
+    site_bytes: int
+    dense_bytes: int
+    update_norms: tuple[float, ...]
+    left_out: tuple[int, ...]
+    residual_norm: float
+    seconds: Mapping[str, float]
 
     def __str__(self) -> str:
         share = f", {self.sent_bytes / self.dense_bytes:.1%} of dense" if self.dense_bytes else ""

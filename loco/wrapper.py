@@ -1,4 +1,4 @@
-"""An optimizer around another one, in which torch finds what it would find in the inner one."""
+"""An optimizer around another one, which looks to torch like the inner one."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from torch.optim import Optimizer
 
 
 class Wrapper(Optimizer):
-    """Its `param_groups` and `state` are the inner optimizer's own, so that schedulers, gradient scalers and
-    hooks see what they would see there. Who inherits says what a step is."""
+    """A torch optimizer whose `param_groups` and `state` are the inner optimizer's own objects, so that
+    schedulers, gradient scalers and hooks work on them. Subclasses define `step`."""
 
     def __init__(self, inner: Optimizer) -> None:
         if not isinstance(inner, Optimizer):
@@ -22,13 +22,13 @@ class Wrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the sites agree on the parameters once, at construction."""
         if not self._wrapped:
-            return  # torch's constructor offers the inner optimizer's own groups
+            return  # torch's constructor adds the inner optimizer's own groups
         raise ValueError(
             f"the sites agreed on the parameters when this {type(self).__name__} was built: add the group "
             f"to the inner optimizer before you build it, or build a new one around the inner optimizer"
         )
 
-    # torch's constructor assigns these two; what counts is what the inner optimizer holds.
+    # torch's constructor assigns these two; the assignment is ignored, as the inner optimizer holds them.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups

@@ -1,7 +1,11 @@
-"""Compiles the C files beside it with the system's compiler at first use, and keeps the library.
+"""Compiles the C files beside it with the system's compiler at first use, and caches the library.
 
 A library is found by a key of its sources, flags, compiler and machine. Its file ends with a seal over that
-key and the bytes before it, so that no stale or damaged file is taken for it.
+key and the bytes before it, so that a stale or damaged file is never loaded.
+
+The seal is no secret: whoever can write to the cache's folder can run code in this process. So the folder is
+used only if nobody else can write to it, and only through a descriptor, since its path may lead elsewhere a
+moment after the check.
 """
 
 import ctypes
@@ -14,6 +18,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -23,7 +30,7 @@ SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 # no bits: nothing here reads errno or a floating-point exception flag.
 FLAGS = ("-std=c11", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 AS_LIBRARY = ("-fPIC", "-shared", "-pthread")
-# The builds there are, each with what it needs of a CPU beside what the one before it needs.
+# The builds, each with the flags for the instructions that it uses.
 BUILDS = {
     "portable": (),
     "avx2": ("-mavx2", "-mf16c"),
@@ -33,11 +40,12 @@ SEAL_BYTES = 32
 
 
 class BuildError(Exception):
-    """Why there is no library, and what to do about it."""
+    """Says why there is no library, and what to do about it."""
 
 
 def builds_for_this_cpu() -> list[str]:
-    """Those that run here, the best one last: as torch finds them, or ATEN_CPU_CAPABILITY limits both."""
+    """The builds that run here, the best one last. torch says what the CPU can do, and ATEN_CPU_CAPABILITY
+    limits both."""
     best = torch.backends.cpu.get_cpu_capability().lower()
     names = list(BUILDS)
     if platform.machine() not in ("x86_64", "AMD64") or best not in names:
@@ -46,7 +54,7 @@ def builds_for_this_cpu() -> list[str]:
 
 
 def load(extra: tuple[str, ...]) -> ctypes.CDLL:
-    """The library built with FLAGS and these, from the cache or compiled now.
+    """The library built with FLAGS and `extra`, from the cache or compiled now.
 
     Raises:
         BuildError: there is no compiler, or what it makes can't be used.
@@ -60,22 +68,22 @@ def load(extra: tuple[str, ...]) -> ctypes.CDLL:
     identity = "\0".join([*sources, *compiler, version, platform.machine(), *flags])
     key = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
-    folder = cache_folder()
-    cached = folder / f"kernels-{key}.so" if folder and _is_mine(folder) else None
-    library = _open(cached, key) if cached else None
-    return library or _build([*compiler, *flags], key, cached)
+    name = f"kernels-{key}.so"
+    with _opened(cache_folder()) as cache:
+        library = None if cache is None else _load_whole(_inside(cache) / name, key)
+        return library or _build([*compiler, *flags], key, name, cache)
 
 
-def _build(command: list[str], key: str, cached: Path | None) -> ctypes.CDLL:
+def _build(command: list[str], key: str, name: str, cache: int | None) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory(prefix="loco-") as folder:
-            made = Path(folder) / f"kernels-{key}.so"
+            made = Path(folder) / name
             compile_files(command, made)
             with made.open("ab") as file:
                 file.write(_seal(key, made.read_bytes()))
-            library = _open(made, key)  # stays usable when its file is gone
-            if cached is not None:
-                _keep(made, cached)
+            library = _load_whole(made, key)  # stays usable when its file is gone
+            if cache is not None:
+                _keep(made.read_bytes(), name, cache)
     except OSError as error:
         raise BuildError(f"there is no room to compile in: {error}") from error
     if library is None:
@@ -84,7 +92,7 @@ def _build(command: list[str], key: str, cached: Path | None) -> ctypes.CDLL:
 
 
 def find_compiler() -> list[str]:
-    """$CC, or the first of the usual names.
+    """$CC, or the first of the usual names that is installed.
 
     Raises:
         BuildError: there is none.
@@ -100,7 +108,7 @@ def find_compiler() -> list[str]:
 
 
 def cache_folder() -> Path | None:
-    """Made if it is missing; None for a user without a home."""
+    """Created if it is missing; None for a user without a home directory."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loco"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,16 +117,39 @@ def cache_folder() -> Path | None:
     return folder
 
 
-def _is_mine(folder: Path) -> bool:
-    """What others may write could be anybody's program."""
-    status = folder.stat()
+@contextmanager
+def _opened(folder: Path | None) -> Iterator[int | None]:
+    """A descriptor of the cache's folder; None if there is none, or if others could change what is in it."""
+    descriptor = None
+    try:
+        # The user's own link is as good as a folder. Another user's leads to wherever that user likes.
+        if folder is not None and os.lstat(folder).st_uid == os.getuid():
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        pass
+    try:
+        yield descriptor if descriptor is not None and _is_mine(descriptor) else None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _is_mine(descriptor: int) -> bool:
+    """Whether nobody else can write to this folder."""
+    status = os.fstat(descriptor)
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
+def _inside(cache: int) -> Path:
+    """A path into the folder that is open, whatever its name leads to by now: dlopen takes nothing else."""
+    return Path("/proc/self/fd") / str(cache)
+
+
 def compile_files(command: list[str], target: Path) -> None:
-    """
+    """Run the compiler on SOURCES.
+
     Raises:
-        BuildError: the compiler failed, and what it said.
+        BuildError: the compiler failed; quotes it.
     """
     done = run([*command, "-o", str(target), *(str(path) for path in SOURCES if path.suffix == ".c")])
     if done.returncode:
@@ -132,8 +163,8 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
         raise BuildError(f"{command[0]} could not be started: {error}") from error
 
 
-def _open(path: Path, key: str) -> ctypes.CDLL | None:
-    """The library, if the file is there and whole. Loading one that is not can kill the process."""
+def _load_whole(path: Path, key: str) -> ctypes.CDLL | None:
+    """The library, if the file is there and whole. Loading a damaged one could crash the process."""
     try:
         content = path.read_bytes()
         if content[-SEAL_BYTES:] == _seal(key, content[:-SEAL_BYTES]):
@@ -147,15 +178,19 @@ def _seal(key: str, library: bytes) -> bytes:
     return hashlib.sha256(key.encode() + library).digest()
 
 
-def _keep(made: Path, cached: Path) -> None:
-    """For the next process. One that can't write there compiles again."""
+def _keep(library: bytes, name: str, cache: int) -> None:
+    """Store a library for the next process. If that fails, the next process compiles again."""
+    unfinished = f"{name}.{uuid.uuid4().hex}"
     try:
-        handle, unfinished = tempfile.mkstemp(dir=cached.parent)
+        handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=cache)
     except OSError:
         return
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(made.read_bytes())
-        os.replace(unfinished, cached)  # other processes see the whole file, or none
+            file.write(library)
+        os.replace(
+            unfinished, name, src_dir_fd=cache, dst_dir_fd=cache
+        )  # readers see the whole file, or none
     except OSError:
-        Path(unfinished).unlink(missing_ok=True)
+        with suppress(OSError):
+            os.unlink(unfinished, dir_fd=cache)

@@ -1,5 +1,8 @@
 """PulseLoCo and DiLoCo are torch optimizers: what works around an AdamW works around them."""
 
+import dataclasses
+import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -328,6 +331,52 @@ def test_the_matching_preset_is_the_default() -> None:
 
     assert settings(**loco.MATCHING) == settings()
     assert settings(**loco.SAVING) != settings()
+    assert settings(**loco.PAPER) == settings(gate_gain=1.0)
+    assert settings(**loco.SAVING | {"gate_gain": 4.0})["gate_gain"] == 4.0
+
+
+@pytest.mark.parametrize("preset", [loco.PAPER, loco.MATCHING, loco.SAVING])
+def test_a_preset_cannot_be_changed(preset: Any) -> None:
+    with pytest.raises(TypeError):
+        preset["gate_gain"] = 7.0
+    assert preset["gate_gain"] < 7.0
+    assert not hasattr(preset, "update")
+
+
+def test_help_shows_an_example_ddps_group_and_the_reports_fields() -> None:
+    text = inspect.getdoc(loco.PulseLoCo) or ""
+    for piece in (
+        "loco.PulseLoCo(inner, sync_every=8)",
+        "optimizer.step()",
+        "process_group=topology.site_group",
+    ):
+        assert piece in text
+    fields = [field.name for field in dataclasses.fields(loco.SyncReport)]
+    explained = (inspect.getdoc(loco.SyncReport) or "").split("Attributes:")[1]
+    for name in fields:
+        assert f"`{name}`" in text
+        assert f"\n    {name}: " in explained
+
+
+def test_every_argument_of_an_optimizer_is_explained() -> None:
+    for kind in (loco.PulseLoCo, loco.DiLoCo):
+        explained = (inspect.getdoc(kind) or "").split("Args:")[1]
+        for name in inspect.signature(kind).parameters:
+            assert f"\n    {name}: " in explained, (kind, name)
+
+
+@pytest.mark.parametrize("public", [loco.PulseLoCo, loco.DiLoCo, loco.Checkpoints])
+def test_what_public_signatures_name_is_public(public: type) -> None:
+    """So that a user can annotate a function that takes either optimizer."""
+    names = ["__init__", *(name for name in dir(public) if not name.startswith("_"))]
+    functions = [getattr(public, name) for name in names]
+    for function in filter(inspect.isfunction, functions):
+        if not function.__module__.startswith("loco."):
+            continue
+        for hint in typing.get_type_hints(function).values():
+            for part in (hint, *typing.get_args(hint)):
+                if inspect.isclass(part) and part.__module__.startswith("loco."):
+                    assert part.__name__ in loco.__all__, f"{function.__qualname__} names {part}"
 
 
 def test_the_paper_comparison_runs_the_presets_by_their_values() -> None:

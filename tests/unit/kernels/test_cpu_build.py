@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -218,6 +219,78 @@ def test_a_cache_that_others_can_write_is_not_trusted(compiles: list[Path]) -> N
     folder.chmod(0o777)
     assert works()
     assert len(compiles) == 2
+
+
+def test_a_link_of_the_user_is_followed(compiles: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "loco").symlink_to(tmp_path / "elsewhere")
+    assert works()
+    assert works()
+    assert len(compiles) == 1
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 1
+
+
+def test_a_link_of_another_user_is_not_followed(compiles: list[Path], tmp_path: Path) -> None:
+    """Not even to a folder of this user: who owns the link chooses where it leads next."""
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "cache").mkdir()
+    link = tmp_path / "cache" / "loco"
+    link.symlink_to(tmp_path / "mine")
+    try:
+        os.chown(link, 12345, 12345, follow_symlinks=False)
+    except PermissionError:
+        pytest.skip("only root can make a link that is another user's")
+    assert works()
+    assert works()
+    assert len(compiles) == 2
+    assert not list((tmp_path / "mine").iterdir())
+
+
+PLANTED = """
+#include <stdlib.h>
+#include <fcntl.h>
+__attribute__((constructor)) static void go(void) { open(getenv("PLANTED"), O_CREAT | O_WRONLY, 0600); }
+"""
+
+
+def test_a_folder_that_is_exchanged_after_the_check_is_not_read(
+    compiles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that everybody can write to, the path may lead to another user's folder a moment after it
+    was checked. There lies a library with the right name and the right seal, whose code must not run."""
+    assert works()
+    cache = tmp_path / "cache" / "loco"
+    (name,) = (path.name for path in cached())
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    source, evil, ran = tmp_path / "planted.c", planted / name, tmp_path / "ran"
+    source.write_text(PLANTED)
+    subprocess.run([*build.find_compiler(), "-shared", "-fPIC", "-o", evil, source], check=True)
+    library = evil.read_bytes()
+    evil.write_bytes(library + build._seal(name.removeprefix("kernels-").removesuffix(".so"), library))
+    monkeypatch.setenv("PLANTED", str(ran))
+    inode = cache.stat().st_ino
+
+    def then_exchange(look: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def looked(path: Any, **options: Any) -> os.stat_result:
+            found = look(path, **options)
+            looks.extend([path] if found.st_ino == inode else [])
+            if len(looks) == 2 and not cache.is_symlink():
+                cache.rename(tmp_path / "checked")
+                cache.symlink_to(planted)
+            return found
+
+        return looked
+
+    looks: list[Any] = []  # the first is whether the folder is there, the second whose it is
+    with monkeypatch.context() as patch:
+        for look in ("stat", "fstat"):
+            patch.setattr(os, look, then_exchange(getattr(os, look)))
+        build.load(())
+    assert cache.is_symlink()
+    assert not ran.exists()
+    assert list(planted.iterdir()) == [evil]  # nor was anything written there
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
