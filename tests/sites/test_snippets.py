@@ -80,8 +80,8 @@ def resized(rank: int, line: str, folder: str) -> tuple[int, int, Any]:
     known = names_for(rank)
     optimizer = loco.PulseLoCo(known["inner"], sync_every=2)
     with loco.Checkpoints("checkpoints") as checkpoints:
-        extra = eval(line, {"checkpoints": checkpoints, "optimizer": optimizer})
-    return optimizer.round, optimizer.local_step, extra
+        resumed = eval(line, {"checkpoints": checkpoints, "optimizer": optimizer})
+    return resumed.round, resumed.local_step, resumed.extra
 
 
 def resizing() -> list[tuple[str, int]]:
