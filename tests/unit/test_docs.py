@@ -14,7 +14,7 @@ from pages import PAGES, ROOT, anchors, code, named, page, table
 
 import loco
 from loco.coordination.authentication import LEAST_KEY_BYTES
-from loco.round.hooks import PHASES
+from loco.round.hooks import Phase
 from loco.wire.codecs import CODECS
 from loco.wire.header import HEADER_BYTES, VERSION, Kind, Status
 
@@ -89,7 +89,7 @@ def test_the_fields_of_a_report_and_the_phases_of_a_round_are_all_described() ->
     text = page("docs/algorithm.md")
     listed = [name for row in table(text, "| field | meaning |") for name in row[0].split(", ")]
     assert listed == [field.name for field in fields(loco.SyncReport)]
-    assert [row[0] for row in table(text, "| phase | what is known by then |")] == list(PHASES)
+    assert [row[0] for row in table(text, "| phase | what is known by then |")] == list(Phase)
 
 
 def test_the_wire_page_is_of_this_version() -> None:
