@@ -1,6 +1,6 @@
 """The rows of `fault_rows`, played.
 
-PYTHONPATH=. python tests/fault_cases.py        plays all of them and prints the README's table
+PYTHONPATH=. python tests/fault_cases.py        plays all of them and prints the table of docs/failures.md
 """
 
 import signal

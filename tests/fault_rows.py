@@ -1,4 +1,4 @@
-"""What befalls a run, in which phases, and what must come of it: the rows of the README's table."""
+"""Which fault strikes, in which phases, and what must follow: the rows of the table in docs/failures.md."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ ROUND = ("inner step", "encode", "announcement", "vote 1", "payload", "vote 2")
 END = ("voted", "decision", "apply", "applied")  # the others may have all votes by then
 AGAIN = ("reconnecting", "linking", "half linked")  # after a failed round
 
-AS_BEFORE = "as before the round, which all repeat"
-MENDED = "as before the round; mended, all repeat"
-ONE_VERDICT = "all before the round or all after it; all go on"
+AS_BEFORE = "as before the round; all repeat it"
+MENDED = "as before the round; all repeat it once the cause is fixed"
+ONE_VERDICT = "before the round on all, or after it on all; all continue"
 RESTARTED = "as before the round; all restart from the last checkpoint"
-REFUSED = "nothing has begun"
-SAVED_AGAIN = "as before; the checkpoints before it are whole; all save again"
+REFUSED = "nothing has started"
+SAVED_AGAIN = "as before; earlier checkpoints are intact; all save again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ ROWS = (
         what="closed",
         flow="repeat",
         afterwards=ONE_VERDICT,
-        who="all, or nobody",
+        who="all or none",
         says="lost site …",
         text=r".*(lost (site|another)|site \d has left|another rank lost its links)",
         by=(),
@@ -204,7 +204,7 @@ ROWS = (
         phases=("shared", "half shared"),
         what="link error",
         flow="repeat",
-        afterwards="all after the round; the site's ranks complete it together",
+        afterwards="after the round on all; the ranks of the site complete it together",
         who="all",
         says="lost rank of this site …",
         text=r".*(a link broke|lost (site|rank of this site|another)|has left)",
@@ -242,7 +242,7 @@ ROWS = (
         phases=ROUND,
         what="late",
         flow="nothing",
-        afterwards="goes through: it is waited for",
+        afterwards="the round succeeds: the others wait for it",
         seconds=3.0,
     ),
     Row(
@@ -270,7 +270,7 @@ ROWS = (
         setup=Setup(timeout=2.0),
     ),
     Row(
-        fault="a payload damaged",
+        fault="a damaged payload",
         phases=("payload",),
         what="damaged",
         flow="repeat",
@@ -319,29 +319,29 @@ ROWS = (
         by=(0, 1, 2),
     ),
     Row(
-        fault="a clock an hour wrong",
+        fault="a clock that is an hour wrong",
         phases=("inner step",),
         what="clock",
         flow="nothing",
-        afterwards="goes through",
+        afterwards="the round succeeds",
     ),
     Row(
         fault="steps a million times too large",
         phases=("inner step",),
         what="huge",
         flow="nothing",
-        afterwards="goes through; the report's `update_norms` show it",
+        afterwards="the round succeeds; `update_norms` in the report show it",
     ),
     Row(
         fault="the same, `outlier_factor` 100",
         phases=("inner step",),
         what="huge",
         flow="nothing",
-        afterwards="goes through without that site, whose update waits in its e",
+        afterwards="the round succeeds without that site, whose update stays in its e",
         setup=Setup(outlier_factor=100.0),
     ),
     Row(
-        fault="a disk full",
+        fault="a full disk",
         phases=("checkpoint",),
         what="full disk",
         flow="repeat",
@@ -376,13 +376,13 @@ CASES = tuple(Case(row, phase) for row in ROWS for phase in row.phases)
 
 
 def table(seconds: Mapping[int, Sequence[float]]) -> str:
-    """The README's; `seconds` from the fault to each error, as measured, by the row's number."""
+    """The table in docs/failures.md; `seconds` from the fault to each error, as measured, by row number."""
     lines = [
         "| what happens | in which phases | who raises, and what | after, s | state |",
         "|---|---|---|---|---|",
     ]
     for number, row in enumerate(ROWS):
-        raised = f"{row.who}: `{row.kind}`, “{row.says}”" if row.says else "nobody"
+        raised = f"{row.who}: `{row.kind}`, “{row.says}”" if row.says else "no rank"
         times = seconds.get(number, [])
         ends = [f"{end:.1f}" for end in (min(times), max(times))] if times else ["–"]
         within = "–".join(dict.fromkeys(ends))

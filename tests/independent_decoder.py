@@ -1,4 +1,4 @@
-"""Decode the body of a tight frame (codec 2) in plain integers, as the README describes it.
+"""Decode the body of a tight frame (codec 2) in plain integers, as docs/wire.md describes it.
 
 Nothing here is fast: it is a second reading of the text, to compare other decoders with.
 """

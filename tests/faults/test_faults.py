@@ -33,7 +33,7 @@ SAMPLE = {
     "other hyperparameters, construction",
     "steps a million times too large, inner step",
 }
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
 
 
 def needs_root(case: Case) -> bool:
@@ -129,13 +129,13 @@ def test_the_sample_has_every_flow() -> None:
     assert {case.row.setup.ranks_per_site for case in sample} == {1, 2}
 
 
-def test_the_readme_has_a_row_for_every_fault_and_phase_that_is_tried() -> None:
+def test_the_page_has_a_row_for_every_fault_and_phase_that_is_tried() -> None:
     def without_times(lines: str) -> list[list[str]]:
         rows = [line.split(" | ") for line in lines.splitlines() if line.startswith("| ")]
         return [[*cells[:3], *cells[4:]] for cells in rows]
 
-    start = README.index("| what happens | in which phases |")
-    assert without_times(README[start:].split("\n\n")[0]) == without_times(table({}))
+    start = PAGE.index("| what happens | in which phases |")
+    assert without_times(PAGE[start:].split("\n\n")[0]) == without_times(table({}))
     assert len(CASES) == sum(len(row.phases) for row in ROWS) == len({case.name for case in CASES})
 
 

@@ -1,4 +1,4 @@
-"""The tight code is lossless, costs what the README says, and is the same bytes in every home."""
+"""The tight code is lossless, costs what docs/benchmarks.md says, and is the same bytes in every home."""
 
 from collections.abc import Iterator
 

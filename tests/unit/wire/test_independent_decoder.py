@@ -1,4 +1,4 @@
-"""A decoder written from the README alone reads the tight code's frames, and the frames' bytes are pinned."""
+"""A decoder written from docs/wire.md alone reads the tight codec's frames, whose bytes are pinned."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from experiments.noise import Noise, simulate
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, MalformedError, reference_tight
 
-SPECIFICATION = Path(__file__).parents[3] / "README.md"
+SPECIFICATION = Path(__file__).parents[3] / "docs" / "wire.md"
 PART = 1 << 18  # elements
 
 
@@ -109,7 +109,7 @@ def numbers(count: int, seed: int, low: int, high: int) -> list[int]:
 
 
 GOLDEN = {
-    "of the README": Golden(
+    "of the specification": Golden(
         "0782000100000000010301006d0072006c00000000008020ffffffff1004000000000000000000000000000008000802"
         "00000000000000010000000c000400010000000c08040001000000000000800000000000000080000000001a",
         [0x3CA48010, 0xBD000000, 0x3C7F7F00, 0x3C9C4000],
@@ -151,9 +151,9 @@ def test_golden_frames(name: str) -> None:
 
 
 def test_the_example_of_the_specification_is_golden() -> None:
-    text = SPECIFICATION.read_text().partition("**Example.**")[2]
+    text = SPECIFICATION.read_text().partition("### Example\n")[2]
     blocks = [line[4:].partition("   ")[0] for line in text.splitlines() if line.startswith("    ")]
-    assert "".join(blocks).replace(" ", "") == GOLDEN["of the README"].frame
+    assert "".join(blocks).replace(" ", "") == GOLDEN["of the specification"].frame
 
 
 @pytest.mark.parametrize("name", GOLDEN)

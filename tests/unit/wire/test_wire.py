@@ -20,7 +20,7 @@ from loco.wire.header import HEADER_BYTES, Header, Kind, Status
 
 DIGEST = 0xFEDC_BA98_7654_3210
 
-# Site 2 of round 7 sends three of 1,000,000 elements in frame 0; written by hand from the README's table.
+# Site 2 of round 7 sends three of 1,000,000 elements in frame 0; written by hand from docs/wire.md.
 GOLDEN_BODY = bytes.fromhex(
     "0000803f"  # 1.0
     "000000c0"  # −2.0

@@ -1,0 +1,62 @@
+"""docs/architecture.md names every key of the store and every thread, and none that is not there."""
+
+import re
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pages import page, table
+from sites import run_ranks
+
+import loco
+
+
+def seen_in_a_run(rank: int, folder: str) -> tuple[set[str], set[str]]:
+    """Keys and threads of a run that saves, loses its links and makes new ones; two sites of two ranks."""
+    keys: set[str] = set()
+    threads: set[str] = set()
+
+    def look(_: object = None) -> None:
+        keys.update(dist.distributed_c10d._get_default_store().list_keys())
+        threads.update(thread.name for thread in threading.enumerate())
+
+    struck: list[loco.RoundProgress] = []
+
+    def interrupt(progress: loco.RoundProgress) -> None:
+        if rank == 1 and progress.phase == "received" and not struck:
+            struck.append(progress)
+            raise KeyboardInterrupt
+
+    model = torch.nn.Linear(8, 8)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = loco.PulseLoCo(inner, sync_every=1, topology=loco.Topology(ranks_per_site=2))
+    optimizer.register_round_hook(look)
+    optimizer.step()
+    with loco.Checkpoints(folder) as checkpoints:
+        checkpoints.save(optimizer, blocking=True)
+        look()
+    optimizer.register_round_hook(interrupt)
+    try:
+        optimizer.step()
+    except KeyboardInterrupt:
+        optimizer.sync()
+    look()
+    return keys, threads
+
+
+def pattern(described: str) -> str:
+    """Of what a row is about: <name> is anything without a slash, and … is anything."""
+    return re.sub(r"<\w+>", "[^/]+", re.escape(described).replace("…", ".+"))
+
+
+def test_the_page_has_a_row_for_every_store_key_and_every_thread_and_no_other(tmp_path: Path) -> None:
+    found = run_ranks(4, seen_in_a_run, str(tmp_path))
+    keys = {key for of_rank, _ in found for key in of_rank if "loco" in key}
+    threads = {name for _, of_rank in found for name in of_rank if "loco" in name}
+    for head, seen in (("| key | value |", keys), ("| thread | started by |", threads)):
+        rows = [pattern(row[0]) for row in table(page("docs/architecture.md"), head)]
+        assert not [one for one in seen if not any(re.fullmatch(row, one) for row in rows)]
+        assert not [row for row in rows if not any(re.fullmatch(row, one) for one in seen)]

@@ -1,0 +1,124 @@
+"""The documentation says what is so: its links lead somewhere, and its tables list what the code has."""
+
+import inspect
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import PAGES, ROOT, anchors, code, named, page, table
+
+import loco
+from loco.coordination.authentication import LEAST_KEY_BYTES
+from loco.round.hooks import Phase
+from loco.wire.codecs import CODECS
+from loco.wire.header import HEADER_BYTES, VERSION, Kind, Status
+
+TOPICS = (
+    *(
+        "algorithm",
+        "architecture",
+        "benchmarks",
+        "checkpoints",
+        "elastic",
+        "failures",
+        "frontier",
+        "reproduce",
+    ),
+    *("results", "sites", "wire"),
+)
+
+
+def test_the_readme_has_250_lines_at_most_and_every_topic_a_page() -> None:
+    assert len(page("README.md").splitlines()) <= 250
+    assert sorted(path.stem for path in (ROOT / "docs").glob("*.md")) == sorted(TOPICS)
+    for topic in TOPICS:
+        assert f"(docs/{topic}.md)" in page("README.md")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_link_leads_to_a_file_and_a_heading(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if target.startswith("http"):
+            continue
+        file, _, anchor = target.partition("#")
+        at = (path.parent / file).resolve() if file else path
+        assert at.exists(), target
+        assert not anchor or anchor in anchors(at.read_text()), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_file_and_module_that_is_named_is_there(path: Path) -> None:
+    text = path.read_text()
+    for module in re.findall(r"-m (experiments(?:\.\w+)*)", text):
+        assert find_spec(module), module
+    for preset in re.findall(r"preset=(\w+)", text):
+        assert (ROOT / "configs" / f"{preset}.yaml").exists(), preset
+    for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", page("Makefile"), re.MULTILINE), target
+    for name in re.findall(r"(?<![\w/.])((?:tests|loco|kernels|experiments|docs|configs)/[\w/.]*\w/?)", text):
+        assert (ROOT / name).exists(), name
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, str]:
+    own = inspect.signature(function).parameters.values()
+    return {p.name: repr(p.default).replace("'", '"') for p in own if p.kind is p.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    ("call", "of"), [("loco.PulseLoCo(inner, …)", loco.PulseLoCo), ("`loco.Topology(…)`:", loco.Topology)]
+)
+def test_the_settings_are_all_in_the_readme_with_their_defaults(call: str, of: type) -> None:
+    readme = page("README.md")
+    rows = table(readme[readme.index(call) :], "| argument | default | |")
+    assert {row[0]: row[1] for row in rows} == parameters_of(of.__init__)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/failures.md"])
+def test_every_error_is_in_the_tables(name: str) -> None:
+    listed = [row[0] for row in table(page(name), "| error | what happened")]
+    public = [getattr(loco, found) for found in loco.__all__ if found.endswith("Error")]
+    assert sorted(listed) == sorted(e.__name__ for e in public if e is not loco.LocoError)
+
+
+def test_the_fields_of_a_report_and_the_phases_of_a_round_are_all_described() -> None:
+    text = page("docs/algorithm.md")
+    listed = [name for row in table(text, "| field | meaning |") for name in row[0].split(", ")]
+    assert listed == [field.name for field in fields(loco.SyncReport)]
+    assert [row[0] for row in table(text, "| phase | what is known by then |")] == list(Phase)
+
+
+def test_the_wire_page_is_of_this_version() -> None:
+    text = page("docs/wire.md")
+    rows = table(text, "| offset | bytes | field |")
+    ends = [int(offset) + int(size) for offset, size, _ in rows]
+    assert [int(offset) for offset, *_ in rows] == [0, *ends[:-1]]
+    assert ends[-1] == HEADER_BYTES
+    assert f"Version {VERSION}." in text
+    said = {cells[2].partition(":")[0].split(" ")[0]: cells[2] for cells in rows}
+    assert re.findall(r"\d+", said["version,"]) == [str(VERSION)]
+    for what, numbers in (("codec", sorted(CODECS)), ("status", list(Status)), ("kind", list(Kind))):
+        assert [int(n) for n in re.findall(r"(?<=[:,] )\d+(?= )", said[what])] == [int(n) for n in numbers]
+    for number, codec in CODECS.items():
+        assert f"{number} {codec.name}" in said["codec"]
+
+
+def test_the_command_of_the_security_page_makes_a_key_that_only_its_owner_reads(tmp_path: Path) -> None:
+    ((_, command),) = code(page("SECURITY.md"), "sh")
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert (tmp_path / "loco.key").stat().st_mode & 0o777 == 0o600
+    assert len((tmp_path / "loco.key").read_bytes()) >= LEAST_KEY_BYTES
+
+
+def test_the_architecture_page_names_every_wing_and_draws_it() -> None:
+    text = page("docs/architecture.md")
+    wings = {f"loco/{path.name}/" for path in (ROOT / "loco").iterdir() if (path / "__init__.py").exists()}
+    wings -= {"loco/kernels/"}  # a link
+    listed = {row[0] for row in table(text, "| folder | holds |")}
+    assert wings | {"kernels/", "experiments/", "examples/", "configs/", "tests/"} == listed
+    ((_, drawing),) = code(text, "mermaid")
+    assert all(wing in drawing for wing in wings)
