@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from torch._C._distributed_c10d import HashStore
 
-from loco.coordination.liveness import Liveness, Loss
+from loco.coordination.heartbeats import Loss
+from loco.coordination.liveness import Liveness
 
 DEAD_AFTER = 0.8
 
@@ -35,7 +36,7 @@ def losses_while(
 
 def fall_silent(one: Liveness) -> None:
     """As a stopped process does: without a word."""
-    one._pulse.ended = True
+    one._ticker._state.ended = True
 
 
 def test_who_is_busy_is_not_missed() -> None:

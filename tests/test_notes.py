@@ -11,16 +11,15 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from loco.coordination.authentication import StoreSeals
-from loco.coordination.liveness import Loss
+from loco.coordination.heartbeats import Loss, NoHeartbeats
 from loco.coordination.rendezvous import Alone, NeededError, Rendezvous, swap_or_fail
 from loco.errors import AuthenticationError, CheckpointError, TransportError
-from loco.members.elastic import Silence
 
 KEY = b"sixteen bytes and a few"
 LONG = 60.0  # seconds: nothing here waits for it
 
 
-class Ear(Silence):
+class Ear(NoHeartbeats):
     """Hears of losses what the test tells."""
 
     def __init__(self) -> None:
@@ -243,7 +242,7 @@ def test_an_interrupted_rank_calls_off_what_the_others_wait_for(monkeypatch: pyt
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ranks.notes[1], "_meet", interrupt)
+    monkeypatch.setattr(ranks.notes[1], "_await_all", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ranks.notes[1].swap({}, "saving")
     monkeypatch.undo()

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..coordination.rendezvous import NeededError, Rendezvous, swap_or_fail
+from ..coordination.rendezvous import Agreement, NeededError, swap_or_fail
 from ..errors import CheckpointError
 from ..members.fixed import Topology
 from ..optimizer import LowCommunicationOptimizer
@@ -160,7 +160,7 @@ class Checkpoints:
                 failure = error
             swap_or_fail(notes, {}, failure, f"after {what}", optimizer._outer.is_called)
 
-    def _named(self, notes: Rendezvous) -> str:
+    def _named(self, notes: Agreement) -> str:
         """Of several folders that a training saves to, the later ones are called by their numbers."""
         number = notes.number_of(self)
         return f" to folder {number + 1}" if number else ""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..coordination.rendezvous import Rendezvous, swap_or_fail
+from ..coordination.rendezvous import Agreement, swap_or_fail
 from ..errors import CheckpointError
 from ..optimizer import LowCommunicationOptimizer
 from ..round.state import check_same
@@ -27,7 +27,7 @@ class Save:
 
 
 def all_saves(
-    notes: Rendezvous,
+    notes: Agreement,
     directory: CheckpointDirectory,
     sites: Sequence[int | None] | None,
     lost: Sequence[int],

@@ -12,10 +12,11 @@ from torch._C._distributed_c10d import HashStore
 
 from ..coordination.authentication import StoreSeals
 from ..coordination.commit import Verdicts
-from ..coordination.liveness import Liveness
+from ..coordination.heartbeats import Heartbeats, NoHeartbeats
 from ..coordination.rendezvous import Alone
 from ..errors import AgreementError
-from ..net.links import Links, LinkTransport, host_store
+from ..net.links import Links, host_store
+from ..net.mesh import NoLinks, Subset
 from ..net.transport import Transport
 from .fixed import Topology
 from .lighthouse import HOW_TO_START, Lighthouse
@@ -144,11 +145,23 @@ class ElasticTopology(Topology):
         """The links that can be used, if there are any."""
         return self._links if self._links is not None and self._links.whole else None
 
-    def among(self, decided: Plan, places: list[int] | None = None) -> LinkTransport:
+    def among(self, decided: Plan, places: list[int] | None = None) -> Transport:
         """The links to these members of a quorum, by default to all."""
         if places is None:
             places = list(range(len(decided.members)))
-        return LinkTransport(self.links, places, decided.place_of(self.id), timeout=self.timeout)
+        return self._transport_among(self.links, places, decided.place_of(self.id))
+
+    def _transport_among(self, links: Links | None, places: list[int], place: int) -> Transport:
+        return Transport(
+            NoLinks() if links is None else Subset(links.mesh, places, close=links.close),
+            places,
+            places.index(place),
+            device=torch.device("cpu"),  # gloo sends no other memory
+            liveness=None if links is None else links.liveness,
+            timeout=self.timeout,
+            patience=self.timeout,  # whoever is in a quorum has come to its round
+            member="site",
+        )
 
     def unlink(self) -> None:
         if self._links is not None:
@@ -163,11 +176,11 @@ class ElasticTopology(Topology):
     # What the outer loop asks of a topology. Until the first quorum a site is alone.
 
     @property
-    def liveness(self) -> Liveness:
-        return Silence()
+    def liveness(self) -> Heartbeats:
+        return NoHeartbeats()
 
     def everyone(self) -> Transport:
-        return LinkTransport(None, [0], 0, timeout=self.timeout)
+        return self._transport_among(None, [0], 0)
 
     def connect(self, device: torch.device, name: str = "") -> tuple[Transport, Transport]:
         return self.everyone(), self.everyone()
@@ -176,9 +189,9 @@ class ElasticTopology(Topology):
         for link in links:
             link.close()
 
-    def verdicts(self, place: str) -> Verdicts:
+    def verdicts(self, name: str) -> Verdicts:
         """Of a site that is alone; those of a quorum are in the store of its links."""
-        return Verdicts(HashStore(), StoreSeals(), place, clears_up=True)
+        return Verdicts(HashStore(), StoreSeals(), name, clears_up=True)
 
     def seat(self) -> dict[str, Any]:
         """A site is known by its name: its number is another one in every quorum. To its state and to its
@@ -202,19 +215,6 @@ class ElasticTopology(Topology):
 
     def __repr__(self) -> str:
         return f"ElasticTopology(name={self.name!r}): this is site {self.site} of {self.num_sites} now"
-
-
-class Silence(Liveness):
-    """The signs of life of a site that nobody listens to."""
-
-    def __init__(self) -> None:
-        pass
-
-    def say(self, doing: str) -> None:
-        pass
-
-    def leave(self, why: str, link: str = "") -> None:
-        pass
 
 
 def _difference(theirs: str, ours: str) -> str:

@@ -18,9 +18,10 @@ from loco.kernels import Encoded
 from ..config import Settings
 from ..coordination.authentication import StoreSeals
 from ..coordination.commit import ABORT, COMMIT, decide
+from ..coordination.heartbeats import NoHeartbeats
 from ..errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
 from ..exchange.conversation import Exchange, WireConfig
-from ..members.elastic import ElasticTopology, Silence
+from ..members.elastic import ElasticTopology
 from ..members.quorum import Claim, Plan
 from ..report import SyncReport
 from ..wire.header import VERSION
@@ -32,6 +33,8 @@ from .state import digest_of
 
 MOST = 3  # rounds that fail among the same sites before it is said: repeating mends only who is gone
 _PAUSE = 0.2  # seconds between two looks at whether all have come to the start
+_PATIENT = 5.0  # seconds until it is said that sites are missing at the start
+_REMIND = 60.0  # and said again
 _logger = logging.getLogger(__name__)
 
 
@@ -119,10 +122,20 @@ class ElasticLoop(OuterLoop):
     def _arrive(self) -> bool:
         """Hold the θ that the run holds; at the start of one, the first site's. -> whether it was given."""
         failed: list[Plan] = []
+        told = time.monotonic() - _REMIND + _PATIENT
         while True:
             plan = self._gather(ready=False)
             new = all(member.claim.round <= 0 for member in plan.members)
             if new and not plan.runs and len(plan.members) < self.topology.sites:
+                if time.monotonic() - told > _REMIND:
+                    told = time.monotonic()
+                    here = ", ".join(member.name for member in plan.members)
+                    _logger.warning(
+                        "waiting for the run's sites: %d of %d are here (%s)",
+                        len(plan.members),
+                        self.topology.sites,
+                        here,
+                    )
                 time.sleep(_PAUSE)
                 continue
             try:
@@ -181,7 +194,7 @@ class ElasticLoop(OuterLoop):
         topology.num_sites, topology.site = len(workers), workers.index(plan.place_of(topology.id))
         self._plan, self._store_of_round = plan, None if links is None else links.store
         self._across = topology.among(plan, workers)
-        self._liveness = Silence() if links is None else links.liveness
+        self._liveness = NoHeartbeats() if links is None else links.liveness
         self._exchange = Exchange(
             self._across, self._inside, self.parameters.name_of, self._wire, self._tuner
         )
