@@ -83,6 +83,14 @@ class Liveness:
         self._pulse.status = _LEFT + why[:400]
         self._publish()
 
+    def forget(self, link: str) -> None:
+        """All ranks have other links by now, so none asks who has given up this one.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        self._pulse.store.delete_key(self._pulse.farewell_key(link))
+
     def _publish(self) -> None:
         self._pulse.said.clear()
         self._ticker.wake()
@@ -212,7 +220,7 @@ class _Pulse:
         status = self.status
         while self.farewells:
             link, why = self.farewells[0]
-            key = self._farewell(link)
+            key = self.farewell_key(link)
             self.store.compare_set(key, "", self.seals.write(key, f"{self.rank} {why}"))
             del self.farewells[0]
         key = self._key(self.rank)
@@ -245,7 +253,7 @@ class _Pulse:
 
     def farewell(self, link: str) -> tuple[int, str] | None:
         """Who was the first to give up this link, and why."""
-        key = self._farewell(link)
+        key = self.farewell_key(link)
         if not link or not self.store.check([key]):
             return None
         try:
@@ -254,7 +262,7 @@ class _Pulse:
         except (AuthenticationError, ValueError):
             return None
 
-    def _farewell(self, link: str) -> str:
+    def farewell_key(self, link: str) -> str:
         return f"loco/{self.name}/left/{link}"
 
     def _key(self, rank: int) -> str:

@@ -152,11 +152,19 @@ def _connected(store: Any, limit: float) -> Any:
     while isinstance(at, PrefixStore):
         at = at.underlying_store
     if isinstance(at, TCPStore):
-        try:
-            socket.create_connection((at.host, at.port), limit).close()
-        except OSError as error:
-            raise RuntimeError(f"{at.host}:{at.port} can't be reached: {error}") from error
+        check_reachable(at.host, at.port, limit)
     return store.clone()
+
+
+def check_reachable(host: str, port: int, limit: float) -> None:
+    """
+    Raises:
+        RuntimeError: nobody listens there.
+    """
+    try:
+        socket.create_connection((host, port), limit).close()
+    except OSError as error:
+        raise RuntimeError(f"{host}:{port} can't be reached: {error}") from error
 
 
 def _hang_up(asked: _Asked, thread: threading.Thread) -> None:

@@ -27,9 +27,13 @@ class Ticker:
         last: Callable[[], object] | None = None,
     ) -> None:
         self._state = _State(once_more=last is not None)
-        thread = threading.Thread(target=_run, args=(self._state, tick, every), name=name, daemon=True)
-        thread.start()
-        self._finalizer = weakref.finalize(owner, _end, self._state, thread, last, patience)
+        self._thread = threading.Thread(target=_run, args=(self._state, tick, every), name=name, daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(owner, _end, self._state, self._thread, last, patience)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def wake(self) -> None:
         self._state.wake.set()

@@ -4,6 +4,7 @@ import hashlib
 import struct
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +111,9 @@ class Topology:
         self.store = StoreClient(store, limit=self.dead_after)
         self._store_seals = StoreSeals(key, self._session)
         self._verdicts: dict[str, Verdicts] = {}  # over the links in use, by their owner
+        self._linked: dict[
+            str, tuple[str, list[str]]
+        ] = {}  # those links' names, and keys that this rank wrote
         liveness = Liveness(
             store, self._session.hex(), dist.get_rank(), dead_after=self.dead_after, seals=self._store_seals
         )
@@ -167,11 +171,36 @@ class Topology:
                 if guard.notices_within(self.dead_after):
                     raise
                 raise TransportError(f"connecting: {first_line(error)}") from error
+        if name:
+            self._forget_links_before(name, store.written)
         across, inside = built[-1], built[0] if self.ranks_per_site > 1 else self.site_group
         return (
             self._transport(across, device, "site", name, own=True),
             self._transport(inside, device, "rank of this site", name, own=inside is not self.site_group),
         )
+
+    def _forget_links_before(self, name: str, written: list[str]) -> None:
+        """Remove from the store what served to build and to give up their owner's links before these."""
+        owner = name.rpartition("/")[0]
+        before, self._linked[owner] = self._linked.get(owner), (name, written)
+        if before is not None:
+            with suppress(RuntimeError):  # a slow store may keep it
+                for key in before[1]:
+                    self.store.delete_key(key)
+                if self._liveness is not None and self.site == self.rank_in_site == 0:
+                    self._liveness.forget(before[0])
+
+    def close(self) -> None:
+        """Give back what this topology holds: heartbeats, its connections to the store, and `site_group`.
+
+        For a program that goes on without it. An optimizer that is dropped gives back its links by itself; a
+        topology that is only dropped keeps `site_group`, which a DistributedDataParallel may still use.
+        """
+        if self._liveness is not None:
+            self._liveness.close()
+        self.store.close()
+        with suppress(ValueError, RuntimeError):  # it was closed, or the process group was destroyed, before
+            dist.destroy_process_group(self.site_group)
 
     def disconnect(self, *links: Transport) -> None:
         """Give up links that are of no use any more, so that peers who wait on them learn of it at once."""

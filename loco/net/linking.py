@@ -33,8 +33,10 @@ class PatientStore(Store):
         self._store = store
         self._deadline = time.monotonic() + limit
         self._hopeful = hopeful
+        self.written: list[str] = []  # keys
 
     def set(self, key: str, value: Any) -> None:
+        self.written.append(key)
         self._store.set(key, value)
 
     def check(self, keys: list[str]) -> bool:

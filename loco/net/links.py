@@ -5,7 +5,6 @@ of them hosts, and dropped with it.
 """
 
 import os
-import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from ..coordination.guard import guarded
 from ..coordination.liveness import Liveness
-from ..coordination.store_client import StoreClient
+from ..coordination.store_client import StoreClient, check_reachable
 from ..errors import TransportError, first_line
 from .linking import PatientStore
 from .mesh import Pairs
@@ -159,7 +158,7 @@ class _RemoteStore:
 
     def clone(self) -> PrefixStore:
         # torch tries a host that refuses until its time is over, and logs pages about it.
-        socket.create_connection((self._host, self._port), timeout=self._timeout).close()
+        check_reachable(self._host, self._port, self._timeout)
         limit = timedelta(seconds=self._timeout)
         return PrefixStore(self._prefix, TCPStore(self._host, self._port, is_master=False, timeout=limit))
 

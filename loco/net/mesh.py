@@ -103,7 +103,7 @@ class Pairs:
     """gloo pairs between members, outside of torch's process groups.
 
     Args:
-        pairs: torch's ProcessGroupGloo, or None for links that are closed; it closes when nobody holds it, or its messages, any more.
+        pairs: torch's ProcessGroupGloo; it closes when nobody holds it, or its messages. None: closed.
     """
 
     waits_in_thread = True

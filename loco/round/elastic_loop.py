@@ -147,7 +147,7 @@ class ElasticLoop(OuterLoop):
                 else:
                     self._serve(plan)
                 return place in plan.newcomers
-            except TransportError as error:
+            except (TransportError, WireError) as error:
                 self._give_up(plan, error, failed)
 
     def _gather(self, *, ready: bool) -> Plan:
