@@ -91,7 +91,8 @@ class Checkpoints:
                 return self._save(optimizer, extra, blocking=blocking)
             except NeededError as error:
                 _log.warning("%s. They are met first", error)
-                optimizer._outer.reconnect()
+                for loop in optimizer.topology.notes.called():
+                    loop.reconnect()
 
     def _save(self, optimizer: LowCommunicationOptimizer, extra: Any, *, blocking: bool) -> None:
         notes, directory = optimizer.topology.notes, _directory_of(self.folder, optimizer.topology)
@@ -122,7 +123,7 @@ class Checkpoints:
             failure = error
         mine: dict[str, Any] = {"save": uuid.uuid4().hex}
         mine["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
-        told = swap_or_fail(notes, mine, failure, what, optimizer._outer.is_called)
+        told = swap_or_fail(notes, mine, failure, what)
         self._at_home = True
         all_held = [note["held"] for note in told]
         common = [one for one in all_held[0] if all(one in of_rank for of_rank in all_held)]
@@ -158,7 +159,7 @@ class Checkpoints:
                 self.wait()
             except Exception as error:
                 failure = error
-            swap_or_fail(notes, {}, failure, f"after {what}", optimizer._outer.is_called)
+            swap_or_fail(notes, {}, failure, f"after {what}")
 
     def _named(self, notes: Agreement) -> str:
         """Of several folders that a training saves to, the later ones are called by their numbers."""

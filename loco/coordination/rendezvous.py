@@ -50,6 +50,8 @@ class Agreement(Protocol):
 
     def answers(self, user: Any, name: str) -> None: ...
 
+    def called(self) -> list[Any]: ...
+
     def meet(self, name: str) -> int: ...
 
     def is_called(self, name: str) -> bool: ...
@@ -125,6 +127,11 @@ class Rendezvous:
     def answers(self, user: Any, name: str) -> None:
         """As long as `user` is there, this rank leaves a swap when others wait to meet under this name."""
         self._answering[user] = name
+
+    def called(self) -> list[Any]:
+        """The users whom others wait to meet; after a `NeededError` they reconnect. A RuntimeError if the store
+        does not answer."""
+        return [user for user, name in list(self._answering.items()) if self.is_called(name)]
 
     def swap(
         self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None = None
@@ -219,7 +226,7 @@ class Rendezvous:
                     break
                 if guard.loss is not None:
                     verdict = self._call_off(number, _Off(phase, guard.sentence))
-                elif self._is_outranked() or (needed is not None and needed()):
+                elif self.called() or (needed is not None and needed()):
                     verdict = self._call_off(number, _Off(phase, "others wait for it elsewhere", True))
                 elif time.monotonic() > deadline:
                     verdict = self._call_off(number, _Off(phase, self._late(number)))
@@ -227,9 +234,6 @@ class Rendezvous:
         if isinstance(verdict, _Off):
             error = NeededError if verdict.elsewhere else TransportError
             raise error(f"{phase}: {verdict.why}", lasting=True)
-
-    def _is_outranked(self) -> bool:
-        return any(self.is_called(name) for name in list(self._answering.values()))
 
     def _read(self, number: int) -> list[str]:
         """What all wrote to a call to which all came, so that they are through with those before it."""
@@ -298,6 +302,9 @@ class Alone:
 
     def answers(self, user: Any, name: str) -> None:
         pass
+
+    def called(self) -> list[Any]:
+        return []
 
     def meet(self, name: str) -> int:
         return 0

@@ -86,6 +86,8 @@ class OuterLoop:
         self._tuner = ExchangeTuner(wire.codec, topology.num_sites)
         # A name that all ranks share and no other optimizer has, to meet under after a failure.
         self._name = self._everyone.swap_records(uuid.uuid4().bytes, phase="naming")[0].hex()
+        if topology.ranks_per_site > 1:  # see `is_called`
+            topology.notes.answers(self, self._name)
         self._meeting = 0  # which of the ranks' meetings the links are from
         self._connect()
         self._torn = False
