@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -138,7 +139,7 @@ def sealed(store: HashStore, key: bytes = b"sixteen bytes and a few") -> tuple[L
 def test_a_malformed_beat_is_none_and_ends_nobodys_heartbeat(
     malformed: str, pair_of: Callable[[HashStore], tuple[Liveness, Liveness]]
 ) -> None:
-    store = HashStore()
+    store: Any = HashStore()
     listener, other = pair_of(store)
 
     def spoil() -> None:
@@ -154,7 +155,7 @@ def test_a_malformed_beat_is_none_and_ends_nobodys_heartbeat(
 
 
 def test_with_a_key_only_ranks_beat_and_no_beat_is_heard_twice() -> None:
-    store = HashStore()
+    store: Any = HashStore()
     listener, other = sealed(store)
     time.sleep(DEAD_AFTER / 2)
     old = store.get("loco/x/alive/1")
@@ -171,7 +172,7 @@ def test_with_a_key_only_ranks_beat_and_no_beat_is_heard_twice() -> None:
 
 
 def test_with_a_key_only_ranks_give_up_a_link() -> None:
-    store = HashStore()
+    store: Any = HashStore()
     listener, other = sealed(store)
     store.set("loco/x/left/link a", "1 forged")
     assert losses_while(listener, lambda: None, link="link a") == []

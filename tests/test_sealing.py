@@ -203,7 +203,8 @@ def test_a_commit_that_was_removed_from_the_store_still_counts() -> None:
 
 def test_a_verdict_of_before_a_state_was_loaded_is_not_on_the_round_of_the_same_number() -> None:
     """Nor is one on a round over other links, which somebody has kept and writes into the store again."""
-    store, confirmed = HashStore(), set[str]()
+    store: Any = HashStore()
+    confirmed = set[str]()
     pair = [verdicts(store, confirmed) for _ in range(2)]
     for one in pair:
         one.prepare(4)

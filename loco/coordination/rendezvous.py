@@ -129,8 +129,8 @@ class Rendezvous:
         self._answering[user] = name
 
     def called(self) -> list[Any]:
-        """The users whom others wait to meet; after a `NeededError` they reconnect. A RuntimeError if the store
-        does not answer."""
+        """The users whom others wait to meet; after a `NeededError` they reconnect. A RuntimeError if the
+        store does not answer."""
         return [user for user, name in list(self._answering.items()) if self.is_called(name)]
 
     def swap(

@@ -20,8 +20,8 @@ from ..coordination.rendezvous import Agreement, Rendezvous
 from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line
 from ..net.linking import TRIES, PatientStore, link, only_gloo
-from ..net.mesh import GroupMesh
-from ..net.transport import Transport, any_device, listed, wire_device
+from ..net.mesh import GroupMesh, any_device, wire_device
+from ..net.transport import Transport, listed
 
 _OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, chance
 

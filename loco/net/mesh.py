@@ -189,6 +189,25 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
 
 
+def any_device(group: dist.ProcessGroup) -> torch.device:
+    """Some device whose memory the group can send."""
+    return torch.device(next(iter(backends_of(group))))
+
+
+def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where messages must lie for this group to send them, for a caller whose tensors live on `device`."""
+    backends = backends_of(group)
+    if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
+        return device
+    # gloo sends CPU memory only, so a GPU's messages are staged through the host.
+    if "cpu" in backends:
+        return torch.device("cpu")
+    raise ValueError(
+        f"the process group's backend ({dist.get_backend_config(group)}) can't send {device.type} "
+        f"memory: call init_process_group with backend='cpu:gloo,cuda:nccl'"
+    )
+
+
 def _close_pairs(pairs: Any, peers: Iterable[int]) -> None:
     """gloo has no call that closes connections (its abort does nothing); a wait that times out closes all.
 

@@ -20,10 +20,11 @@ from ..coordination.guard import guarded
 from ..coordination.heartbeats import Heartbeats
 from ..errors import AuthenticationError, TransportError, WireError, first_line
 from .cancellable_wait import Alarm, CancellableWait
-from .mesh import Mesh, backends_of
+from .mesh import Mesh
 
 # What a peer can make this rank take in before it is known what it says: names and shapes of all parameters.
 MOST_BLOB_BYTES = 1 << 28
+_MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Transport:
@@ -62,12 +63,9 @@ class Transport:
         self.rank, self.size = rank, len(ranks)
         self.device = device
         self.liveness = liveness
-        self.timeout = timeout
-        self.patience = patience
-        self.member = member
-        self.link = link
-        self._seals = seals
-        self._reunion = reunion
+        self.timeout, self.patience = timeout, patience
+        self.member, self.link = member, link
+        self._seals, self._reunion = seals, reunion
         self._ranks = list(ranks)
         self._waiter = CancellableWait()
         self.sent_bytes = 0
@@ -159,7 +157,7 @@ class Transport:
         announced = torch.empty(8, dtype=torch.uint8, device=self.device)
         self.swap({}, {peer: announced}, phase=phase)
         size = int.from_bytes(to_bytes(announced), "little")
-        self._check_size(size, peer, _memory_bytes() if most is None else most, phase=phase)
+        self._check_size(size, peer, _MEMORY_BYTES if most is None else most, phase=phase)
         blob = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.swap({}, {peer: blob}, phase=phase)
         return to_bytes(blob)
@@ -263,7 +261,7 @@ class Transport:
                 )
 
     def close(self) -> None:
-        """Hang up, if the links are this transport's own, so that peers that wait learn of it."""
+        """Hang up, if the links are its own, so that peers that wait learn of it."""
         self.mesh.close()
 
     def message(self, data: bytes) -> Tensor:
@@ -344,29 +342,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def to_bytes(tensor: Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
-
-
-def any_device(group: dist.ProcessGroup) -> torch.device:
-    """Some device whose memory the group can send."""
-    return torch.device(next(iter(backends_of(group))))
-
-
-def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where messages must lie for this group to send them, for a caller whose tensors live on `device`."""
-    backends = backends_of(group)
-    if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
-        return device
-    # gloo sends CPU memory only, so a GPU's messages are staged through the host.
-    if "cpu" in backends:
-        return torch.device("cpu")
-    raise ValueError(
-        f"the process group's backend ({dist.get_backend_config(group)}) can't send {device.type} "
-        f"memory: call init_process_group with backend='cpu:gloo,cuda:nccl'"
-    )
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def listed(member: str, numbers: Sequence[int]) -> str:
