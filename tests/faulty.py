@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from scripted import Scripted, move
 import loco
 from loco import kernels
 from loco.checkpoints.manifest import Manifest
-from loco.coordination import commit, meeting
+from loco.coordination import commit
+from loco.coordination.reunion import Reunion
 from loco.errors import TransportError
 from loco.exchange.transfer import Transfer
 from loco.members import fixed
@@ -114,9 +114,7 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
 
         kernels.apply = apply
     elif fault.at == "reconnecting":  # this rank has come to the meeting, and waits there
-        # Its own sleep, not everyone's.
-        setattr(meeting, "time", SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep))  # noqa: B010
-        before(meeting.time, "sleep")
+        before(Reunion, "_pause")
     elif fault.at == "linking":  # all have met, and build their links
         before(fixed.Topology, "connect")
     elif fault.at == "half linked":  # its address is known, and others connect to it

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..coordination.rendezvous import NeededError, Rendezvous, swap_or_fail
+from ..coordination.rendezvous import Agreement, NeededError, swap_or_fail
 from ..errors import CheckpointError
 from .directory import CheckpointDirectory
 from .formats import FORMATS, host_copy
@@ -169,7 +169,7 @@ class Checkpoints:
             )
         return held
 
-    def _label(self, rendezvous: Rendezvous) -> str:
+    def _label(self, rendezvous: Agreement) -> str:
         """Distinguishes several folders of one training: the second one and later have a number."""
         number = rendezvous.number_of(self)
         return f" to folder {number + 1}" if number else ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..coordination.rendezvous import Rendezvous, swap_or_fail
+from ..coordination.rendezvous import Agreement, swap_or_fail
 from ..errors import CheckpointError
 from ..round.state import check_same
 from .directory import CheckpointDirectory
@@ -30,7 +30,7 @@ class Save:
 
 
 def all_saves(
-    rendezvous: Rendezvous,
+    rendezvous: Agreement,
     directory: CheckpointDirectory,
     sites: Sequence[int | None] | None,
     lost: Sequence[int],

@@ -1,4 +1,4 @@
-"""Every message proves who sent it, by a key that the sites share: for links that others can write to."""
+"""Every message and every value in the store proves its origin, by a key that the ranks share."""
 
 import hashlib
 import hmac
@@ -17,9 +17,9 @@ LEAST_KEY_BYTES = 16
 class MessageSeals:
     """The seals of one group's messages: keyed BLAKE2b, 16 bytes each.
 
-    A seal is of the message and of its place: which session, group, sender, receiver, and the how many-th
-    between the two. So a message that was changed, forged, repeated, exchanged for another or sent back to
-    its sender is refused.
+    A seal covers the message and its context: session, group, sender, receiver, and its number among the
+    messages between the two. So a message that was changed, forged, repeated, exchanged for another or sent
+    back to its sender is refused.
 
     Args:
         key: shared by all ranks, and by nobody else.
@@ -30,13 +30,13 @@ class MessageSeals:
 
     def __init__(self, key: bytes, session: bytes, group: str, rank: int) -> None:
         self._key = hashlib.blake2b(key, digest_size=32, person=b"loco key").digest()
-        self._place = session + hashlib.blake2b(group.encode(), digest_size=16).digest()
+        self._context = session + hashlib.blake2b(group.encode(), digest_size=16).digest()
         self._rank = rank
         self._sent: Counter[int] = Counter()  # by peer
         self._received: Counter[int] = Counter()
 
     def seal(self, message: Tensor, receiver: int) -> Tensor:
-        """Of the next message to `receiver`."""
+        """The seal of the next message to `receiver`."""
         self._sent[receiver] += 1
         made = self._make(message, self._rank, receiver, self._sent[receiver])
         return torch.frombuffer(bytearray(made), dtype=torch.uint8).to(message.device)
@@ -51,36 +51,44 @@ class MessageSeals:
         return hmac.compare_digest(made, seal.cpu().numpy().tobytes())
 
     def _make(self, message: Tensor, sender: int, receiver: int, number: int) -> bytes:
-        hashed = hashlib.blake2b(self._place, key=self._key, digest_size=SEAL_BYTES)
+        hashed = hashlib.blake2b(self._context, key=self._key, digest_size=SEAL_BYTES)
         hashed.update(struct.pack("<IIQQ", sender, receiver, number, message.numel()))
         hashed.update(message.cpu().numpy().data)
         return hashed.digest()
 
 
 class StoreSeals:
-    """What ranks write into the store, each word with its seal, if they share a key.
+    """Seals of what ranks write into the store, if they share a key.
+
+    A seal is of the value, of the store key under which it stands, and of the session: a value of an earlier
+    run, or of another store key, is refused. An older value of the *same* store key is not; where that
+    matters, the store key (or the value) holds a number that is used once.
 
     Args:
-        key, session: as of `MessageSeals`; without a key a word is what it says.
+        key, session: as of `MessageSeals`; without a key nothing is sealed.
     """
 
     def __init__(self, key: bytes | None = None, session: bytes = b"") -> None:
         self._secret = key and hashlib.blake2b(key, digest_size=32, person=b"loco word").digest()
         self._session = session
 
-    def write(self, place: str, word: str) -> str:
-        """What to put in this place, so that only who has the key can have done it."""
-        if self._secret is None:
-            return word
-        said, salt = f"{place}={word}".encode(), self._session[:16]
-        return f"{word} {hashlib.blake2b(said, key=self._secret, salt=salt, digest_size=16).hexdigest()}"
+    @property
+    def are_used(self) -> bool:
+        return self._secret is not None
 
-    def read(self, place: str, found: str) -> str:
+    def write(self, store_key: str, value: str) -> str:
+        """What to put under this store key, so that only a rank that has the key can have written it."""
+        if self._secret is None:
+            return value
+        sealed, salt = f"{store_key}={value}".encode(), self._session[:16]
+        return f"{value} {hashlib.blake2b(sealed, key=self._secret, salt=salt, digest_size=16).hexdigest()}"
+
+    def read(self, store_key: str, found: str) -> str:
         """
         Raises:
-            AuthenticationError: somebody without the key has written it, or for another place.
+            AuthenticationError: somebody without the key has written it, or for another store key.
         """
-        word = found if self._secret is None else found.rpartition(" ")[0]
-        if not hmac.compare_digest(self.write(place, word).encode(), found.encode()):
-            raise AuthenticationError(f"{place} in the store was not written by a rank of this run")
-        return word
+        value = found if self._secret is None else found.rpartition(" ")[0]
+        if not hmac.compare_digest(self.write(store_key, value).encode(), found.encode()):
+            raise AuthenticationError(f"{store_key} in the store was not written by a rank of this run")
+        return value

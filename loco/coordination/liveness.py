@@ -1,102 +1,130 @@
-"""Signs of life: each rank says every half second that it lives and what it does, and hears who does not.
+"""Heartbeats: each rank says several times within `dead_after` that it lives and what it does.
 
 They travel by the process group's store, which every rank reaches already: no port, no address of its own.
 Silence counts by the time that the listener itself was awake: sites' clocks need not agree, and a machine
 that was halted accuses nobody when it goes on.
 """
 
+import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
 
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from ..errors import AuthenticationError, first_line
+from .authentication import StoreSeals
+from .heartbeats import Alarm, Loss
+from .store_client import KeyValueStore, StoreClient
+from .ticker import Ticker
 
-from ..errors import first_line
-from .store_client import StoreClient
-
-BEATS = 8  # in `dead_after` seconds; who misses six of them in a row is silent
+BEATS = 8  # in `dead_after` seconds; a rank that misses six of them in a row is silent
 _ALLOWED = 6
 _SOON = 0.5  # seconds
+_POLL = 0.02  # seconds
 
-# How a word begins: a rank is at work; it has given up a round, and may come back; it has ended.
+# How a status begins: a rank is at work; it has given up a round, and may come back; it has ended.
 _AT_WORK, _LEFT, _ENDED = "+", "-", "!"
 
-Alarm = Callable[["Loss"], None]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Who can't be counted on, and why.
-
-    silent: ranks without a sign of life; their processes are dead or stopped, or their links cut.
-    gone: ranks that have given up what the others wait for, or ended; their last words say why.
-    why: what who has gone said, if it has come back since.
-    store: why the store does not answer.
-    """
-
-    silent: tuple[int, ...] = ()
-    gone: tuple[int, ...] = ()
-    why: str = ""
-    store: str = ""
+_logger = logging.getLogger(__name__)
 
 
 class Liveness:
-    """This rank's own sign of life, and an ear for the others'.
+    """This rank's own heartbeat, and an ear for the others'. See `Heartbeats`.
+
+    A beat that is malformed, or not genuine where the ranks share a key, or older than one that was heard
+    before, counts as one that is not there: it makes nobody alive, and no listener fail.
 
     Args:
         store: the process group's.
         name: the same on all ranks, and nobody else's.
         rank: in the default group.
         dead_after: seconds within which a silent rank is noticed, from when somebody waits for it.
+        seals: of the beats, if the ranks share a key.
+        connect_limit: as `StoreClient`.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, *, dead_after: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        *,
+        dead_after: float,
+        seals: StoreSeals | None = None,
+        connect_limit: float = 30.0,
+    ) -> None:
         self.dead_after = dead_after
-        # Who hears nothing of the store for two beats goes on, to find out whether it is silent for six.
-        line = StoreClient(store, limit=2 * dead_after / BEATS)
-        self._pulse = _Pulse(line, name, rank, dead_after / BEATS)
-        self._pulse.beat()  # whoever waits for this rank from now on finds something
-        thread = threading.Thread(
-            target=_beat_on, args=(self._pulse,), name=f"loco heartbeat of rank {rank}", daemon=True
+        # A rank that hears nothing of the store for two beats goes on, to find out whether it is silent for
+        # six.
+        client = StoreClient(store, limit=2 * dead_after / BEATS, connect_limit=connect_limit)
+        self._pulse = _Pulse(client, seals or StoreSeals(), name, rank, dead_after / BEATS)
+        self._pulse.beat()  # a rank that waits for this one from now on finds something
+        self._ticker = Ticker(
+            self,
+            self._pulse.tick,
+            every=self._pulse.every,
+            name=f"loco heartbeat of rank {rank}",
+            patience=2 * _ALLOWED * self._pulse.every,
+            last=self._pulse.end,
         )
-        thread.start()
-        # Also at the interpreter's exit, which must not find the thread inside the store.
-        self._end = weakref.finalize(self, _stop, self._pulse, thread)
 
     def say(self, doing: str) -> None:
-        """What this rank does from now on, for the errors of those who wait for it."""
-        back = self._pulse.word.startswith(_LEFT)
-        self._pulse.word = _AT_WORK + doing
+        back = self._pulse.status.startswith(_LEFT)
+        self._pulse.status = _AT_WORK + doing
         if back:  # nobody who meets it from now on may think that it is not there
             self._publish()
 
     def leave(self, why: str, link: str = "") -> None:
-        """This rank has given up what the others wait for. Returns once they can know, or soon anyway.
-
-        link: which it has given up, for good. Who waits on it learns of it even if this rank is back by then.
-        """
         if link:
             self._pulse.farewells.append((link, why[:400]))
-        self._pulse.word = _LEFT + why[:400]
+        self._pulse.status = _LEFT + why[:400]
         self._publish()
+
+    def forget(self, link: str) -> None:
+        """All ranks have other links by now, so none asks who has given up this one.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        self._pulse.store.delete_key(self._pulse.farewell_key(link))
 
     def _publish(self) -> None:
         self._pulse.said.clear()
-        self._pulse.wake.set()
+        self._ticker.wake()
         self._pulse.said.wait(_SOON)
+
+    def confirm(self, voter: object, vote: str) -> None:
+        """Say from the next beat on that this rank has committed `vote`, the latest one of `voter`."""
+        others = [one for one in self._pulse.confirmed if one[0]() not in (None, voter)]
+        self._pulse.confirmed = [*others, (ref(voter), vote)]
+
+    def is_confirmed(self, ranks: Sequence[int], vote: str) -> bool:
+        """Whether one of these ranks says so, in a beat that it begins after this call.
+
+        Ranks that do not beat are not waited for: it takes half of `dead_after` at most.
+        """
+        deadline = time.monotonic() + self.dead_after / 2
+        began: dict[int, int] | None = None
+        while True:
+            with suppress(RuntimeError):
+                beats = dict(zip(ranks, self._pulse.read(ranks), strict=True))
+                if any(vote in beat.confirmed for beat in beats.values()):
+                    return True
+                began = began or {rank: beat.count for rank, beat in beats.items()}
+                # The next beat may have been on its way when this call began.
+                if all(beat.count >= began[rank] + 2 for rank, beat in beats.items()):
+                    return False
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL)
 
     @contextmanager
     def watching(
         self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", reunion: bool = False
     ) -> Iterator[None]:
-        """Listen to `ranks` meanwhile. `alarm` is called at most once, by another thread.
-
-        link: that they are waited for on.
-        reunion: those who left are expected back, so only an end counts.
-        """
         gone = (_ENDED,) if reunion else (_LEFT, _ENDED)
         watch = _Watch(tuple(ranks), alarm, self.dead_after * _ALLOWED / BEATS, gone, link)
         self._pulse.watches.append(watch)
@@ -107,22 +135,19 @@ class Liveness:
             self._pulse.watches.remove(watch)
 
     def departed(self, ranks: Sequence[int]) -> list[int]:
-        """Those of them that have said that they left, as far as the store can tell."""
         try:
-            words = self._pulse.read(ranks)
+            beats = self._pulse.read(ranks)
         except RuntimeError:
             return []
-        return [r for r, (_, word) in zip(ranks, words, strict=True) if word.startswith((_LEFT, _ENDED))]
+        return [r for r, beat in zip(ranks, beats, strict=True) if beat.status.startswith((_LEFT, _ENDED))]
 
     def last_words(self, rank: int) -> str:
-        """What a rank last said, as far as the store can tell."""
         try:
-            return self._pulse.read([rank])[0][1][1:] or "nothing"
+            return self._pulse.read([rank])[0].status[1:] or "nothing"
         except RuntimeError:
             return "nothing that can be read"
 
     def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
-        """A sentence; `name` tells what ranks are called."""
         if loss.store:
             return (
                 f"no answer from the process group's store for {self.dead_after:g} s ({loss.store}): this "
@@ -136,55 +161,108 @@ class Liveness:
         return f"{name(loss.gone[:1])} has left: {loss.why or self.last_words(loss.gone[0])}"
 
     def close(self) -> None:
-        self._end()
+        """Say that this rank has ended, and end the thread."""
+        self._ticker.close()
+
+
+@dataclass(frozen=True)
+class _Beat:
+    """count: of the rank's beats. confirmed: its latest votes that were committed, by set of links."""
+
+    count: int = 0
+    status: str = _AT_WORK
+    confirmed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{':'.join([str(self.count), *self.confirmed])} {self.status}"
 
 
 @dataclass
 class _Pulse:
     """What the thread works on. It holds no Liveness, so that one that nobody needs any more can end it."""
 
-    store: StoreClient
+    store: KeyValueStore
+    seals: StoreSeals
     name: str
     rank: int
     every: float  # seconds
-    word: str = _AT_WORK + "starting"
+    status: str = _AT_WORK + "starting"
     beats: int = 0
     awake: float = 0.0  # seconds that this process was, as far as it can tell
+    last: float = field(default_factory=lambda: time.monotonic())
+    heard: dict[int, _Beat] = field(default_factory=dict)  # the newest of each rank
     farewells: list[tuple[str, str]] = field(default_factory=list)  # links that were given up, and why
+    confirmed: list[tuple[ref[object], str]] = field(default_factory=list)  # by voter: its latest vote
     watches: list["_Watch"] = field(default_factory=list)
-    wake: threading.Event = field(default_factory=threading.Event)
     said: threading.Event = field(default_factory=threading.Event)
-    ended: bool = False
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        # A beat and a request that was not answered take three beats' time; what took more was not awake.
+        self.awake += min(now - self.last, 3 * self.every)
+        self.last = now
+        watches = [watch for watch in self.watches if not watch.done]
+        try:
+            self.beat()
+            for watch in watches:
+                watch.look(self)
+        except RuntimeError as error:
+            for watch in watches:
+                watch.miss(self, error)
+        except Exception:  # a thread that ended here would be taken for a dead rank
+            _logger.exception("a heartbeat failed, and the next one is tried")
+
+    def end(self) -> None:
+        self.status = f"{_ENDED}its program has ended, or dropped its optimizer"
 
     def beat(self) -> None:
         self.beats += 1
-        word = self.word
+        status = self.status
         while self.farewells:
             link, why = self.farewells[0]
-            self.store.compare_set(self._farewell(link), "", f"{self.rank} {why}")
+            key = self.farewell_key(link)
+            self.store.compare_set(key, "", self.seals.write(key, f"{self.rank} {why}"))
             del self.farewells[0]
-        self.store.set(self._key(self.rank), f"{self.beats} {word}")
-        if word is self.word:
+        key = self._key(self.rank)
+        beat = _Beat(self.beats, status, tuple(vote for _, vote in self.confirmed))
+        self.store.set(key, self.seals.write(key, str(beat)))
+        if status is self.status:
             self.said.set()
 
-    def read(self, ranks: Sequence[int]) -> list[tuple[int, str]]:
-        """How often each rank has beaten, and its word; a RuntimeError if the store does not answer."""
+    def read(self, ranks: Sequence[int]) -> list[_Beat]:
+        """The newest beat that was heard of each rank; a RuntimeError if the store does not answer."""
         keys = [self._key(rank) for rank in ranks]
-        if self.store.check(keys):  # the usual case: all have begun, and one question tells of all of them
+        if self.store.check(keys):  # the usual case: all have begun, and one request tells of all of them
             found = self.store.multi_get(keys)
         else:
-            found = [self.store.get(key) if self.store.check([key]) else b"0 +" for key in keys]
-        pairs = (value.decode(errors="replace").partition(" ") for value in found)
-        return [(int(beats), word) for beats, _, word in pairs]
+            found = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
+        for rank, key, value in zip(ranks, keys, found, strict=True):
+            beat = self._beat(key, value)
+            if beat is None or (self.seals.are_used and beat.count < self.heard.get(rank, beat).count):
+                continue
+            self.heard[rank] = beat
+        return [self.heard.get(rank, _Beat()) for rank in ranks]
+
+    def _beat(self, key: str, found: bytes) -> _Beat | None:
+        try:
+            head, _, status = self.seals.read(key, found.decode()).partition(" ")
+            count, *confirmed = head.split(":")
+            return _Beat(int(count), status, tuple(confirmed))
+        except (AuthenticationError, ValueError):  # not there, malformed, or not genuine
+            return None
 
     def farewell(self, link: str) -> tuple[int, str] | None:
         """Who was the first to give up this link, and why."""
-        if not link or not self.store.check([self._farewell(link)]):
+        key = self.farewell_key(link)
+        if not link or not self.store.check([key]):
             return None
-        rank, _, why = self.store.get(self._farewell(link)).decode(errors="replace").partition(" ")
-        return int(rank), why
+        try:
+            rank, _, why = self.seals.read(key, self.store.get(key).decode()).partition(" ")
+            return int(rank), why
+        except (AuthenticationError, ValueError):
+            return None
 
-    def _farewell(self, link: str) -> str:
+    def farewell_key(self, link: str) -> str:
         return f"loco/{self.name}/left/{link}"
 
     def _key(self, rank: int) -> str:
@@ -210,11 +288,11 @@ class _Watch:
     def look(self, pulse: _Pulse) -> None:
         beats = dict(zip(self.ranks, pulse.read(self.ranks), strict=True))
         now = self._answered = pulse.awake
-        for rank, (count, _) in beats.items():
-            if count != self._heard[rank][0]:
-                self._heard[rank] = count, now
-        # Who leaves may have sent all that is waited for: it gets one more beat's time to arrive.
-        left = {rank for rank, (_, word) in beats.items() if word.startswith(self._gone_if)}
+        for rank, beat in beats.items():
+            if beat.count != self._heard[rank][0]:
+                self._heard[rank] = beat.count, now
+        # A rank that leaves may have sent all that is waited for: it gets one more beat's time to arrive.
+        left = {rank for rank, beat in beats.items() if beat.status.startswith(self._gone_if)}
         gone, self._left = left & self._left, left
         silent = {r for r, (_, since) in self._heard.items() if now - since >= self._allowed} - gone
         farewell = pulse.farewell(self._link)
@@ -235,30 +313,3 @@ class _Watch:
         if not self.done:
             self.done = True
             self._alarm(loss)
-
-
-def _beat_on(pulse: _Pulse) -> None:
-    last = time.monotonic()
-    while not pulse.ended:
-        pulse.wake.wait(pulse.every)
-        pulse.wake.clear()
-        now = time.monotonic()
-        # A beat and a question that was not answered take three beats' time; what took more was not awake.
-        pulse.awake += min(now - last, 3 * pulse.every)
-        last = now
-        watches = [watch for watch in pulse.watches if not watch.done]
-        try:
-            pulse.beat()
-            for watch in watches:
-                watch.look(pulse)
-        except RuntimeError as error:
-            for watch in watches:
-                watch.miss(pulse, error)
-
-
-def _stop(pulse: _Pulse, thread: threading.Thread) -> None:
-    pulse.word = f"{_ENDED}its program has ended, or dropped its optimizer"
-    pulse.ended = True
-    pulse.wake.set()
-    if thread is not threading.current_thread():
-        thread.join(2 * _ALLOWED * pulse.every)

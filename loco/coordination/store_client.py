@@ -1,7 +1,7 @@
-"""A line to the process group's store on which every question is answered within a limit, or given up.
+"""A connection to the process group's store whose every request is answered or given up within a limit.
 
-torch's own waits for an answer without end when the store's host is stopped, or the link to it is cut. So a
-thread asks, and whoever wants to know waits for the thread. Nor does torch's connect again: a router that
+torch's own client waits without limit when the store's host is stopped, or the link to it is cut. So a thread
+makes the request, and the caller waits for the thread. Nor does torch's client connect again: a router that
 forgets a connection which was idle during the inner steps would cut this rank off for good.
 """
 
@@ -11,39 +11,69 @@ import time
 import weakref
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 _Asked = SimpleQueue["tuple[Future[Any], str, tuple[Any, ...]] | None"]
 _AGAIN = 60.0  # seconds until a thread that waits without end is replaced a second time
 
 
-class StoreClient(Store):
-    """A store's own connection, for questions that it can answer at once: it waits for no key.
+class KeyValueStore(Protocol):
+    """What coordination needs of a store. torch's stores have it; so can a client of etcd.
 
-    A store does one thing at a time; what is asked over another line need not wait for it. A question that
-    was given up may still be answered later, or twice, so it must not matter when and how often it is.
-
-    Args:
-        store: the process group's.
-        limit: seconds, after which a question raises a RuntimeError.
+    No request waits for a key: `get` and `multi_get` are asked for keys that are there. Every request raises
+    a RuntimeError if the store does not answer.
     """
 
-    def __init__(self, store: Store, *, limit: float) -> None:
-        super().__init__()
-        self._store: Any = store
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them are there."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set the key if its value is `expected`, or if it is absent and that is "" -> its value now."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class StoreClient:
+    """A connection of its own to a store, for requests that it can answer at once. A `KeyValueStore`.
+
+    A store serves one request of a connection at a time; requests over another connection need not wait for
+    it. A request that was given up may still be carried out later, or twice, so it must be idempotent.
+
+    Args:
+        store: the process group's, or a PrefixStore over it.
+        limit: seconds, after which a request raises a RuntimeError.
+        connect_limit: seconds for the first connection, which takes several round trips, and longer where
+            host names are looked up slowly.
+
+    Raises:
+        RuntimeError: the store's host does not answer.
+    """
+
+    def __init__(self, store: Any, *, limit: float, connect_limit: float = 30.0) -> None:
+        self._store = store
         self._limit = limit
         self._replaced = -_AGAIN
-        self._start(self._store.clone())
+        self._start()
+        try:
+            self._ask("", limit=max(limit, connect_limit))
+        except BaseException:
+            self.close()
+            raise
 
-    def _start(self, connection: Any) -> None:
+    def _start(self) -> None:
         self._asked: _Asked = SimpleQueue()
         thread = threading.Thread(
             target=_answer,
-            args=(self._store, connection, self._limit, self._asked),
-            name="loco store line",
+            args=(self._store, self._limit, self._asked),
+            name="loco store client",
             daemon=True,
         )
         thread.start()
@@ -70,43 +100,49 @@ class StoreClient(Store):
     def delete_key(self, key: str) -> bool:
         return self._ask("delete_key", key)
 
-    def _ask(self, question: str, *args: Any) -> Any:
+    def close(self) -> None:
+        """End the thread, and with it the connection."""
+        self._end()
+
+    def _ask(self, question: str, *args: Any, limit: float | None = None) -> Any:
+        limit = self._limit if limit is None else limit
         answer: Future[Any] = Future()
         self._asked.put((answer, question, args))
         try:
-            return answer.result(self._limit)
+            return answer.result(limit)
         except TimeoutError:
             answer.cancel()  # if its turn has not come yet
             self._replace()
-            raise RuntimeError(f"no answer within {self._limit:g} s") from None
+            raise RuntimeError(f"no answer within {limit:g} s") from None
 
     def _replace(self) -> None:
-        """Leave a thread to itself that may never hear of its connection again."""
+        """Give up a thread that may never get an answer, and start another one."""
         now = time.monotonic()
         if now - self._replaced >= _AGAIN:
             self._replaced = now
             self._end.detach()
             self._asked.put(None)
-            self._start(None)
+            self._start()
 
 
-def _answer(store: Any, connection: Any, limit: float, asked: _Asked) -> None:
+def _answer(store: Any, limit: float, asked: _Asked) -> None:
+    connection: Any = None
     while (one := asked.get()) is not None:
-        answer, question, args = one
+        answer, question, args = one  # no question: only connect
         if not answer.set_running_or_notify_cancel():
             continue
         try:
             try:
                 connection = connection or _connected(store, limit)
-                found = getattr(connection, question)(*args)
+                found = getattr(connection, question)(*args) if question else None
             except dist.DistNetworkError:
                 connection = None
                 connection = _connected(store, limit)
-                found = getattr(connection, question)(*args)
+                found = getattr(connection, question)(*args) if question else None
             answer.set_result(found)
         except BaseException as error:
             answer.set_exception(error)
-        # An error's traceback holds who asked, and with it the line that is to be ended once nobody holds it.
+        # An error's traceback holds the caller, and with it the client that is to end once nobody holds it.
         del one, answer, question, args
 
 
@@ -116,11 +152,19 @@ def _connected(store: Any, limit: float) -> Any:
     while isinstance(at, PrefixStore):
         at = at.underlying_store
     if isinstance(at, TCPStore):
-        try:
-            socket.create_connection((at.host, at.port), limit).close()
-        except OSError as error:
-            raise RuntimeError(f"{at.host}:{at.port} can't be reached: {error}") from error
+        check_reachable(at.host, at.port, limit)
     return store.clone()
+
+
+def check_reachable(host: str, port: int, limit: float) -> None:
+    """
+    Raises:
+        RuntimeError: nobody listens there.
+    """
+    try:
+        socket.create_connection((host, port), limit).close()
+    except OSError as error:
+        raise RuntimeError(f"{host}:{port} can't be reached: {error}") from error
 
 
 def _hang_up(asked: _Asked, thread: threading.Thread) -> None:

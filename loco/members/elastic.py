@@ -13,10 +13,12 @@ import torch
 
 from ..coordination.authentication import StoreSeals
 from ..coordination.commit import decide
+from ..coordination.heartbeats import NoHeartbeats
 from ..coordination.rendezvous import Alone
 from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, LocoError, NonFiniteError, PeerError, TransportError, WireError
-from ..net.links import Links, LinkTransport, host_store
+from ..net.links import Links, host_store
+from ..net.mesh import NoLinks, Subset
 from ..net.transport import Transport
 from .lighthouse import HOW_TO_START, Lighthouse
 from .quorum import Claim, Plan, plan
@@ -24,6 +26,8 @@ from .view import Standing, View
 
 MOST = 3  # rounds that fail among the same sites before it is said: repeating mends only who is gone
 _PAUSE = 0.2  # seconds between two looks at whether all have come to the start
+_PATIENT = 5.0  # seconds until it is said that sites are missing at the start
+_REMIND = 60.0  # and said again
 _logger = logging.getLogger(__name__)
 
 
@@ -152,11 +156,23 @@ class ElasticTopology:
         """The links that can be used, if there are any."""
         return self._links if self._links is not None and self._links.whole else None
 
-    def among(self, decided: Plan, places: list[int] | None = None) -> LinkTransport:
+    def among(self, decided: Plan, places: list[int] | None = None) -> Transport:
         """The links to these members of a quorum, by default to all."""
         if places is None:
             places = list(range(len(decided.members)))
-        return LinkTransport(self.links, places, decided.place_of(self.id), timeout=self.timeout)
+        return self._transport_among(self.links, places, decided.place_of(self.id))
+
+    def _transport_among(self, links: Links | None, places: list[int], place: int) -> Transport:
+        return Transport(
+            NoLinks() if links is None else Subset(links.mesh, places, close=links.close),
+            places,
+            places.index(place),
+            device=torch.device("cpu"),  # gloo sends no other memory
+            liveness=None if links is None else links.liveness,
+            timeout=self.timeout,
+            patience=self.timeout,  # whoever is in a quorum has come to its round
+            member="site",
+        )
 
     def unlink(self, why: str = "it left the links") -> None:
         if self._links is not None:
@@ -173,7 +189,7 @@ class ElasticTopology:
         return self.alone()
 
     def alone(self) -> Transport:
-        return LinkTransport(None, [0], 0, timeout=self.timeout)
+        return self._transport_among(None, [0], 0)
 
     def membership(self, device: torch.device, setup: Mapping[str, Any]) -> "QuorumMembership":
         return QuorumMembership(self, json.dumps({"sites": self.sites} | dict(setup)))
@@ -219,6 +235,7 @@ class QuorumMembership:
             TransportError: the lighthouse is gone; or, and then it does not last, a member was lost.
         """
         topology = self._topology
+        told = time.monotonic() - _REMIND + _PATIENT
         while True:
             plan = topology.gather(self._claim(standing))
             claims = [member.claim for member in plan.members]
@@ -230,6 +247,12 @@ class QuorumMembership:
             is_new_run = all(claim.round <= 0 for claim in claims) and not plan.runs
             if standing.ready or not is_new_run or len(claims) >= topology.sites:
                 break
+            if time.monotonic() - told > _REMIND:
+                told = time.monotonic()
+                here = ", ".join(member.name for member in plan.members)
+                _logger.warning(
+                    "waiting for the run's sites: %d of %d are here (%s)", len(claims), topology.sites, here
+                )
             time.sleep(_PAUSE)
         if standing.ready or plan.newcomers:
             topology.link(plan)
@@ -272,7 +295,7 @@ class QuorumMembership:
             num_sites=len(workers),
             across=topology.among(plan, workers) if takes_part else topology.alone(),
             inside=topology.alone(),
-            liveness=Unheard() if links is None else links.liveness,
+            liveness=NoHeartbeats() if links is None else links.liveness,
             register=_OneVerdict(None if links is None else links.store, plan.attempt),
             site_names=tuple(plan.members[k].name for k in workers),
             handover=QuorumHandover(topology, plan, me),
@@ -350,16 +373,6 @@ class _OneVerdict:
 
     def on(self, number: int, wish: str) -> str:
         return wish if self._store is None else decide(self._store, self._key, wish, StoreSeals())
-
-
-class Unheard:
-    """The signs of life of a site that nobody waits for."""
-
-    def say(self, doing: str) -> None:
-        pass
-
-    def leave(self, why: str, link: str = "") -> None:
-        pass
 
 
 def _difference(theirs: str, ours: str) -> str:

@@ -2,9 +2,9 @@
 
 import hashlib
 import struct
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 from ..coordination.authentication import LEAST_KEY_BYTES, MessageSeals, StoreSeals
 from ..coordination.commit import Verdicts
-from ..coordination.liveness import Liveness, Loss
-from ..coordination.meeting import is_called, meet
-from ..coordination.rendezvous import Rendezvous
+from ..coordination.guard import guarded
+from ..coordination.heartbeats import Heartbeats
+from ..coordination.liveness import Liveness
+from ..coordination.rendezvous import Agreement, Rendezvous
 from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line
 from ..net.linking import TRIES, PatientStore, link, only_gloo
-from ..net.transport import Transport, any_device, listed, wire_device
+from ..net.mesh import GroupMesh, any_device, wire_device
+from ..net.transport import Transport, listed
 from .process_group import ensure_process_group
 from .world import WorldMembership
 
@@ -104,13 +106,19 @@ class Topology:
         self._key = key
         store = dist.distributed_c10d._get_default_store()
         self.store = StoreClient(store, limit=self.dead_after)
-        liveness = Liveness(store, self._session.hex(), dist.get_rank(), dead_after=self.dead_after)
+        self._store_seals = StoreSeals(key, self._session)
+        self._verdicts: dict[str, Verdicts] = {}  # over the links in use, by their owner
+        self._linked: dict[
+            str, tuple[str, list[str]]
+        ] = {}  # those links' names, and keys that this rank wrote
+        liveness = Liveness(
+            store, self._session.hex(), dist.get_rank(), dead_after=self.dead_after, seals=self._store_seals
+        )
         # torch's store asks for the name of every host that connects, and answers nobody until it is told:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
         self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
         self._liveness = liveness
-        self._store_seals = StoreSeals(key, self._session)
-        self.notes = Rendezvous(
+        self.notes: Agreement = Rendezvous(
             self.store,
             self._store_seals,
             liveness,
@@ -124,7 +132,7 @@ class Topology:
         self.site_group: dist.ProcessGroup = self._groups(inside=True)
 
     @property
-    def liveness(self) -> Liveness:
+    def liveness(self) -> Heartbeats:
         assert self._liveness is not None
         return self._liveness
 
@@ -141,16 +149,11 @@ class Topology:
             TransportError: a rank was lost while all were building. All can build anew once they have met.
         """
         built: list[dist.ProcessGroup] = []
-        losses: list[Loss] = []
-        lost = threading.Event()
-
-        def alarm(loss: Loss) -> None:
-            losses.append(loss)
-            lost.set()
-
-        with self.liveness.watching(self._others, alarm, reunion=True):
+        with guarded(
+            self.liveness, self._others, phase="connecting", named=self._named, reunion=True
+        ) as guard:
             # All have met, and have nothing else to do.
-            store = PatientStore(self.store, limit=2 * self.dead_after, hopeful=lambda: not losses)
+            store = PatientStore(self.store, limit=2 * self.dead_after, hopeful=lambda: guard.loss is None)
             try:
                 for inside in (True, False) if self.ranks_per_site > 1 else (False,):
                     built.append(
@@ -161,22 +164,46 @@ class Topology:
             except RuntimeError as error:
                 for group in built:
                     dist.destroy_process_group(group)
-                why = first_line(error)
                 # Whoever could not be reached may have died just now, which its silence has yet to show.
-                if lost.wait(self.dead_after):
-                    why = self.liveness.describe(losses[0], self._named)
-                raise TransportError(f"connecting: {why}", lasting=bool(losses)) from error
+                if guard.notices_within(self.dead_after):
+                    raise
+                raise TransportError(f"connecting: {first_line(error)}") from error
+        if name:
+            self._forget_links_before(name, store.written)
         across, inside = built[-1], built[0] if self.ranks_per_site > 1 else self.site_group
         return (
-            self._transport(across, device, "site", name),
-            self._transport(inside, device, "rank of this site", name),
+            self._transport(across, device, "site", name, own=True),
+            self._transport(inside, device, "rank of this site", name, own=inside is not self.site_group),
         )
+
+    def _forget_links_before(self, name: str, written: list[str]) -> None:
+        """Remove from the store what served to build and to give up their owner's links before these."""
+        owner = name.rpartition("/")[0]
+        before, self._linked[owner] = self._linked.get(owner), (name, written)
+        if before is not None:
+            with suppress(RuntimeError):  # a slow store may keep it
+                for key in before[1]:
+                    self.store.delete_key(key)
+                if self._liveness is not None and self.site == self.rank_in_site == 0:
+                    self._liveness.forget(before[0])
+
+    def close(self) -> None:
+        """Give back what this topology holds: heartbeats, its connections to the store, and `site_group`.
+
+        For a program that goes on without it. An optimizer that is dropped gives back its links by itself; a
+        topology that is only dropped keeps `site_group`, which a DistributedDataParallel may still use.
+        """
+        if self._liveness is not None:
+            self._liveness.close()
+        self.store.close()
+        with suppress(ValueError, RuntimeError):  # it was closed, or the process group was destroyed, before
+            dist.destroy_process_group(self.site_group)
 
     def disconnect(self, *links: Transport) -> None:
         """Give up links that are of no use any more, so that peers who wait on them learn of it at once."""
         for one in links:
-            if one.group is not None and one.group is not self.site_group:
-                self._seals.pop(one.group.group_name, None)
+            if one.mesh.name != self.site_group.group_name:
+                self._seals.pop(one.mesh.name, None)
                 one.close()
 
     def everyone(self) -> Transport:
@@ -216,21 +243,11 @@ class Topology:
         Raises:
             TransportError: a rank is dead, or not all came within `patience`.
         """
-        rank, world = dist.get_rank(), dist.get_world_size()
-        losses: list[Loss] = []
-        with self.liveness.watching(self._others, losses.append, reunion=True):
-            try:
-                held = meet(self.store, f"loco/{name}", rank, world, self.patience, lambda: not losses)
-                return held + 1
-            except TransportError as error:
-                if not losses:
-                    raise
-                sentence = self.liveness.describe(losses[0], self._named)
-                raise TransportError(f"reconnecting: {sentence}", lasting=True) from error
+        return self.notes.meet(name) + 1
 
     def is_called(self, name: str) -> bool:
         """Whether ranks wait to `meet` under this name."""
-        return is_called(self.store, f"loco/{name}")
+        return self.notes.is_called(name)
 
     def _named(self, ranks: Sequence[int]) -> str:
         if self.ranks_per_site == 1:
@@ -267,13 +284,15 @@ class Topology:
         member: str,
         link: str = "",
         *,
+        own: bool = False,
         reunion: bool = False,
     ) -> Transport:
+        sends = wire_device(group, device)
         return Transport(
-            group,
+            GroupMesh(group, sends, owned=own),
             dist.get_process_group_ranks(group),
             dist.get_rank(group),
-            device=wire_device(group, device),
+            device=sends,
             liveness=self._liveness,
             timeout=self.timeout,
             patience=self.patience,
@@ -301,9 +320,23 @@ class Topology:
         names = ("site", "num_sites", "rank_in_site", "ranks_per_site")
         return {name: getattr(self, name) for name in names}
 
-    def verdicts(self, place: str) -> Verdicts:
-        """Of the rounds over one set of links; the place in the store is theirs alone."""
-        return Verdicts(self.store, self._store_seals, place, clears_up=self.site == self.rank_in_site == 0)
+    def verdicts(self, name: str) -> Verdicts:
+        """On the rounds over one set of links, called "<owner>/<number of the meeting before it>".
+
+        All ranks have met, so none asks for the verdicts over its owner's links of before.
+        """
+        owner = name.rpartition("/")[0]
+        if owner in self._verdicts:
+            self._verdicts.pop(owner).close()
+        self._verdicts[owner] = Verdicts(
+            self.store,
+            self._store_seals,
+            name,
+            clears_up=self.site == self.rank_in_site == 0,
+            liveness=self._liveness,
+            others=self._others,
+        )
+        return self._verdicts[owner]
 
     def __repr__(self) -> str:
         return (

@@ -5,30 +5,30 @@ asks before each round who takes part in it. The answer comes once all that live
 """
 
 import logging
-import threading
 import time
-import weakref
 from datetime import timedelta
 from typing import Any
 
-from ..errors import TransportError
+from ..coordination.ticker import Ticker
+from ..errors import TransportError, first_line
 from .quorum import Claim, Member
 
 BEAT = 0.25  # seconds; the lighthouse's own limit is 5 by default
 HOW_TO_START = "start one with `torchft_lighthouse --min_replicas 1 --join_timeout_ms 600000`"
 _SLICE = 5.0  # seconds of one request: Ctrl-C is noticed between two of them
+_REMIND = 60.0  # seconds between two warnings
 _logger = logging.getLogger(__name__)
 
 
 class Lighthouse:
-    """A site's line to the lighthouse.
+    """A site's connection to the lighthouse.
 
     Args:
         address: where it listens, e.g. "http://10.0.0.1:29510".
         id: this process's, and nobody else's.
         name: the site's.
         store: where the others reach the store that this site hosts.
-        timeout: seconds without an answer from the lighthouse after which it counts as gone.
+        timeout: seconds to connect to it.
 
     Raises:
         ImportError: torchft is not installed.
@@ -42,20 +42,24 @@ class Lighthouse:
         self._store = store
         self._timeout = timeout
         self._client = _client(address, timeout)
-        self._end: Any = None
+        self._ticker: Ticker | None = None
 
     def ask(self, claim: Claim) -> tuple[str, list[Member]]:
-        """A quorum's name and its members, this site among them. Waits for the sites that live and train.
+        """A quorum's name and its members, this site among them.
+
+        It waits for the sites that live and train. It also waits for a lighthouse that does not answer, which
+        may be started again; the heartbeats, a request each, tell the two apart, and log it.
 
         Raises:
-            TransportError: the lighthouse is gone.
+            TransportError: another run's sites ask the same lighthouse.
         """
-        if self._end is None:  # who waits for nobody must not be waited for
-            self._begin_to_beat()
+        if self._ticker is None:  # a site that waits for nobody must not be waited for
+            beats = _Beats(_client(self.address, self._timeout), self.address, self.id)
+            self._ticker = Ticker(
+                self, beats.beat, every=BEAT, name="loco lighthouse heartbeat", patience=3.0
+            )
         data = {"name": self._name, **claim.to_json()}
-        heard = time.monotonic()
         while True:
-            began = time.monotonic()
             try:
                 quorum = self._client.quorum(
                     self.id,
@@ -68,13 +72,9 @@ class Lighthouse:
                     data=data,
                 )
                 break
-            except TimeoutError:  # the others train
-                heard = time.monotonic()
-            except RuntimeError as error:
-                if began - heard > self._timeout:
-                    raise TransportError(
-                        f"the lighthouse at {self.address} has not answered for {self._timeout:g} s ({error})"
-                    ) from error
+            except TimeoutError:  # the others train, or the lighthouse is stopped
+                pass
+            except RuntimeError:  # it may be starting again
                 time.sleep(BEAT)
         # A lighthouse that was started again counts from the beginning, so the number alone is no name.
         name = f"{quorum.quorum_id}.{quorum.created.seconds}.{quorum.created.nanos:09d}"
@@ -82,18 +82,41 @@ class Lighthouse:
 
     def close(self) -> None:
         """Say nothing any more: the lighthouse forgets this site within its time limit."""
-        if self._end is not None:
-            self._end()
+        if self._ticker is not None:
+            self._ticker.close()
 
-    def _begin_to_beat(self) -> None:
-        ended = threading.Event()
-        line = _client(self.address, self._timeout)  # a thread of its own has a line of its own
-        thread = threading.Thread(
-            target=_beat_on, args=(line, self.id, ended), name="loco's signs of life", daemon=True
-        )
-        thread.start()
-        # Also at the interpreter's exit, which must not find the thread inside torchft.
-        self._end = weakref.finalize(self, _stop, ended, thread)
+
+class _Beats:
+    """What the thread works on: it must not hold the Lighthouse.
+
+    Args:
+        client: of its own, since the other one waits for quorums.
+    """
+
+    def __init__(self, client: Any, address: str, id: str) -> None:
+        self._client = client
+        self._address = address
+        self._id = id
+        self._lost_since: float | None = None
+        self._told = 0.0  # when it was last logged
+
+    def beat(self) -> None:
+        try:
+            self._client.heartbeat(self._id, timedelta(seconds=1))
+        except (RuntimeError, TimeoutError) as error:
+            now = time.monotonic()
+            if self._lost_since is None or now - self._told >= _REMIND:
+                self._lost_since, self._told = self._lost_since or now, now
+                _logger.warning(
+                    "the lighthouse at %s has not answered for %.0f s, and rounds wait for it (%s)",
+                    self._address,
+                    now - self._lost_since,
+                    first_line(error),
+                )
+        else:
+            if self._lost_since is not None:
+                _logger.warning("the lighthouse at %s answers again", self._address)
+            self._lost_since = None
 
 
 def _client(address: str, timeout: float) -> Any:
@@ -121,22 +144,3 @@ def _member(participant: Any) -> Member:
             f"a run needs a lighthouse of its own"
         ) from error
     return Member(id=participant.replica_id, name=str(name), store=participant.store_address, claim=claim)
-
-
-def _beat_on(client: Any, id: str, ended: threading.Event) -> None:
-    lost = False
-    while not ended.is_set():
-        try:
-            client.heartbeat(id, timedelta(seconds=1))
-            lost = False
-        except (RuntimeError, TimeoutError) as error:  # it may be starting again
-            if not lost:
-                _logger.warning("the lighthouse does not answer: %s", error)
-            lost = True
-        ended.wait(BEAT)
-
-
-def _stop(ended: threading.Event, thread: threading.Thread) -> None:
-    ended.set()
-    if thread is not threading.current_thread():
-        thread.join(3.0)

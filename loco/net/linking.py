@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
+from ..coordination.store_client import KeyValueStore
+
 TRIES = 5  # gloo's, to connect to a rank whose address it knows
 _POLL = 0.01  # seconds
 
@@ -26,13 +28,15 @@ class PatientStore(Store):
         hopeful: whether those who are waited for can still come.
     """
 
-    def __init__(self, store: Store, *, limit: float, hopeful: Callable[[], bool]) -> None:
+    def __init__(self, store: KeyValueStore, *, limit: float, hopeful: Callable[[], bool]) -> None:
         super().__init__()
         self._store = store
         self._deadline = time.monotonic() + limit
         self._hopeful = hopeful
+        self.written: list[str] = []  # keys
 
     def set(self, key: str, value: Any) -> None:
+        self.written.append(key)
         self._store.set(key, value)
 
     def check(self, keys: list[str]) -> bool:

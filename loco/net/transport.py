@@ -4,9 +4,10 @@ One primitive, `swap`, carries all that the sites say to each other: it works al
 unequal sizes, and what it is handed is what goes on the wire, so the counts need no model of a collective.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -15,22 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..coordination.authentication import SEAL_BYTES, MessageSeals
-from ..coordination.liveness import Liveness, Loss
+from ..coordination.guard import guarded
+from ..coordination.heartbeats import Heartbeats
 from ..errors import AuthenticationError, TransportError, WireError, first_line
 from .cancellable_wait import Alarm, CancellableWait
+from .mesh import Mesh
 
-# Of a message that is never sent. gloo picks one of its devices by the tag's remainder: with this tag it is
-# that of tag 0, which all other messages have, for up to ten devices.
-NEVER = 5040
 # What a peer can make this rank take in before it is known what it says: names and shapes of all parameters.
 MOST_BLOB_BYTES = 1 << 28
+_MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Transport:
-    """The members of a group as seen by one of them, who are called 0 … size−1 here.
+    """Messages among the members of a group, as seen by one of them. Members are called 0 … size−1 here.
 
     Args:
-        group: torch's process group; None: what a subclass has instead.
+        mesh: the links between them.
         ranks: the members', in the order of their numbers.
         rank: this member's number.
         device: where messages must lie.
@@ -45,12 +46,12 @@ class Transport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        mesh: Mesh,
         ranks: Sequence[int],
         rank: int,
         *,
         device: torch.device,
-        liveness: Liveness | None,
+        liveness: Heartbeats | None,
         timeout: float,
         patience: float,
         member: str,
@@ -58,16 +59,13 @@ class Transport:
         link: str = "",
         reunion: bool = False,
     ) -> None:
-        self.group = group
+        self.mesh = mesh
         self.rank, self.size = rank, len(ranks)
         self.device = device
         self.liveness = liveness
-        self.timeout = timeout
-        self.patience = patience
-        self.member = member
-        self.link = link
-        self._seals = seals
-        self._reunion = reunion
+        self.timeout, self.patience = timeout, patience
+        self.member, self.link = member, link
+        self._seals, self._reunion = seals, reunion
         self._ranks = list(ranks)
         self._waiter = CancellableWait()
         self.sent_bytes = 0
@@ -113,20 +111,13 @@ class Transport:
         works: list[dist.Work] = []
         if sends or receives:
             try:
-                works = self._begin(sends, receives)
+                works = self.mesh.begin(sends, receives)
             except (RuntimeError, ValueError) as error:
                 raise TransportError(f"{phase}: {self.not_here(-1, None)} ({first_line(error)})") from error
         sent, received = sum(t.numel() for _, t in sends), sum(t.numel() for _, t in receives)
         # gloo returns one work per message, NCCL one for the whole batch.
         order = [p for p, _ in receives] + [p for p, _ in sends]
         return PendingMessages(self, works, order, sent, received, sealed, phase)
-
-    def _begin(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[dist.Work]:
-        assert self.group is not None  # which for torch would be the default group
-        return dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for p, t in receives]
-            + [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for p, t in sends]
-        )
 
     def swap_records(self, record: bytes, *, phase: str, limit: float | None = None) -> list[bytes]:
         """Every member's record, in order; all records have the same size."""
@@ -141,10 +132,8 @@ class Transport:
             int.from_bytes(size, "little")
             for size in self.swap_records(len(blob).to_bytes(8, "little"), phase=phase)
         ]
-        if max(sizes) > MOST_BLOB_BYTES:
-            raise WireError(
-                f"{phase}: {self.member} {sizes.index(max(sizes))} announces {max(sizes):,} bytes"
-            )
+        for peer, size in enumerate(sizes):
+            self._check_size(size, peer, MOST_BLOB_BYTES, phase=phase)
         incoming = {
             peer: torch.empty(sizes[peer], dtype=torch.uint8, device=self.device) for peer in self.peers
         }
@@ -156,13 +145,28 @@ class Transport:
         for data in (len(blob).to_bytes(8, "little"), blob):
             self.swap(dict.fromkeys(peers, self.message(data)), {}, phase=phase)
 
-    def receive_blob(self, peer: int, *, phase: str) -> bytes:
-        size = torch.empty(8, dtype=torch.uint8, device=self.device)
-        self.swap({}, {peer: size}, phase=phase)
-        number = int.from_bytes(to_bytes(size), "little")
-        blob = torch.empty(number, dtype=torch.uint8, device=self.device)
+    def receive_blob(self, peer: int, *, phase: str, most: int | None = None) -> bytes:
+        """What a peer sends by `send_blob`.
+
+        Args:
+            most: bytes that it may hold; by default what this machine's memory does.
+
+        Raises:
+            WireError: the peer announces more.
+        """
+        announced = torch.empty(8, dtype=torch.uint8, device=self.device)
+        self.swap({}, {peer: announced}, phase=phase)
+        size = int.from_bytes(to_bytes(announced), "little")
+        self._check_size(size, peer, _MEMORY_BYTES if most is None else most, phase=phase)
+        blob = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.swap({}, {peer: blob}, phase=phase)
         return to_bytes(blob)
+
+    def _check_size(self, size: int, peer: int, most: int, *, phase: str) -> None:
+        if size > most:
+            raise WireError(
+                f"{phase}: {self.member} {peer} announces {size:,} bytes; at most {most:,} are taken"
+            )
 
     def gather(self, part: Tensor, *, phase: str) -> list[Tensor]:
         """Every member's part, in order; all parts have one size and type."""
@@ -183,7 +187,7 @@ class Transport:
             return
         try:
             with self.vigil(self.peers, phase=phase) as alarm:
-                work = dist.broadcast(staged, group=self.group, group_src=0, async_op=True)
+                work = self.mesh.broadcast(staged)
                 if work is not None:
                     self.await_all(lambda: work.wait(timedelta(seconds=self.timeout)), alarm)
         except RuntimeError as error:
@@ -202,54 +206,33 @@ class Transport:
         Raises:
             TransportError: names who it is.
         """
-        losses: list[Loss] = []
         given_up = Alarm()
         if self.liveness is None:
             yield given_up
             return
 
-        def alarm(loss: Loss) -> None:
-            losses.append(loss)
-            self._interrupt()
+        def on_loss() -> None:
+            self.mesh.interrupt()
             given_up.ring()
 
         ranks = [self._ranks[peer] for peer in peers]
-        with self.liveness.watching(ranks, alarm, link=self.link, reunion=self._reunion):
-            try:
-                yield given_up
-            except (RuntimeError, ValueError) as error:
-                if not losses:
-                    raise
-                text = f"{phase}: {self.liveness.describe(losses[0], self._named)}"
-                raise TransportError(text, lasting=not losses[0].gone) from error
+        with guarded(
+            self.liveness,
+            ranks,
+            phase=phase,
+            named=self._named,
+            link=self.link,
+            reunion=self._reunion,
+            on_loss=on_loss,
+        ):
+            yield given_up
 
     def await_all(self, wait: Callable[[], object], alarm: Alarm) -> None:
         """Call `wait`, which waits for messages of this group, unless `alarm` is raised first."""
-        if self._by_gloo():
+        if self.mesh.waits_in_thread:
             self._waiter.wait(wait, alarm)
         else:
             wait()  # NCCL has the caller's stream wait, so it must be the caller's
-
-    def _by_gloo(self) -> bool:
-        return self.group is not None and _backends(self.group).get(self.device.type) == "gloo"
-
-    def _interrupt(self) -> None:
-        """Close all connections of this group, and end the waits for its messages.
-
-        gloo has no call for it (its abort does nothing), but a wait that times out closes all connections.
-        """
-        group = self.group
-        if group is None:
-            return
-        if not self._by_gloo():
-            with suppress(RuntimeError, ValueError):
-                group.abort()
-            return
-        # A peer that has hung up already fails the call before it can time out: then another one's does it.
-        for peer in self.peers:
-            with suppress(RuntimeError, ValueError):  # which is what it is for
-                never = group.recv([torch.empty(1, dtype=torch.uint8)], peer, NEVER)
-                never.wait(timedelta(milliseconds=1))
 
     def _named(self, ranks: Sequence[int]) -> str:
         if not set(ranks) <= set(self._ranks):
@@ -278,11 +261,8 @@ class Transport:
                 )
 
     def close(self) -> None:
-        """Hang up, so that peers who wait learn of it. gloo does so when nobody holds the group any more, or
-        its messages."""
-        self._interrupt()
-        dist.destroy_process_group(self.group)
-        self.group = None
+        """Hang up, if the links are its own, so that peers that wait learn of it."""
+        self.mesh.close()
 
     def message(self, data: bytes) -> Tensor:
         """Bytes as a tensor that `swap` takes."""
@@ -362,31 +342,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def to_bytes(tensor: Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
-
-
-def any_device(group: dist.ProcessGroup) -> torch.device:
-    """Some device whose memory the group can send."""
-    return torch.device(next(iter(_backends(group))))
-
-
-def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where messages must lie for this group to send them, for a caller whose tensors live on `device`."""
-    backends = _backends(group)
-    if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
-        return device
-    # gloo sends CPU memory only, so a GPU's messages are staged through the host.
-    if "cpu" in backends:
-        return torch.device("cpu")
-    raise ValueError(
-        f"the process group's backend ({dist.get_backend_config(group)}) can't send {device.type} "
-        f"memory: call init_process_group with backend='cpu:gloo,cuda:nccl'"
-    )
-
-
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backend by device type, from e.g. "cpu:gloo,cuda:nccl"."""
-    pairs = str(dist.get_backend_config(group)).split(",")
-    return {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
 
 
 def listed(member: str, numbers: Sequence[int]) -> str:

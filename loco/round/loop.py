@@ -194,7 +194,7 @@ class OuterLoop:
                     return True
                 hand_over_state(self.state, view.handover)
                 return False
-            except TransportError as error:
+            except (TransportError, WireError) as error:
                 attempts.failed(view, error, refused=False, own_fault=False)
 
     def _form(self, *, ready: bool, catches_up: bool = True) -> View:

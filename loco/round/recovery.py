@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import TransportError
+from ..errors import TransportError, WireError
 from ..members.view import Handover
 from ..net.transport import Transport, as_bytes
 from ..report import SyncReport
@@ -16,6 +16,7 @@ from .outer_state import OuterState
 from .state import digest_of
 
 _logger = logging.getLogger(__name__)
+MOST_HEAD_BYTES = 1 << 20  # of a few numbers, and a name and a number for every site
 CHUNK = 1 << 20  # elements of one message: 4 MiB
 
 
@@ -49,8 +50,21 @@ def take_head(link: Transport, peer: int) -> Head:
     """
     Raises:
         TransportError: the peer is gone.
+        WireError: what it sent is no head.
     """
-    return Head(**json.loads(link.receive_blob(peer, phase=f"taking θ from site {peer}")))
+    phase = f"taking θ from site {peer}"
+    blob = link.receive_blob(peer, phase=phase, most=MOST_HEAD_BYTES)
+    try:
+        head = Head(**json.loads(blob))
+        whole = type(head.round) is int and head.round >= 0
+        whole = whole and isinstance(head.digests, list) and isinstance(head.took_part, dict)
+        whole = whole and all(isinstance(digest, str) for digest in head.digests)
+        whole = whole and all(type(last) is int for last in head.took_part.values())
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(f"{phase}: it does not say what it gives ({error})") from error
+    if not whole:
+        raise WireError(f"{phase}: it does not say what it gives ({blob[:80]!r})")
+    return head
 
 
 def take(link: Transport, peer: int, head: Head, tensors: list[Tensor]) -> None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import loco
-from loco.coordination.meeting import meet
+from loco.coordination.authentication import StoreSeals
+from loco.coordination.heartbeats import NoHeartbeats
+from loco.coordination.reunion import Reunion
 from loco.errors import TransportError
 from loco.exchange.stream import Stream
 from loco.net.transport import Transport
@@ -349,18 +352,59 @@ def test_a_round_that_timed_out_can_be_repeated() -> None:
         assert_same(result["hurt"], result["clean"])
 
 
+def reunion(store: Any, rank: int, patience: float, key: bytes | None = None) -> Reunion:
+    return Reunion(
+        store, StoreSeals(key, bytes(16)), NoHeartbeats(), "reconnect", rank, 2, patience=patience, named=str
+    )
+
+
 def test_an_interrupted_arrival_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
 
-    def ctrl_c(_: float) -> None:
+    def ctrl_c(_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("loco.coordination.meeting.time.sleep", ctrl_c)
+        patch.setattr(Reunion, "_pause", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
-            meet(store, "here", 0, 2, 30.0)
+            reunion(store, 0, 30.0).meet("here")
     with pytest.raises(loco.TransportError, match="1 of 2 ranks came"):  # itself, not itself twice
-        meet(store, "here", 0, 2, 0.1)
+        reunion(store, 0, 0.1).meet("here")
+
+
+def test_ctrl_c_is_ctrl_c_also_if_the_store_does_not_answer_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = SimpleNamespace(compare_set=HashStore().compare_set)
+
+    def ctrl_c(_: Any) -> None:
+        def no_answer(*_: Any) -> None:
+            raise RuntimeError("no answer within 1 s")
+
+        store.compare_set = no_answer
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reunion, "_pause", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        reunion(store, 0, 30.0).meet("here")
+
+
+@pytest.mark.parametrize("old", [None, 0, 1])
+def test_a_meeting_never_has_the_number_of_an_earlier_one(old: int | None) -> None:
+    """Somebody removes the meetings that were held from the store, or writes an older value again."""
+    store, values = HashStore(), []
+    pair = [reunion(store, rank, 30.0, b"sixteen bytes and a few") for rank in range(2)]
+
+    def held() -> list[int]:
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(lambda one: one.meet("here"), pair))
+
+    for number in range(3):
+        assert held() == [number, number]
+        values.append(store.get("reconnect/here"))
+    if old is None:
+        store.delete_key("reconnect/here")
+    else:
+        store.set("reconnect/here", values[old])
+    assert held() == [3, 3]
 
 
 def misaligned(rank: int) -> tuple[list[str], list[list[float]]]:
@@ -395,8 +439,9 @@ def test_two_optimizers_that_reconnect_do_not_meet_each_other() -> None:
 def test_who_gives_up_a_meeting_is_not_counted_when_the_others_come() -> None:
     store = HashStore()
     with pytest.raises(loco.TransportError, match=r"1 of 2 ranks came within 0\.1 s"):
-        meet(store, "here", 0, 2, 0.1)
+        reunion(store, 0, 0.1).meet("here")
+    pair = [reunion(store, rank, 30.0) for rank in range(2)]
     for number in range(2):  # the same key serves every meeting
         with ThreadPoolExecutor() as pool:
-            both = [pool.submit(meet, store, "here", rank, 2, 30.0) for rank in range(2)]
+            both = [pool.submit(one.meet, "here") for one in pair]
         assert [one.result() for one in both] == [number, number]

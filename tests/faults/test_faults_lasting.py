@@ -19,7 +19,7 @@ from states import assert_same, snapshot
 from torch._C._distributed_c10d import FileStore
 
 import loco
-from loco.coordination import liveness
+from loco.coordination import heartbeats, liveness
 from loco.errors import TransportError
 from loco.exchange.stream import Stream
 from loco.net.transport import PendingMessages
@@ -139,5 +139,5 @@ def test_a_machine_that_was_halted_accuses_nobody_when_it_goes_on(
         time.sleep(1.0)
         assert losses == []
         time.sleep(3.5)  # but a silence that it hears itself counts
-        assert losses == [liveness.Loss(silent=(1,))]
+        assert losses == [heartbeats.Loss(silent=(1,))]
     ear.close()

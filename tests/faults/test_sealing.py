@@ -1,5 +1,6 @@
 """With a key, a message counts only if it is genuine, in its place, and of this run."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch._C._distributed_c10d import HashStore
 
 import loco
 from loco.coordination.authentication import SEAL_BYTES, MessageSeals, StoreSeals
-from loco.coordination.commit import ABORT, COMMIT, decide
+from loco.coordination.commit import ABORT, COMMIT, Verdicts, decide
+from loco.coordination.heartbeats import NoHeartbeats
+from loco.coordination.liveness import Liveness
 from loco.errors import AuthenticationError
 from loco.net.transport import PendingMessages, Transport
 
@@ -173,6 +176,69 @@ def test_a_verdict_is_taken_only_from_ranks() -> None:
         store.set("round/2", forged)
         with pytest.raises(AuthenticationError, match="was not written by a rank of this run"):
             decide(store, "round/2", COMMIT, words)
+
+
+class Ear(NoHeartbeats):
+    """Hears of commits what the test tells."""
+
+    def __init__(self, confirmed: set[str]) -> None:
+        self.confirmed = confirmed
+
+    def confirm(self, voter: object, vote: str) -> None:
+        self.confirmed.add(vote)
+
+    def is_confirmed(self, ranks: Any, vote: str) -> bool:
+        return vote in self.confirmed
+
+
+def verdicts(store: HashStore, confirmed: set[str], links: str = "run/0") -> Verdicts:
+    seals: Any = StoreSeals(KEY, bytes(16))
+    ear: Any = Ear(confirmed)
+    return Verdicts(store, seals, links, clears_up=False, liveness=ear, others=(0,))
+
+
+def test_a_commit_that_was_removed_from_the_store_still_counts() -> None:
+    """A rank that was cut in the last vote asks after somebody has deleted the verdict of the others."""
+    store, confirmed = HashStore(), set[str]()
+    assert verdicts(store, confirmed).on(4, COMMIT) == COMMIT
+    store.delete_key("run/0/vote/1")
+    assert verdicts(store, confirmed).on(4, ABORT) == COMMIT
+
+
+def test_a_verdict_of_before_a_state_was_loaded_is_not_on_the_round_of_the_same_number() -> None:
+    """Nor is one on a round over other links, which somebody has kept and writes into the store again."""
+    store: Any = HashStore()
+    confirmed = set[str]()
+    pair = [verdicts(store, confirmed) for _ in range(2)]
+    for one in pair:
+        one.prepare(4)
+        assert one.on(4, COMMIT) == COMMIT
+        assert one.on(4, ABORT) == COMMIT  # asked again, as after Ctrl-C
+    kept = store.get("run/0/vote/1")
+    for one in pair:  # a state of round 3 was loaded
+        one.prepare(4)
+    assert pair[0].on(4, ABORT) == ABORT
+    for key in ("run/0/vote/2", "run/1/vote/1"):
+        store.set(key, kept)
+    with pytest.raises(AuthenticationError, match="was not written by a rank of this run"):
+        pair[1].on(4, ABORT)
+    with pytest.raises(AuthenticationError, match="was not written by a rank of this run"):
+        verdicts(store, confirmed, "run/1").on(4, ABORT)
+
+
+def test_a_commit_is_confirmed_by_heartbeats() -> None:
+    store, seals = HashStore(), StoreSeals(KEY, bytes(16))
+    pair = [Liveness(store, "x", rank, dead_after=0.8, seals=seals) for rank in range(2)]
+    assert not pair[1].is_confirmed([0], "run/0/vote/1")
+    voter = object.__new__(Verdicts)
+    pair[0].confirm(voter, "run/0/vote/1")
+    assert pair[1].is_confirmed([0], "run/0/vote/1")
+    pair[0].confirm(voter, "run/0/vote/2")
+    assert pair[1].is_confirmed([0], "run/0/vote/2")
+    pair[0].close()
+    began = time.monotonic()
+    assert not pair[1].is_confirmed([0], "run/0/vote/3")  # who does not beat is not waited for
+    assert time.monotonic() - began < 5.0
 
 
 def first_anchor(rank: int) -> np.ndarray:

@@ -7,12 +7,15 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from selection import INTERRUPTIONS
 from torch._C._distributed_c10d import HashStore
 
-from loco.coordination.liveness import Liveness, Loss
+from loco.coordination.authentication import StoreSeals
+from loco.coordination.heartbeats import Loss
+from loco.coordination.liveness import Liveness
 
 DEAD_AFTER = 0.8
 
@@ -37,7 +40,7 @@ def losses_while(
 
 def fall_silent(one: Liveness) -> None:
     """As a stopped process does: without a word."""
-    one._pulse.ended = True
+    one._ticker._state.ended = True
 
 
 def test_who_is_busy_is_not_missed() -> None:
@@ -126,3 +129,57 @@ def test_a_process_with_a_heartbeat_ends_with_its_own_status(destroyed: str, att
     )
     assert ended.returncode == 7, ended.stderr
     assert "terminate called" not in ended.stderr
+
+
+def sealed(store: HashStore, key: bytes = b"sixteen bytes and a few") -> tuple[Liveness, Liveness]:
+    seals = StoreSeals(key, bytes(16))
+    listener, other = (Liveness(store, "x", rank, dead_after=DEAD_AFTER, seals=seals) for rank in (0, 1))
+    return listener, other
+
+
+@pytest.mark.parametrize("malformed", ["", "x +forged", "\udcff 3", "7"])
+@pytest.mark.parametrize("pair_of", [pair, sealed])
+def test_a_malformed_beat_is_none_and_ends_nobodys_heartbeat(
+    malformed: str, pair_of: Callable[[HashStore], tuple[Liveness, Liveness]]
+) -> None:
+    store: Any = HashStore()
+    listener, other = pair_of(store)
+
+    def spoil() -> None:
+        for _ in range(20):
+            store.set("loco/x/alive/1", malformed.encode(errors="surrogateescape"))
+            time.sleep(0.01)
+
+    assert losses_while(listener, spoil) == []  # the next beat is heard again
+    for one in (listener, other):
+        assert one._ticker.is_alive
+    [loss] = losses_while(listener, lambda: fall_silent(other))  # and silence still is
+    assert loss.silent == (1,)
+
+
+def test_with_a_key_only_ranks_beat_and_no_beat_is_heard_twice() -> None:
+    store: Any = HashStore()
+    listener, other = sealed(store)
+    time.sleep(DEAD_AFTER / 2)
+    old = store.get("loco/x/alive/1")
+    assert losses_while(listener, lambda: None) == []
+    fall_silent(other)
+    time.sleep(DEAD_AFTER)
+    for forged in (b"99 +computing", b"99 -gone", b"99 !gone", old):
+
+        def meddle(forged: bytes = forged) -> None:
+            store.set("loco/x/alive/1", forged)
+
+        [loss] = losses_while(listener, meddle)
+        assert (loss.silent, loss.gone) == ((1,), ())  # neither alive nor gone
+
+
+def test_with_a_key_only_ranks_give_up_a_link() -> None:
+    store: Any = HashStore()
+    listener, other = sealed(store)
+    store.set("loco/x/left/link a", "1 forged")
+    assert losses_while(listener, lambda: None, link="link a") == []
+    other.leave("round 7: lost site 2", "link b")
+    other.say("round 7, encoding")
+    [loss] = losses_while(listener, lambda: None, link="link b")
+    assert (loss.gone, loss.why) == ((1,), "round 7: lost site 2")

@@ -1,5 +1,6 @@
 """What all ranks tell each other outside of rounds: everyone reads everything, or all learn why not."""
 
+import gc
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from loco.coordination.authentication import StoreSeals
-from loco.coordination.liveness import Loss
+from loco.coordination.heartbeats import Loss, NoHeartbeats
 from loco.coordination.rendezvous import Alone, NeededError, Rendezvous, swap_or_fail
 from loco.errors import AuthenticationError, CheckpointError, TransportError
 
@@ -19,7 +20,7 @@ KEY = b"sixteen bytes and a few"
 LONG = 60.0  # seconds: nothing here waits for it
 
 
-class Ear:
+class Ear(NoHeartbeats):
     """Hears of losses what the test tells."""
 
     def __init__(self) -> None:
@@ -152,6 +153,40 @@ def test_who_is_needed_elsewhere_goes_there_and_the_next_call_is_for_all() -> No
     assert ranks.swap("saving") == [all_of("saving")] * 3  # who was not there needs not be told
 
 
+def test_a_reconnection_outranks_a_swap() -> None:
+    """Rank 1 waits to reconnect; the others wait for it in a save, and come to it first."""
+    ranks, users = Ranks(), [Ear() for _ in range(3)]
+    for notes, user in zip(ranks.notes, users, strict=True):
+        notes.answers(user, "optimizer")
+
+    def save(rank: int) -> int:
+        with pytest.raises(NeededError, match="saving: others wait for it elsewhere"):
+            ranks.notes[rank].swap({}, "saving")
+        assert ranks.notes[rank].called() == [users[rank]]
+        return ranks.notes[rank].meet("optimizer")
+
+    with ThreadPoolExecutor(3) as pool:
+        saving = [pool.submit(save, rank) for rank in (0, 2)]
+        meeting = pool.submit(ranks.notes[1].meet, "optimizer")
+        assert [future.result(LONG) for future in (*saving, meeting)] == [0, 0, 0]
+    assert [notes.called() for notes in ranks.notes] == [[]] * 3
+    assert ranks.swap("saving") == [all_of("saving")] * 3
+
+
+def test_a_user_that_is_gone_answers_no_more() -> None:
+    ranks, user = Ranks(), Ear()
+    ranks.notes[0].answers(user, "optimizer")
+    del user
+    gc.collect()
+    with ThreadPoolExecutor(3) as pool:
+        late = pool.submit(ranks.notes[1].meet, "optimizer")
+        assert ranks.ears[1].listening.wait(LONG)
+        assert ranks.notes[0].called() == []
+        for rank in (0, 2):
+            pool.submit(ranks.notes[rank].meet, "optimizer")
+        assert late.result(LONG) == 0
+
+
 def test_ranks_that_come_for_different_things_are_told_so() -> None:
     ranks = Ranks()
 
@@ -242,7 +277,7 @@ def test_an_interrupted_rank_calls_off_what_the_others_wait_for(monkeypatch: pyt
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ranks.notes[1], "_meet", interrupt)
+    monkeypatch.setattr(ranks.notes[1], "_await_all", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ranks.notes[1].swap({}, "saving")
     monkeypatch.undo()

@@ -1,0 +1,90 @@
+"""What a rank that waits for others wants to know of them: who is lost, and why."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+Alarm = Callable[["Loss"], None]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Who can't be counted on, and why.
+
+    silent: ranks without a heartbeat; their processes are dead or stopped, or their links cut.
+    gone: ranks that have given up what the others wait for, or ended; their last status says why.
+    why: what a rank that has gone said, if it has come back since.
+    store: why the store does not answer.
+    """
+
+    silent: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
+    why: str = ""
+    store: str = ""
+
+
+class Heartbeats(Protocol):
+    """What waits for other ranks need to know of them: of all that live (`Liveness`), or of nobody."""
+
+    dead_after: float
+
+    def say(self, doing: str) -> None:
+        """What this rank does from now on, for the errors of those who wait for it."""
+        ...
+
+    def leave(self, why: str, link: str = "") -> None:
+        """This rank has given up what the others wait for. Returns once they can know, or soon anyway.
+
+        link: which it has given up, for good. A rank that waits on it learns of it even if this rank is back
+        by then.
+        """
+        ...
+
+    def watching(
+        self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", reunion: bool = False
+    ) -> AbstractContextManager[None]:
+        """Listen to `ranks` meanwhile. `alarm` is called at most once, by another thread.
+
+        link: that they are waited for on.
+        reunion: those who left are expected back, so only an end counts.
+        """
+        ...
+
+    def departed(self, ranks: Sequence[int]) -> list[int]:
+        """Those of them that have said that they left, as far as the store can tell."""
+        ...
+
+    def last_words(self, rank: int) -> str:
+        """What a rank last said, as far as the store can tell."""
+        ...
+
+    def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
+        """A sentence; `name` tells what ranks are called."""
+        ...
+
+
+class NoHeartbeats:
+    """Those of a rank that is alone, so that nobody listens to it."""
+
+    dead_after = float("inf")
+
+    def say(self, doing: str) -> None:
+        pass
+
+    def leave(self, why: str, link: str = "") -> None:
+        pass
+
+    def watching(
+        self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", reunion: bool = False
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def departed(self, ranks: Sequence[int]) -> list[int]:
+        return []
+
+    def last_words(self, rank: int) -> str:
+        return "nothing"
+
+    def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
+        return f"lost {name(loss.silent + loss.gone)}"

@@ -1,0 +1,224 @@
+"""Links between all members of a group: one of torch's process groups, or gloo pairs outside of them."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Of a message that is never sent. gloo picks one of its devices by the tag's remainder: with this tag it is
+# that of tag 0, which all other messages have, for up to ten devices.
+_NEVER = 5040
+
+Messages = Sequence[tuple[int, Tensor]]  # with the member that each is for, or from
+
+
+class Mesh(Protocol):
+    """What a `Transport` needs of its links. Members are called 0 … size−1.
+
+    Attributes:
+        name: of these links, the same on all members, and no others'.
+        waits_in_thread: another thread may wait for messages, so that a wait can be given up.
+    """
+
+    name: str
+    waits_in_thread: bool
+
+    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+        """Start to send and to receive -> one work for each message, the receives first; or one for all.
+
+        Raises:
+            RuntimeError: a member has hung up, or these links are closed.
+        """
+        ...
+
+    def broadcast(self, tensor: Tensor) -> dist.Work | None:
+        """Member 0's tensor to all, in place."""
+        ...
+
+    def interrupt(self) -> None:
+        """Close all connections, and so end all waits for messages; from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Hang up, so that members that wait learn of it. A second time it does nothing."""
+        ...
+
+
+class GroupMesh:
+    """The members of one of torch's process groups.
+
+    Args:
+        device: where messages lie.
+        owned: nobody else uses the group, so it is closed with this mesh, or when nobody holds this mesh.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, owned: bool) -> None:
+        self.name: str = group.group_name
+        self.waits_in_thread = backends_of(group).get(device.type) == "gloo"
+        self._group: dist.ProcessGroup | None = group
+        self._peers = [peer for peer in range(group.size()) if peer != group.rank()]
+        self._end = weakref.finalize(self, _destroy, group) if owned else None
+        if self._end is not None:
+            self._end.atexit = False  # torch ends what is left, in its own order
+
+    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+        group = self._open()
+        return dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, t, group=group, group_peer=p) for p, t in receives]
+            + [dist.P2POp(dist.isend, t, group=group, group_peer=p) for p, t in sends]
+        )
+
+    def broadcast(self, tensor: Tensor) -> dist.Work | None:
+        return dist.broadcast(tensor, group=self._open(), group_src=0, async_op=True)
+
+    def interrupt(self) -> None:
+        group = self._group
+        if group is None:
+            return
+        if self.waits_in_thread:
+            _close_pairs(group, self._peers)
+        else:
+            with suppress(RuntimeError, ValueError):
+                group.abort()
+
+    def close(self) -> None:
+        # gloo hangs up when nobody holds the group any more, or its messages.
+        if self._end is not None:
+            self.interrupt()
+            self._group = None  # which for torch would be all groups
+            self._end()
+
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("these links were given up")
+        return self._group
+
+
+class Pairs:
+    """gloo pairs between members, outside of torch's process groups.
+
+    Args:
+        pairs: torch's ProcessGroupGloo; it closes when nobody holds it, or its messages. None: closed.
+    """
+
+    waits_in_thread = True
+
+    def __init__(self, pairs: Any, name: str, member: int, size: int) -> None:
+        self.name = name
+        self._pairs = pairs
+        self._peers = [peer for peer in range(size) if peer != member]
+
+    @property
+    def is_open(self) -> bool:
+        return self._pairs is not None
+
+    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+        pairs = self._pairs
+        if pairs is None:
+            raise RuntimeError("these links were given up")
+        works = [pairs.recv([tensor], peer, 0) for peer, tensor in receives]
+        return works + [pairs.send([tensor], peer, 0) for peer, tensor in sends]
+
+    def broadcast(self, tensor: Tensor) -> dist.Work | None:
+        raise NotImplementedError("sites that come and go are given what they lack one by one")
+
+    def interrupt(self) -> None:
+        pairs = self._pairs
+        if pairs is not None:
+            _close_pairs(pairs, self._peers)
+
+    def close(self) -> None:
+        self._pairs = None
+
+
+class Subset:
+    """Some members of a mesh, called 0 … size−1 in this order.
+
+    Args:
+        members: by their numbers in the mesh.
+        close: closes the whole mesh, and with it this one.
+    """
+
+    def __init__(self, mesh: Mesh, members: Sequence[int], *, close: Callable[[], object]) -> None:
+        self.name, self.waits_in_thread = mesh.name, mesh.waits_in_thread
+        self._mesh = mesh
+        self._members = list(members)
+        self._close = close
+
+    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+        at = self._members
+        return self._mesh.begin([(at[p], t) for p, t in sends], [(at[p], t) for p, t in receives])
+
+    def broadcast(self, tensor: Tensor) -> dist.Work | None:
+        raise NotImplementedError("a collective is for the whole mesh")
+
+    def interrupt(self) -> None:
+        self._mesh.interrupt()
+
+    def close(self) -> None:
+        self._close()
+
+
+class NoLinks:
+    """Those of a member that is alone."""
+
+    name = ""
+    waits_in_thread = True
+
+    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+        raise RuntimeError("this site has no links")
+
+    def broadcast(self, tensor: Tensor) -> dist.Work | None:
+        return None
+
+    def interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Backend by device type, from e.g. "cpu:gloo,cuda:nccl"."""
+    pairs = str(dist.get_backend_config(group)).split(",")
+    return {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
+
+
+def any_device(group: dist.ProcessGroup) -> torch.device:
+    """Some device whose memory the group can send."""
+    return torch.device(next(iter(backends_of(group))))
+
+
+def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where messages must lie for this group to send them, for a caller whose tensors live on `device`."""
+    backends = backends_of(group)
+    if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
+        return device
+    # gloo sends CPU memory only, so a GPU's messages are staged through the host.
+    if "cpu" in backends:
+        return torch.device("cpu")
+    raise ValueError(
+        f"the process group's backend ({dist.get_backend_config(group)}) can't send {device.type} "
+        f"memory: call init_process_group with backend='cpu:gloo,cuda:nccl'"
+    )
+
+
+def _close_pairs(pairs: Any, peers: Iterable[int]) -> None:
+    """gloo has no call that closes connections (its abort does nothing); a wait that times out closes all.
+
+    A peer that has hung up already fails the call before it can time out: then another one's does it.
+    """
+    for peer in peers:
+        with suppress(RuntimeError, ValueError):  # which is what it is for
+            never = pairs.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER)
+            never.wait(timedelta(milliseconds=1))
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError, RuntimeError):  # the world's groups were destroyed before
+        dist.destroy_process_group(group)
