@@ -19,9 +19,10 @@ from .errors import (
     TransportError,
     WireError,
 )
+from .low_communication import LowCommunicationOptimizer
 from .members.elastic import ElasticTopology
 from .members.fixed import Topology
-from .optimizer import DiLoCo, LowCommunicationOptimizer, PulseLoCo
+from .optimizer import DiLoCo, PulseLoCo
 from .presets import MATCHING, PAPER, SAVING
 from .report import SyncReport
 from .round.hooks import RoundProgress

@@ -17,7 +17,7 @@ from states import Snapshot, small_model, snapshot, train
 import loco
 from loco.errors import TransportError
 from loco.exchange import EXCHANGES
-from loco.members import elastic
+from loco.members import quorum_membership
 from loco.round import recovery
 from loco.round.round import Round
 
@@ -154,7 +154,7 @@ class _Site:
         self.gave_up: list[Snapshot] = []
         self.checkpoints: dict[str, loco.Checkpoints] = {}  # by folder
         self.saved_in_doubt: list[Any] = []
-        failed = elastic.QuorumAttempts.failed
+        failed = quorum_membership.QuorumAttempts.failed
 
         def failed_and_told(*args: Any, **kwargs: Any) -> None:
             self.gave_up.append(snapshot(self.optimizer))
@@ -162,7 +162,7 @@ class _Site:
             self.saved_in_doubt.append((own["round"], own["undecided_round"]))
             failed(*args, **kwargs)
 
-        elastic.QuorumAttempts.failed = failed_and_told
+        quorum_membership.QuorumAttempts.failed = failed_and_told
 
     def obey(self, parent: Connection) -> None:
         parent.send_bytes(pickle.dumps(Told(self.optimizer.round, after=snapshot(self.optimizer))))
@@ -262,7 +262,7 @@ class _Site:
 
     def lose_the_verdict(self) -> None:
         """In the next round: the last vote does not reach this site, nor does the store answer."""
-        site, vote, decide = self, Round.vote, elastic.decide
+        site, vote, decide = self, Round.vote, quorum_membership.decide
         self.lost = False
 
         def lose(self: Round) -> None:
@@ -278,7 +278,7 @@ class _Site:
             raise TransportError("the store does not answer")
 
         self.cut = True
-        Round.vote, elastic.decide = lose, no_answer
+        Round.vote, quorum_membership.decide = lose, no_answer
 
 
 def _give_half(

@@ -94,6 +94,11 @@ class View:
     committed: bool | None = None
     is_whole: bool = True
 
+    @property
+    def bytes_so_far(self) -> tuple[int, int, int]:
+        """Sent across the sites, received across the sites, sent inside the site."""
+        return self.across.sent_bytes, self.across.received_bytes, self.inside.sent_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:

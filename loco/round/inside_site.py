@@ -4,20 +4,20 @@ import math
 import struct
 from itertools import pairwise
 
-from torch import Tensor
-
 from loco import kernels
 
+from ..members.view import View
 from ..net.transport import Transport
 from ..wire.header import Status
 from ..wire.refusal import Problem
+from .outer_state import OuterState
 from .parameters import FlatParameters
 
 GATHER_ELEMENTS = 1 << 20  # of the anchor at a time: 4 MiB from each rank
 
 
 def compare(
-    inside: Transport, layout: FlatParameters, norm: float, *, encoded: bool, phase: str
+    inside: Transport, parameters: FlatParameters, norm: float, *, encoded: bool, phase: str
 ) -> tuple[float, Problem | None]:
     """The ranks of a site exchange slices of what must be one and the same model.
 
@@ -33,7 +33,7 @@ def compare(
     failure, digest = None, bytes(8)
     if encoded:
         try:
-            with layout.pieces(0, layout.numel) as weights:
+            with parameters.pieces(0, parameters.numel) as weights:
                 digest = kernels.digest_of_all(weights)
         except Exception as error:
             failure = Problem(Status.FAILED, seen=error)
@@ -45,26 +45,25 @@ def compare(
     return norm, failure or (Problem(Status.SITE_DRIFT) if len(known) > 1 else None)
 
 
-def share(
-    inside: Transport, layout: FlatParameters, anchor: Tensor, width: int, *, write: bool = True, phase: str
-) -> None:
-    """Each rank of a site has the new θ of its slice; all need its cast.
+def share_anchor(state: OuterState, view: View, *, write: bool = True) -> None:
+    """Each rank of a site has the new θ of its slice; all need its cast, w = cast(θ).
 
     Args:
-        anchor: this rank's slice.
-        width: of a slice. Those at the end may be shorter, or empty: what lacks is not looked at.
-        write: False only sends, for the weights of this rank have moved on.
+        write: False only sends, because the weights of this rank have moved on.
     """
+    inside, parameters, width = view.inside, state.parameters, state.width
     if inside.size == 1:
         return
+    phase = f"round {state.rounds_done}, anchor inside the site"
     for low, high in pairwise([*range(0, width, GATHER_ELEMENTS), width]):
-        part = anchor.new_zeros(high - low)
-        mine = anchor[low:high]
+        # The last slices may be shorter, or empty: what they lack is sent as zeros, and nobody looks at it.
+        part = state.anchor.new_zeros(high - low)
+        mine = state.anchor[low:high]
         part[: mine.numel()] = mine
-        for place, values in enumerate(inside.gather(part, phase=phase)):
-            first = place * width + low
-            last = min(first + high - low, (place + 1) * width, layout.numel)
-            if not write or place == inside.rank or first >= last:
+        for rank, values in enumerate(inside.gather(part, phase=phase)):
+            first = rank * width + low
+            last = min(first + high - low, (rank + 1) * width, parameters.numel)
+            if not write or rank == inside.rank or first >= last:
                 continue
-            with layout.pieces(first, last, write=True) as weights:
+            with parameters.pieces(first, last, write=True) as weights:
                 kernels.write_weights(values[: last - first], weights)

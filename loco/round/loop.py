@@ -19,9 +19,10 @@ from ..wire.header import VERSION
 from ..wire.refusal import Refused
 from .handshake import agree_on_parameters, check_first_anchor, fingerprint
 from .hooks import Hooks, Phase
+from .inside_site import share_anchor
 from .outer_state import OuterState
 from .recovery import adopt_state, hand_over_state
-from .round import Round, share_anchor
+from .round import Round
 from .state import digest_of
 
 _logger = logging.getLogger(__name__)

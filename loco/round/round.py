@@ -23,6 +23,7 @@ from loco.kernels import Encoded, Entries, Known, OuterStep
 from ..coordination.commit import COMMIT
 from ..errors import NonFiniteError
 from ..exchange import EXCHANGES, Transfer
+from ..exchange.overflow import adds_up_to_infinity
 from ..exchange.wire_config import WireConfig
 from ..members.view import View
 from ..report import SyncReport
@@ -33,7 +34,7 @@ from ..wire.refusal import Problem, Refused, overflow_text
 from .announcements import announce
 from .handshake import check_denormals
 from .hooks import Hooks, Phase, RoundProgress
-from .inside_site import compare, share
+from .inside_site import compare, share_anchor
 from .outer_state import OuterState
 from .outliers import outliers
 from .votes import vote
@@ -87,7 +88,7 @@ class Round:
         self._exchange = ""
         self._payload_bytes = 0
         self._residual_norm = 0.0
-        self._bytes_before = self._bytes_of(view)
+        self._bytes_before = view.bytes_so_far
         self._inside_bytes_elsewhere = 0  # sent over the links of a later view
         self._began = {"encode": time.perf_counter()}  # by what began
         self._ended = 0.0
@@ -169,7 +170,9 @@ class Round:
         transfer = Transfer(view.across, framing, problem=self.problem)
         self._contributions = EXCHANGES[self._exchange](transfer, own, numel)
         self._payload_bytes = framing.coded_bytes
-        self.problem = transfer.verdict() or self._overflow()
+        self.problem = transfer.verdict()
+        if self._attempt(lambda: adds_up_to_infinity(self._contributions, numel)):
+            self.problem = Problem(Status.OVERFLOW, seen=NonFiniteError(overflow_text(self.number)))
         if self.problem is None and view.site not in self._left_out:
             state.tuner.learn(self._codec, transfer, self._contributions, own)
         self._enter(Phase.RECEIVED)
@@ -247,10 +250,10 @@ class Round:
         Args:
             view: this round's, or a later one if its links broke.
         """
-        before = self._bytes_of(view)[2]
+        before = view.bytes_so_far[2]
         share_anchor(self.state, view)
         if view is not self.view:
-            self._inside_bytes_elsewhere += self._bytes_of(view)[2] - before
+            self._inside_bytes_elsewhere += view.bytes_so_far[2] - before
         self._ended = time.perf_counter()
 
     @property
@@ -262,7 +265,7 @@ class Round:
         """Of a round that was applied."""
         assert self._own is not None
         numel, entries, sites = self.state.numel, self._own.values.numel(), self.view.num_sites
-        now = self._bytes_of(self.view)
+        now = self.view.bytes_so_far
         sent, received, inside = (
             after - before for after, before in zip(now, self._bytes_before, strict=True)
         )
@@ -317,18 +320,6 @@ class Round:
             return self._wire.exchange
         return self.state.tuner.exchange(self._announced)
 
-    def _overflow(self) -> Problem | None:
-        """Sums must be finite, whichever exchange adds them up, and whenever."""
-        if len(self._contributions) == 1:
-            return self.problem  # sums, which were checked where they were made, or one site alone
-        bounds = [c.values.aminmax() for c in self._contributions if c.values.numel()]
-        if sum(max(-float(low), float(high)) for low, high in bounds) <= torch.finfo(torch.float32).max:
-            return self.problem
-        total = self._attempt(lambda: kernels.add_up(self._contributions, self.state.numel))
-        if total is not None and not bool(total.values.isfinite().all()):
-            return Problem(Status.OVERFLOW, seen=NonFiniteError(overflow_text(self.number)))
-        return self.problem
-
     def _attempt(self, do: Callable[[], T]) -> T | None:
         """None if it failed, or if this rank had a problem before."""
         if self.problem is not None:
@@ -357,19 +348,3 @@ class Round:
                 contributions=self._contributions,
             )
         )
-
-    @staticmethod
-    def _bytes_of(view: View) -> tuple[int, int, int]:
-        return view.across.sent_bytes, view.across.received_bytes, view.inside.sent_bytes
-
-
-def share_anchor(state: OuterState, view: View, *, write: bool = True) -> None:
-    """The ranks of a site have each the new θ of a slice, and write w = cast(θ) of the others'."""
-    share(
-        view.inside,
-        state.parameters,
-        state.anchor,
-        state.width,
-        write=write,
-        phase=f"round {state.rounds_done}, anchor inside the site",
-    )
