@@ -62,6 +62,7 @@ class WorldMembership:
     def _connect(self) -> View:
         topology, meeting = self._topology, 0
         if self._has_connected:
+            topology.liveness.say("reconnecting")  # it has left nothing that the others wait for now
             meeting = topology.meet(self._name)
         self._has_connected = True
         name = f"{self._name}/{meeting}"

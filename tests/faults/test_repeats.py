@@ -28,7 +28,7 @@ def kept_warnings() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage())
 
-    logging.getLogger("loco.round.loop").addHandler(Keep())
+    logging.getLogger("loco").addHandler(Keep())
     return warnings
 
 
