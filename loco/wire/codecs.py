@@ -1,4 +1,4 @@
-"""How entries become bytes: the body of a frame. The README gives the same to the byte.
+"""How entries become bytes: the body of a frame. docs/wire.md gives the same to the byte.
 
 A codec turns the entries of one run of elements into a uint8 tensor and back, on the tensors' device.
 Decoding trusts nothing: what no encoder would have written is a WireError, and no more memory is taken than

@@ -1,4 +1,4 @@
-"""The header of every message: 64 bytes, little-endian, versioned. The README gives the same to the byte.
+"""The header of every message: 64 bytes, little-endian, versioned. docs/wire.md gives the same to the byte.
 
 A round's messages are announcements and votes, which are headers alone, and frames: a header and a body,
 which holds the entries (or the sums) of one run of elements. A header travels ahead of its body, so that

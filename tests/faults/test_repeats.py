@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from scripted import Scripted, parameters
 from sites import error_of, hear, run_ranks, tell
-from states import assert_same, snapshot
+from states import Snapshot, assert_same, snapshot
 
 import loco
 from loco.exchange.stream import Stream
 from loco.exchange.transfer import Transfer
+from loco.net.transport import Transport
+from loco.wire.header import Header, Kind
 
 
 def build(rank: int, **options: Any) -> loco.PulseLoCo:
@@ -152,3 +154,71 @@ def refused(rank: int) -> tuple[str, str]:
 
 def test_repeats_are_a_number() -> None:
     assert run_ranks(1, refused) == [("ValueError", "repeats must be >= 0, got -1")]
+
+
+def damaged_header(rank: int) -> tuple[tuple[str, str], int, Snapshot, Snapshot]:
+    """Site 1's first frame of round 2 has a header that can't be read."""
+    topology = loco.Topology(patience=30.0)
+    clean, hurt = (
+        loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=1, topology=topology) for _ in "ab"
+    )
+    for optimizer in (clean, hurt):
+        optimizer.step()
+    clean.step()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            pack, done = Header.pack, False
+
+            def damaged(self: Header) -> bytes:
+                nonlocal done
+                raw = pack(self)
+                if self.kind is not Kind.ENTRIES or done:
+                    return raw
+                done = True
+                return raw[:8] + bytes([raw[8] ^ 1]) + raw[9:]
+
+            patch.setattr(Header, "pack", damaged)
+        error = error_of(hurt.step)
+    return error, hurt.round, snapshot(clean), snapshot(hurt)
+
+
+def test_a_header_that_can_not_be_read_is_a_lost_link_and_the_round_is_repeated() -> None:
+    """The rank that reads it gives up its links; the others must not wait for it to come back by itself."""
+    for error, rounds, clean, hurt in run_ranks(3, damaged_header):
+        assert error == ("", "nothing was raised")
+        assert rounds == 2
+        assert_same(clean, hurt)
+
+
+def reports_after_a_link_lost_inside_the_site(rank: int) -> list[loco.SyncReport]:
+    """A round that counts on all ranks, of which one could not get the others' parts at first; and one more."""
+    topology = loco.Topology(ranks_per_site=2)
+    inner = Scripted(parameters(3, 1003), 3, rank // 2)
+    optimizer = loco.PulseLoCo(inner, sync_every=1, topology=topology)
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        gather, lost = Transport.gather, rank != 1
+
+        def lose(self: Transport, *args: Any, **kwargs: Any) -> Any:
+            nonlocal lost
+            parts = gather(self, *args, **kwargs)
+            if not lost:
+                lost = True
+                raise loco.TransportError("lost a link (injected)")
+            return parts
+
+        patch.setattr(Transport, "gather", lose)
+        optimizer.step()
+    first = optimizer.last_report
+    optimizer.step()
+    second = optimizer.last_report
+    assert first is not None
+    assert second is not None
+    return [first, second]
+
+
+def test_bytes_are_never_negative_after_new_links() -> None:
+    for reports in run_ranks(4, reports_after_a_link_lost_inside_the_site):
+        assert [report.round for report in reports] == [2, 3]
+        for report in reports:
+            assert min(report.sent_bytes, report.received_bytes, report.site_bytes) > 0

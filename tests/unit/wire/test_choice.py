@@ -94,3 +94,24 @@ def test_without_a_compiler_auto_is_fast(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("loco.kernels.packs_fast", lambda: False)
     assert ExchangeTuner("auto", 2).codec() is FAST
     assert ExchangeTuner("tight", 2).codec() is TIGHT
+
+
+def test_what_can_not_be_learned_or_chosen_fails_no_round(caplog: pytest.LogCaptureFixture) -> None:
+    tuner = ExchangeTuner("auto", 4)
+    assert learn(tuner, 0.1) is TIGHT
+    own = Entries.whole(torch.zeros(1000))
+    tuner.learn(TIGHT, None, [own], own)  # pyright: ignore[reportArgumentType]
+    assert "could not learn" in caplog.text
+    tuner.wire = "a code that is none"
+    assert tuner.codec() is TIGHT  # as in the last round
+    assert "could not choose a code" in caplog.text
+
+
+def test_a_site_that_sends_nothing_learns_nothing_of_how_long_an_entry_takes() -> None:
+    tuner = ExchangeTuner("auto", 4)
+    assert [learn(tuner, 0.2), learn(tuner, 0.1)] == [TIGHT, FAST]
+    assert tuner.codec() is FAST
+    nothing: Any = Entries.at(torch.arange(0), torch.zeros(0), NUMEL)
+    framing = SimpleNamespace(coded_entries=0, coded_bytes=64, known=None)
+    tuner.learn(FAST, SimpleNamespace(framing=framing, seconds=9.0), [nothing], nothing)  # pyright: ignore[reportArgumentType]
+    assert tuner.codec() is FAST
