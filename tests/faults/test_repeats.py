@@ -191,7 +191,7 @@ def test_a_header_that_can_not_be_read_is_a_lost_link_and_the_round_is_repeated(
 
 
 def reports_after_a_link_lost_inside_the_site(rank: int) -> list[loco.SyncReport]:
-    """A round that counts on all ranks, of which one could not get the others' parts at first; and one more."""
+    """A round that counts on all ranks, of which one could not get all parts of θ at first; and one more."""
     topology = loco.Topology(ranks_per_site=2)
     inner = Scripted(parameters(3, 1003), 3, rank // 2)
     optimizer = loco.PulseLoCo(inner, sync_every=1, topology=topology)
