@@ -7,6 +7,7 @@
 """
 
 from .checkpoints.checkpoints import Checkpoints
+from .checkpoints.protocol import Saveable
 from .checkpoints.restore import Resumed
 from .errors import (
     AgreementError,
@@ -22,6 +23,7 @@ from .errors import (
 from .low_communication import LowCommunicationOptimizer
 from .members.elastic import ElasticTopology
 from .members.fixed import Topology
+from .members.view import SiteTopology
 from .optimizer import DiLoCo, PulseLoCo
 from .presets import MATCHING, PAPER, SAVING
 from .report import SyncReport
@@ -45,6 +47,8 @@ __all__ = [
     "ReplicaError",
     "Resumed",
     "RoundProgress",
+    "Saveable",
+    "SiteTopology",
     "SyncReport",
     "Topology",
     "TransportError",

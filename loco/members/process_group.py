@@ -21,7 +21,9 @@ def ensure_process_group() -> None:
         return
     missing = [name for name in _SET_BY_LAUNCHERS if name not in os.environ]
     if missing:
-        script = Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "your_script.py"
+        script = Path(sys.argv[0]).name
+        if not script.endswith(".py") or script == "__main__.py":  # an interactive session, or `python -m`
+            script = "your_script.py"
         raise ValueError(
             f"loco needs several processes, because the ranks of a process group are its sites, and no "
             f"launcher has started this one ({missing[0]} is not set): launch with "

@@ -130,6 +130,7 @@ class OuterLoop:
             LocoError: the interrupted round counts and is applied, but this rank's weights lack the part that
                 the other ranks of its site hold.
         """
+        self.state.check_whole()
         pending = self._pending
         if pending is None:
             return None

@@ -42,6 +42,7 @@ def seen_in_a_run(rank: int, folder: str) -> tuple[set[str], set[str]]:
     try:
         optimizer.step()
     except KeyboardInterrupt:
+        look()  # before new links replace what was given up
         optimizer.sync()
     look()
     return keys, threads
