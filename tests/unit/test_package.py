@@ -107,7 +107,13 @@ def run_installed(wheel: Path, program: str, tmp_path: Path) -> subprocess.Compl
     return subprocess.run(
         [sys.executable, "-c", program, str(wheel / "site")],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(wheel / "site"), "PATH": "", "OMP_NUM_THREADS": "1"},
+        # Writing no bytecode: other tests look at what was installed, in any order.
+        env={
+            "PYTHONPATH": str(wheel / "site"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PATH": "",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
     )
