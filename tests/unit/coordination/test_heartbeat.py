@@ -95,15 +95,16 @@ def test_who_ends_is_not_expected_back() -> None:
 
 
 def test_a_heartbeat_that_nobody_holds_ends_its_threads() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # those of other tests may end meanwhile
     beats = pair(HashStore())
-    assert threading.active_count() > before
+    own = set(threading.enumerate()) - before
+    assert own
     del beats
     gc.collect()
     deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while any(thread.is_alive() for thread in own) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not any(thread.is_alive() for thread in own)
 
 
 @pytest.mark.check(INTERRUPTIONS)
