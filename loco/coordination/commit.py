@@ -88,9 +88,8 @@ class Verdicts:
     def close(self) -> None:
         """All ranks have met to build other links, so none asks for these verdicts any more."""
         if self._clears_up:
-            for vote in range(
-                self._vote - 1, self._vote + 2
-            ):  # the last one may be one that others asked for
+            # The last one may be one that only others have asked for.
+            for vote in range(self._vote - 1, self._vote + 2):
                 self._remove(vote)
 
     def _remove(self, vote: int) -> None:
