@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from loco.wire.framing import Frames
-from loco.wire.header import HEADER_BYTES
+from loco.wire.records import RECORD_BYTES
 
 GOODPUT = 1448 / 1514  # of Ethernet frames of 1514 bytes: 14 + 20 + 32 are headers
 _ENOUGH = 12  # frames, after which each costs what the one before did
@@ -87,7 +87,7 @@ def gather_seconds(code: Code, at: Setting) -> float:
         seconds = seal
         for tick in range(frames + 2):
             coding = seal * (tick + 1 < frames) + peers * read * (tick >= 2)
-            moved = peers * (HEADER_BYTES * (tick < frames) + body * (1 <= tick <= frames))
+            moved = peers * (RECORD_BYTES * (tick < frames) + body * (1 <= tick <= frames))
             seconds += max(coding, at.transfer(moved) if tick <= frames else 0.0)
         return seconds
 
@@ -119,7 +119,7 @@ def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
             coding += add_up * (0 <= tick - 2 < frames) + peers * read_sums * (tick - behind - 2 >= 0)
             moved = 0.0
             for first, body in ((0, entries), (behind, sums)):
-                moved += HEADER_BYTES * (first <= tick < first + frames)
+                moved += RECORD_BYTES * (first <= tick < first + frames)
                 moved += body * (first + 1 <= tick <= first + frames)
             posted = tick <= frames + behind and (tick <= frames or tick >= behind)
             seconds += max(coding, at.transfer(peers * moved) if posted else 0.0)
@@ -130,13 +130,13 @@ def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
 
 def gather_bytes(code: Code, at: Setting) -> float:
     """What a site sends, packet headers not included."""
-    return (at.sites - 1) * (code.body(at.numel, at.density) + HEADER_BYTES * (_frames(at.numel) + 3))
+    return (at.sites - 1) * (code.body(at.numel, at.density) + RECORD_BYTES * (_frames(at.numel) + 3))
 
 
 def owner_bytes(code: Code, at: Setting) -> float:
     part = at.numel / at.sites
     bodies = code.body(part, at.density) + code.body(part, at.union)
-    return (at.sites - 1) * (bodies + HEADER_BYTES * (2 * _frames(part) + 3))
+    return (at.sites - 1) * (bodies + RECORD_BYTES * (2 * _frames(part) + 3))
 
 
 def ring_bytes(at: Setting, *, steps: int = 1) -> float:
@@ -150,7 +150,7 @@ def ring_seconds(at: Setting, *, steps: int) -> float:
 
 
 def _announcement_and_votes(at: Setting) -> float:
-    return 3 * at.transfer((at.sites - 1) * HEADER_BYTES)
+    return 3 * at.transfer((at.sites - 1) * RECORD_BYTES)
 
 
 def _frames(numel: float) -> int:

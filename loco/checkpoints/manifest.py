@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..members.view import SiteTopology
 from ..round.state import check_same, digest_of
-from ..wire.header import VERSION
+from ..wire.records import VERSION
 from .protocol import Saveable
 
 NAME = "manifest.json"

@@ -6,7 +6,7 @@ from loco.kernels import Entries
 
 from ..net.transport import PendingMessages
 from ..wire.framing import Frame, Frames
-from ..wire.header import Header, Kind
+from ..wire.records import FrameHeader, Kind
 from .stream import AHEAD, Arrived, Stream
 from .transfer import Transfer
 
@@ -21,7 +21,7 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     everything, frames = slice(0, numel), Frames.of(numel)
     peers = work.across.peers
 
-    def check(header: Header, site: int, number: int) -> None:
+    def check(header: FrameHeader, site: int, number: int) -> None:
         work.framing.check(header, site, frames.span(everything, number), number, Kind.ENTRIES)
 
     def seal(number: int) -> dict[int, Frame]:
@@ -39,7 +39,7 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
             flying.append(work.post([stream.messages(ready)], "entries"))
         ready = seal(tick + 1) if tick + 1 < frames.count else {}
         for site, (header, body) in arrived.items():
-            entries = work.open(site, header, body, frames.span(everything, header.subject))
+            entries = work.open(site, header, body, frames.span(everything, header.number))
             if entries is not None:
                 found[site].append(entries)
         arrived = {}

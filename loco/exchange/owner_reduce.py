@@ -8,7 +8,7 @@ from loco.kernels import Entries
 from ..errors import NonFiniteError
 from ..net.transport import PendingMessages
 from ..wire.framing import Frame, Frames, slices_of
-from ..wire.header import Header, Kind
+from ..wire.records import FrameHeader, Kind
 from ..wire.refusal import overflow_text
 from .stream import AHEAD, Arrived, Stream
 from .transfer import Transfer
@@ -27,10 +27,10 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     mine = slices[across.rank]
     frames = Frames.of(slices[0].stop)
 
-    def check_entries(header: Header, site: int, number: int) -> None:
+    def check_entries(header: FrameHeader, site: int, number: int) -> None:
         framing.check(header, site, frames.span(mine, number), number, Kind.SLICE)
 
-    def check_sums(header: Header, site: int, number: int) -> None:
+    def check_sums(header: FrameHeader, site: int, number: int) -> None:
         framing.check(header, site, frames.span(slices[site], number), number, Kind.SUMS)
 
     def seal(number: int) -> dict[int, Frame]:
@@ -70,7 +70,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         number = tick - 2 * AHEAD
         ready_sums = add_up(number, arrived.get(entries, {})) if 0 <= number < frames.count else {}
         for site, (header, body) in arrived.get(sums, {}).items():
-            part = work.open(site, header, body, frames.span(slices[site], header.subject))
+            part = work.open(site, header, body, frames.span(slices[site], header.number))
             if part is not None:
                 found[site].append(part)
         arrived = {}

@@ -9,15 +9,15 @@ from torch import Tensor
 from ..errors import WireError
 from ..net.transport import Transport
 from ..wire.framing import Frame
-from ..wire.header import HEADER_BYTES, Header
+from ..wire.records import RECORD_BYTES, FrameHeader
 
 # Ticks that fly at once, so that neither a slow peer nor the network's latency leaves the link idle; and so
 # how many ticks a header is ahead of its body.
 AHEAD = 2
 
 Messages = list[tuple[int, Tensor]]
-Check = Callable[[Header, int, int], None]  # of a header, the site it came from and its frame's number
-Arrived = dict[int, tuple[Header, Tensor]]  # frames by peer
+Check = Callable[[FrameHeader, int, int], None]  # of a header, the site it came from and its frame's number
+Arrived = dict[int, tuple[FrameHeader, Tensor]]  # frames by peer
 
 
 class Stream:
@@ -39,7 +39,7 @@ class Stream:
         self._phase = phase
         self._posted = 0  # ticks
         self._leaving: dict[int, Mapping[int, Frame]] = {}  # by number: their headers have been sent
-        self._expected: dict[int, dict[int, Header]] = {}  # by number
+        self._expected: dict[int, dict[int, FrameHeader]] = {}  # by number
         self._flying: deque[tuple[int, Arrived, dict[int, Tensor]]] = deque()
 
     def messages(self, frames: Mapping[int, Frame]) -> tuple[Messages, Messages]:
@@ -56,7 +56,7 @@ class Stream:
             for peer, header in self._expected.pop(tick - AHEAD, {}).items()
         }
         peers = self.across.peers if tick < self.frames else []
-        headers = {p: torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device) for p in peers}
+        headers = {p: torch.empty(RECORD_BYTES, dtype=torch.uint8, device=device) for p in peers}
         self._flying.append((tick, bodies, headers))
         return outgoing, [*((peer, body) for peer, (_, body) in bodies.items()), *headers.items()]
 
@@ -71,7 +71,7 @@ class Stream:
         expected = self._expected.setdefault(tick, {})
         for peer, raw in headers.items():
             try:
-                header = Header.unpack(raw.cpu().numpy().tobytes())
+                header = FrameHeader.unpack(raw.cpu().numpy().tobytes())
                 self._check(header, peer, tick)
             except WireError as error:
                 said = f"{self._phase}: the message of site {peer} can't be read: {error}"

@@ -11,7 +11,7 @@ from loco.kernels import Entries
 from ..errors import NonFiniteError, WireError
 from ..net.transport import PendingMessages, Transport
 from ..wire.framing import Frame, Framing
-from ..wire.header import Header, Kind, Status
+from ..wire.records import FrameHeader, Kind, Status
 from ..wire.refusal import Problem, unreadable
 from .stream import Messages
 
@@ -55,7 +55,7 @@ class Transfer:
         frame = self.attempt(lambda: self.framing.seal(entries(), at, number, kind))
         return frame or self.framing.failed(number, kind)
 
-    def open(self, site: int, header: Header, body: Tensor, at: slice) -> Entries | None:
+    def open(self, site: int, header: FrameHeader, body: Tensor, at: slice) -> Entries | None:
         def read() -> Entries | None:
             try:
                 entries = self.framing.open(header, body, at)

@@ -9,7 +9,7 @@ from loco.kernels import BLOCK, Entries
 
 from ..wire.codecs import FAST, SPARSE, TIGHT, Codec
 from ..wire.framing import Frames, slices_of
-from ..wire.header import HEADER_BYTES, Header
+from ..wire.records import RECORD_BYTES, Announcement
 from .transfer import Transfer
 
 _logger = logging.getLogger(__name__)
@@ -19,17 +19,17 @@ AGAIN = 32  # rounds, after which a code is tried again
 EXCHANGES = ("auto", "gather", "owner", "dense")
 
 
-def predicted_bytes(headers: Sequence[Header]) -> dict[str, float]:
+def predicted_bytes(announcements: Sequence[Announcement]) -> dict[str, float]:
     """What a site will send, by exchange; of all sites' announcements, so that all predict the same."""
-    sites, numel = len(headers), headers[0].numel
-    payload = sum(header.body_bytes for header in headers) / sites
-    sums = headers[0].checksum
+    sites, numel = len(announcements), announcements[0].numel
+    payload = sum(announced.payload_bytes for announced in announcements) / sites
+    sums = announcements[0].sums_bytes
     frames, of_slice = Frames.of(numel).count, Frames.of(slices_of(numel, sites)[0].stop).count
     peers = sites - 1
     return {
-        "gather": peers * (payload + frames * HEADER_BYTES),
-        "owner": peers * ((payload + sums) / sites + 2 * of_slice * HEADER_BYTES),
-        "dense": peers * (2 * 4 * numel / sites + 2 * of_slice * HEADER_BYTES),
+        "gather": peers * (payload + frames * RECORD_BYTES),
+        "owner": peers * ((payload + sums) / sites + 2 * of_slice * RECORD_BYTES),
+        "dense": peers * (2 * 4 * numel / sites + 2 * of_slice * RECORD_BYTES),
     }
 
 
@@ -85,7 +85,7 @@ class ExchangeTuner:
         quicker = CLEARLY * self._seconds[FAST.name] < self._seconds[TIGHT.name]
         return FAST if quicker else TIGHT
 
-    def exchange(self, announcements: Sequence[Header]) -> str:
+    def exchange(self, announcements: Sequence[Announcement]) -> str:
         """The exchange that is predicted to send the fewest bytes; the same on all sites."""
         predicted = predicted_bytes(announcements)
         return min(predicted, key=lambda name: predicted[name])

@@ -2,69 +2,65 @@
 
 from ..errors import ReplicaError, WireError
 from ..members.view import View
-from ..wire.header import Header, Kind, Status
+from ..wire.records import Announcement, Status
 from ..wire.refusal import Problem, unreadable
 
 
-def announce(view: View, mine: Header) -> tuple[list[Header], Problem | None]:
+def announce(view: View, mine: Announcement) -> tuple[list[Announcement], Problem | None]:
     """All sites' announcements, by site; or what is wrong with them.
-
-    A site that has a problem announces nothing but its coming vote.
 
     Raises:
         TransportError: a link is lost.
     """
-    headers: list[Header] = []
+    announced: list[Announcement] = []
     across = view.across
     raws = across.swap_records(mine.pack(), phase=f"round {mine.round}, announcement", limit=across.patience)
     for site, raw in enumerate(raws):
         try:
-            header = Header.unpack(raw)
-            _check(header, mine, site)
+            theirs = Announcement.unpack(raw)
+            _check(theirs, mine, site)
         except WireError as error:
             return [], unreadable(site, error, mine.round)
-        headers.append(header)
-    return headers, _replica_problem(headers) or _missing(headers)
+        announced.append(theirs)
+    return announced, _replica_problem(announced) or _missing(announced)
 
 
-def _check(header: Header, mine: Header, site: int) -> None:
-    """Refuse what is not that site's. Rounds and digests are compared once all headers are known."""
-    if header.site != site:
-        raise WireError(f"a header of site {header.site} on the link of site {site}")
-    if Kind.VOTE in (header.kind, mine.kind):
+def _check(theirs: Announcement, mine: Announcement, site: int) -> None:
+    """Refuse what is not that site's. Rounds and digests are compared once all are known."""
+    if theirs.site != site:
+        raise WireError(f"an announcement of site {theirs.site} on the link of site {site}")
+    if theirs.refuses or mine.refuses:
         return
-    if header.kind != Kind.ANNOUNCEMENT:
-        raise WireError(f"a header of {header.kind.name.lower()} in the place of an announcement")
-    if header.numel != mine.numel:
-        raise WireError(f"a vector of {header.numel} elements, not {mine.numel}")
-    if header.entries > header.numel:
-        raise WireError(f"{header.entries} entries of {header.numel} elements")
+    if theirs.numel != mine.numel:
+        raise WireError(f"a vector of {theirs.numel} elements, not {mine.numel}")
+    if theirs.entries > theirs.numel:
+        raise WireError(f"{theirs.entries} entries of {theirs.numel} elements")
 
 
-def _missing(headers: list[Header]) -> Problem | None:
+def _missing(announced: list[Announcement]) -> Problem | None:
     """A site that announces nothing votes against the round; if it does not, the others do."""
-    silent = next((h.site for h in headers if h.kind == Kind.VOTE), None)
+    silent = next((one.site for one in announced if one.refuses), None)
     return None if silent is None else Problem(Status.MISSING, silent)
 
 
-def _replica_problem(headers: list[Header]) -> Problem | None:
+def _replica_problem(announced: list[Announcement]) -> Problem | None:
     """Every site is in the same round and holds the same θ, or the sites that differ are named.
 
-    The header of a site that is about to refuse the round has no digest.
+    A site that is about to refuse the round announces no digest.
     """
-    by_round = ", ".join(f"site {h.site} in round {h.round}" for h in headers)
-    by_digest = ", ".join(f"site {h.site} holds {h.digest:016x}" for h in headers)
-    first = headers[0]
-    for header in headers:
-        if header.round != first.round:
+    by_round = ", ".join(f"site {one.site} in round {one.round}" for one in announced)
+    by_digest = ", ".join(f"site {one.site} holds {one.digest:016x}" for one in announced)
+    first = announced[0]
+    for one in announced:
+        if one.round != first.round:
             seen = ReplicaError(
                 f"the sites are in different rounds ({by_round}): resume all from the same checkpoint"
             )
-            return Problem(Status.REPLICA, header.site, seen)
-        if header.digest != first.digest and Kind.VOTE not in (header.kind, first.kind):
+            return Problem(Status.REPLICA, one.site, seen)
+        if one.digest != first.digest and not (one.refuses or first.refuses):
             seen = ReplicaError(
                 f"round {first.round}: the sites' anchors differ ({by_digest}): "
                 f"resume all from the same checkpoint"
             )
-            return Problem(Status.REPLICA, header.site, seen)
+            return Problem(Status.REPLICA, one.site, seen)
     return None

@@ -8,7 +8,7 @@ from loco import kernels
 
 from ..members.view import View
 from ..net.transport import Transport
-from ..wire.header import Status
+from ..wire.records import Status
 from ..wire.refusal import Problem
 from .outer_state import OuterState
 from .parameters import FlatParameters

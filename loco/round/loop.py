@@ -15,7 +15,7 @@ from ..exchange.tuning import ExchangeTuner
 from ..exchange.wire_config import WireConfig
 from ..members.view import SiteTopology, Standing, View
 from ..report import SyncReport
-from ..wire.header import VERSION
+from ..wire.records import VERSION
 from ..wire.refusal import Refused
 from .handshake import agree_on_parameters, check_first_anchor, fingerprint
 from .hooks import Hooks, Phase

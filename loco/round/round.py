@@ -29,7 +29,7 @@ from ..members.view import View
 from ..report import SyncReport
 from ..wire.codecs import DENSE, WHOLE, Codec
 from ..wire.framing import Framing
-from ..wire.header import Header, Kind, Status, fp32_bits, fp32_of
+from ..wire.records import Announcement, Status, fp32_bits, fp32_of
 from ..wire.refusal import Problem, Refused, overflow_text
 from .announcements import announce
 from .handshake import check_denormals
@@ -81,7 +81,7 @@ class Round:
         self._encoded: Encoded | None = None
         self._codec: Codec = WHOLE
         self._norm = 0.0  # of what this rank would send
-        self._announced: list[Header] = []
+        self._announced: list[Announcement] = []
         self._left_out: tuple[int, ...] = ()
         self._own: Entries | None = None  # what this rank really sends
         self._contributions: Sequence[Entries] = ()
@@ -141,9 +141,9 @@ class Round:
             phase=f"round {self.number}, weights inside the site",
         )
         self.problem = self.problem or drift
-        header = self._attempt(lambda: self._announcement(norm))
-        refusal = Header(kind=Kind.VOTE, site=view.site, round=self.number)
-        self._announced, unusable = announce(view, header or refusal)
+        mine = self._attempt(lambda: self._announcement(norm))
+        refusal = Announcement(site=view.site, round=self.number, refuses=True)
+        self._announced, unusable = announce(view, mine or refusal)
         vote(view, self.problem or unusable, round=self.number, number=1, name_of=state.parameters.name_of)
         self._left_out = outliers(self.norms, state.settings.outlier_factor)
         self._enter(Phase.ANNOUNCED)
@@ -259,7 +259,7 @@ class Round:
     @property
     def norms(self) -> tuple[float, ...]:
         """By site, of what it would have sent."""
-        return tuple(fp32_of(header.subject) for header in self._announced)
+        return tuple(fp32_of(announced.norm_bits) for announced in self._announced)
 
     def report(self) -> SyncReport:
         """Of a round that was applied."""
@@ -288,7 +288,7 @@ class Round:
             seconds={what: end - began for (what, began), end in zip(self._began.items(), ends, strict=True)},
         )
 
-    def _announcement(self, norm: float) -> Header:
+    def _announcement(self, norm: float) -> Announcement:
         """This site's, once the code of its frames is chosen."""
         encoded, numel, tuner = self._encoded, self.state.numel, self.state.tuner
         assert encoded is not None
@@ -299,17 +299,16 @@ class Round:
         else:
             self._codec = tuner.codec()
             payload, sums = tuner.announced(self._codec, entries.values.numel(), numel)
-        return Header(
-            kind=Kind.ANNOUNCEMENT,
+        return Announcement(
             site=self.view.site,
             round=self.number,
-            subject=fp32_bits(norm),
+            norm_bits=fp32_bits(norm),
             codec=self._codec.id,
             numel=numel,
             entries=entries.values.numel(),
-            body_bytes=payload,
+            payload_bytes=payload,
+            sums_bytes=sums,
             digest=encoded.digest,
-            checksum=sums,
         )
 
     def _chosen_exchange(self, own: Entries) -> str:

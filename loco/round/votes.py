@@ -6,7 +6,7 @@ from dataclasses import replace
 from ..errors import LocoError, NonFiniteError, PeerError, ReplicaError, WireError
 from ..members.view import View
 from ..net.transport import Transport
-from ..wire.header import Header, Kind, Status
+from ..wire.records import Status, Vote
 from ..wire.refusal import Problem, Refused, overflow_text
 
 
@@ -26,14 +26,7 @@ def vote(
         TransportError, WireError: a link is lost; other ranks may have all votes.
     """
     problem = problem or Problem(Status.OK)
-    mine = Header(
-        kind=Kind.VOTE,
-        site=view.site,
-        round=round,
-        status=problem.status,
-        subject=problem.subject,
-        entries=number,
-    )
+    mine = Vote(site=view.site, round=round, number=number, status=problem.status, subject=problem.subject)
     for transport in (view.inside, view.across):
         phase = f"round {round}, vote {number}"
         raws = transport.swap_records(mine.pack(), phase=phase)
@@ -59,7 +52,7 @@ def vote(
     raise Refused(_reported(mine, name_of))
 
 
-def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: int, number: int) -> Header:
+def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: int, number: int) -> Vote:
     """
     Args:
         site: whose vote it must be.
@@ -68,10 +61,10 @@ def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: i
     Raises:
         WireError: it is not that vote.
     """
-    vote = Header.unpack(raw)
+    vote = Vote.unpack(raw)
     # In the first vote a peer may be in another round, which is what the vote is about.
     expected_round = round if number == 2 else vote.round
-    if (vote.kind, vote.site, vote.entries, vote.round) != (Kind.VOTE, site, number, expected_round):
+    if (vote.site, vote.number, vote.round) != (site, number, expected_round):
         raise WireError(
             f"round {round}, vote {number}: {transport.member} {member} sent another message than its "
             f"vote: the ranks are not at the same point"
@@ -79,7 +72,7 @@ def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: i
     return vote
 
 
-def _reported(vote: Header, name_of: Callable[[int], str]) -> LocoError:
+def _reported(vote: Vote, name_of: Callable[[int], str]) -> LocoError:
     """The error for a problem that another rank saw."""
     where = f"round {vote.round}, site {vote.site}"
     if vote.status == Status.NON_FINITE:

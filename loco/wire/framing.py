@@ -11,13 +11,13 @@ from loco.kernels import BLOCK, Entries, Known
 
 from ..errors import WireError
 from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec
-from .header import HEADER_BYTES, Header, Kind, Status
+from .records import RECORD_BYTES, FrameHeader, Kind
 
 LEAST, MOST = 1 << 19, 1 << 23  # elements: some 75 kB to 1.2 MB at a density of 6%
 
 
 class Frame(NamedTuple):
-    header: Header
+    header: FrameHeader
     body: Tensor  # uint8, on the transport's device
 
 
@@ -78,12 +78,12 @@ class Framing:
         body = codec.encode(entries, known)
         if body is None:
             codec, body = FAST, FAST.encode(entries, known)
-        header = Header(
+        header = FrameHeader(
             kind=kind,
             codec=codec.id,
             site=self.site,
             round=self.round,
-            subject=number,
+            number=number,
             numel=at.stop - at.start,
             entries=known.anchor.numel() if codec.name in DENSE else entries.values.numel(),
             body_bytes=body.numel(),
@@ -92,53 +92,55 @@ class Framing:
         )
         if kind != Kind.SUMS:
             self.coded_entries += header.entries
-            self.coded_bytes += HEADER_BYTES + body.numel()
+            self.coded_bytes += RECORD_BYTES + body.numel()
         return Frame(header, body.to(self.device))
 
     def failed(self, number: int, kind: Kind) -> Frame:
         """In the place of a frame that this site can't make; its vote will say why."""
-        header = Header(
+        header = FrameHeader(
             kind=kind,
             site=self.site,
             round=self.round,
-            status=Status.FAILED,
-            subject=number,
+            number=number,
+            is_missing=True,
             digest=self.digest,
         )
         return Frame(header, torch.empty(0, dtype=torch.uint8, device=self.device))
 
-    def check(self, header: Header, site: int, at: slice, number: int, kind: Kind) -> None:
+    def check(self, header: FrameHeader, site: int, at: slice, number: int, kind: Kind) -> None:
         """Refuse a header that is not of the frame that comes next, before memory is taken for its body.
 
         Raises:
             WireError: it is of another site, round, model, or place, or announces what no such frame holds.
         """
         mine = (kind, site, self.round, number, self.digest)
-        if (header.kind, header.site, header.round, header.subject, header.digest) != mine:
-            got = f"{header.kind.name} {header.subject} of site {header.site}, round {header.round}"
+        if (header.kind, header.site, header.round, header.number, header.digest) != mine:
+            got = f"{header.kind.name} {header.number} of site {header.site}, round {header.round}"
             want = f"{kind.name} {number} of site {site}, round {self.round}"
             raise WireError(
                 f"a header of {got}, θ {header.digest:016x} in the place of {want}, θ {self.digest:016x}"
             )
-        if header.status == Status.FAILED and not header.body_bytes:
+        if header.is_missing and not header.body_bytes:
             return
         codec, numel = CODECS.get(header.codec), at.stop - at.start
         # Which of the sparse codes it uses, each site chooses.
         expected = codec is not None and (codec is self.codec or {codec.name, self.codec.name} == set(SPARSE))
-        if codec is None or not expected or header.status != Status.OK:
-            raise WireError(f"a frame of codec {header.codec}, status {header.status.name}")
+        if codec is None or not expected:
+            raise WireError(f"a frame of codec {header.codec}")
+        if header.is_missing:
+            raise WireError(f"a frame that is said to be missing, of {header.body_bytes} bytes")
         if header.numel != numel:
             raise WireError(f"a frame of {header.numel} elements, not {numel}")
         if header.entries > numel or header.body_bytes > codec.most_bytes(header.entries, numel):
             raise WireError(f"a frame of {header.body_bytes} bytes for {header.entries} of {numel} entries")
 
-    def open(self, header: Header, body: Tensor, at: slice) -> Entries | None:
+    def open(self, header: FrameHeader, body: Tensor, at: slice) -> Entries | None:
         """The entries of a frame whose header has passed `check`; None of one that its sender could not make.
 
         Raises:
             WireError: the body is damaged or malformed.
         """
-        if header.status == Status.FAILED:
+        if header.is_missing:
             return None
         body = body.to(self.known.anchor.device)
         if kernels.digest(body) != header.checksum:

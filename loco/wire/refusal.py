@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..errors import WireError
-from .header import Status
+from .records import Status
 
 
 @dataclass(frozen=True)

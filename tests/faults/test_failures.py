@@ -25,7 +25,7 @@ from loco.errors import TransportError
 from loco.exchange.stream import Stream
 from loco.net.transport import Transport
 from loco.wire.framing import Frame, Framing
-from loco.wire.header import Kind
+from loco.wire.records import Kind
 
 
 def build_scripted(rank: int) -> loco.PulseLoCo:

@@ -16,7 +16,7 @@ from loco.round import round as one_round
 from loco.round import votes
 from loco.round.round import Round
 from loco.wire.framing import Frame, Framing
-from loco.wire.header import Header, Kind
+from loco.wire.records import Announcement, Kind, Vote
 
 
 def foreign_header(rank: int, where: str, changes: dict[str, Any]) -> tuple[tuple[str, str], int]:
@@ -24,7 +24,7 @@ def foreign_header(rank: int, where: str, changes: dict[str, Any]) -> tuple[tupl
     optimizer = build_scripted(rank)
     announce, seal = one_round.announce, Framing.seal
 
-    def forge_announcement(view: View, mine: Header) -> Any:
+    def forge_announcement(view: View, mine: Announcement) -> Any:
         return announce(view, replace(mine, **changes))
 
     def forge_frame(self: Framing, *args: Any) -> Frame:
@@ -87,8 +87,8 @@ def silent_announcement(rank: int) -> tuple[tuple[str, str], int]:
     optimizer = build_scripted(rank)
     announce = one_round.announce
 
-    def hide(view: View, mine: Header) -> Any:
-        return announce(view, Header(kind=Kind.VOTE, site=mine.site, round=mine.round, digest=mine.digest))
+    def hide(view: View, mine: Announcement) -> Any:
+        return announce(view, Announcement(site=mine.site, round=mine.round, refuses=True))
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -133,7 +133,7 @@ def stray_vote(rank: int) -> tuple[tuple[str, str], int]:
 
     def stray(self: Transport, record: bytes, *, phase: str, **limit: Any) -> list[bytes]:
         if rank == 1 and self.size > 1 and "vote 2" in phase:
-            record = replace(Header.unpack(record), entries=1).pack()
+            record = replace(Vote.unpack(record), number=1).pack()
         return records(self, record, phase=phase, **limit)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -159,7 +159,7 @@ def damaged_last_vote(rank: int) -> tuple[tuple[str, str], Snapshot, Snapshot]:
     clean, hurt = built(), built()
     read, damaged = votes.read_vote, rank != 1
 
-    def misread(raw: bytes, site: int, transport: Transport, member: int, round: int, number: int) -> Header:
+    def misread(raw: bytes, site: int, transport: Transport, member: int, round: int, number: int) -> Vote:
         nonlocal damaged
         if not damaged and number == 2 and transport.member == "rank of this site":
             damaged = True

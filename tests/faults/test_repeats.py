@@ -14,7 +14,7 @@ import loco
 from loco.exchange.stream import Stream
 from loco.exchange.transfer import Transfer
 from loco.net.transport import Transport
-from loco.wire.header import Header, Kind
+from loco.wire.records import FrameHeader, Kind
 
 
 def build(rank: int, **options: Any) -> loco.PulseLoCo:
@@ -167,9 +167,9 @@ def damaged_header(rank: int) -> tuple[tuple[str, str], int, Snapshot, Snapshot]
     clean.step()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            pack, done = Header.pack, False
+            pack, done = FrameHeader.pack, False
 
-            def damaged(self: Header) -> bytes:
+            def damaged(self: FrameHeader) -> bytes:
                 nonlocal done
                 raw = pack(self)
                 if self.kind is not Kind.ENTRIES or done:
@@ -177,7 +177,7 @@ def damaged_header(rank: int) -> tuple[tuple[str, str], int, Snapshot, Snapshot]
                 done = True
                 return raw[:8] + bytes([raw[8] ^ 1]) + raw[9:]
 
-            patch.setattr(Header, "pack", damaged)
+            patch.setattr(FrameHeader, "pack", damaged)
         error = error_of(hurt.step)
     return error, hurt.round, snapshot(clean), snapshot(hurt)
 

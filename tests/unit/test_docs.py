@@ -16,7 +16,7 @@ import loco
 from loco.coordination.authentication import LEAST_KEY_BYTES
 from loco.round.hooks import Phase
 from loco.wire.codecs import CODECS
-from loco.wire.header import HEADER_BYTES, VERSION, Kind, Status
+from loco.wire.records import RECORD_BYTES, VERSION, Kind, Status
 
 TOPICS = (
     *(
@@ -94,12 +94,15 @@ def test_the_fields_of_a_report_and_the_phases_of_a_round_are_all_described() ->
 
 def test_the_wire_page_is_of_this_version() -> None:
     text = page("docs/wire.md")
-    rows = table(text, "| offset | bytes | field |")
-    ends = [int(offset) + int(size) for offset, size, _ in rows]
-    assert [int(offset) for offset, *_ in rows] == [0, *ends[:-1]]
-    assert ends[-1] == HEADER_BYTES
+    opening = table(text, "| offset | bytes | opening |")
+    said: dict[str, str] = {}
+    for kind in ("announcement", "vote", "frame header"):
+        rows = opening + table(text, f"| offset | bytes | {kind} |")
+        ends = [int(offset) + int(size) for offset, size, _ in rows]
+        assert [int(offset) for offset, *_ in rows] == [0, *ends[:-1]]
+        assert ends[-1] == RECORD_BYTES
+        said |= {cells[2].partition(":")[0].split(" ")[0]: cells[2] for cells in rows}
     assert f"Version {VERSION}." in text
-    said = {cells[2].partition(":")[0].split(" ")[0]: cells[2] for cells in rows}
     assert re.findall(r"\d+", said["version,"]) == [str(VERSION)]
     for what, numbers in (("codec", sorted(CODECS)), ("status", list(Status)), ("kind", list(Kind))):
         assert [int(n) for n in re.findall(r"(?<=[:,] )\d+(?= )", said[what])] == [int(n) for n in numbers]

@@ -9,16 +9,16 @@ import torch
 from loco.exchange.tuning import ExchangeTuner, predicted_bytes
 from loco.kernels import Entries
 from loco.wire.codecs import FAST, TIGHT, Codec
-from loco.wire.header import Header, Kind
+from loco.wire.records import Announcement
 
 NUMEL = 10_000_000
 
 
-def announced(density: float, sites: int, entry_bytes: float, spread: float) -> list[Header]:
+def announced(density: float, sites: int, entry_bytes: float, spread: float) -> list[Announcement]:
     payload = round(NUMEL * density * entry_bytes)
     sums = round(min(NUMEL * density * spread, NUMEL) * entry_bytes)
     return [
-        Header(kind=Kind.ANNOUNCEMENT, site=k, round=1, numel=NUMEL, body_bytes=payload, checksum=sums)
+        Announcement(site=k, round=1, numel=NUMEL, payload_bytes=payload, sums_bytes=sums)
         for k in range(sites)
     ]
 

@@ -1,4 +1,4 @@
-"""Headers and frames: entries come back exactly, bytes are pinned, and nothing malformed is taken for one."""
+"""Records and frames: entries come back exactly, bytes are pinned, and nothing malformed is taken for one."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from loco.errors import WireError
 from loco.kernels import Entries, Gate, Known
 from loco.wire.codecs import CODECS, FAST, TIGHT, WHOLE, Codec
 from loco.wire.framing import Frame, Framing
-from loco.wire.header import HEADER_BYTES, Header, Kind, Status
+from loco.wire.records import RECORD_BYTES, Announcement, FrameHeader, Kind, Record, Status, Vote
 
 DIGEST = 0xFEDC_BA98_7654_3210
 
@@ -49,16 +49,16 @@ def send(entries: Entries, numel: int, codec: Codec = FAST) -> Frame:
     return framing(numel, codec).seal(entries, slice(0, numel), 0, Kind.ENTRIES)
 
 
-def receive(header: Header, body: Tensor, numel: int, codec: Codec = FAST) -> Entries:
+def receive(header: FrameHeader, body: Tensor, numel: int, codec: Codec = FAST) -> Entries:
     receiver = framing(numel, codec, site=0)
-    header = Header.unpack(header.pack())
+    header = FrameHeader.unpack(header.pack())
     receiver.check(header, 2, slice(0, numel), 0, Kind.ENTRIES)
     entries = receiver.open(header, body, slice(0, numel))
     assert entries is not None
     return entries
 
 
-def reseal(header: Header, body: bytes, **changes: int) -> tuple[Header, Tensor]:
+def reseal(header: FrameHeader, body: bytes, **changes: int) -> tuple[FrameHeader, Tensor]:
     """A frame with an honest checksum and dishonest contents."""
     tensor = torch.tensor(list(body), dtype=torch.uint8)
     return replace(header, body_bytes=len(body), checksum=plain_digest(body), **changes), tensor
@@ -90,8 +90,9 @@ def test_golden_frame() -> None:
     header, body = send(sparse([5, 6, 999_999], [1.0, -2.0, 2.0**-149], 1_000_000), 1_000_000)
     assert body.numpy().tobytes() == GOLDEN_BODY
     raw = header.pack()
-    assert len(raw) == HEADER_BYTES == 64
-    assert raw[:20] == b"LOCO" + bytes([4, 1]) + bytes([2, 0, 7, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0])
+    assert len(raw) == RECORD_BYTES == 64
+    assert raw[:12] == b"LOCO" + bytes([5, 3]) + bytes([2, 0, 7, 0, 0, 0])
+    assert raw[16:24] == bytes([1, 0, 0, 0, 0, 0, 0, 0])
     fields = [int.from_bytes(raw[k : k + 8], "little") for k in range(24, 64, 8)]
     checksum = plain_digest(body.numpy().tobytes())
     assert fields == [1_000_000, 3, body.numel(), DIGEST, checksum]
@@ -142,7 +143,7 @@ def test_malformed_fast_bodies_are_refused_by_name(body: str, entries: int, mess
     ("at", "value", "message"),
     [
         (0, 0x58, "starts with b'XOCO'"),
-        (4, 2, "wire version 2; this site speaks version 4"),
+        (4, 2, "wire version 2; this site speaks version 5"),
         (5, 1, "CRC does not match"),
         (6, 1, "CRC does not match"),
         (14, 1, "CRC does not match"),
@@ -155,27 +156,26 @@ def test_damaged_headers_are_refused_by_name(at: int, value: int, message: str) 
     raw = bytearray(header.pack())
     raw[at] = value ^ (raw[at] if "CRC" in message else 0)
     with pytest.raises(WireError, match=message):
-        Header.unpack(bytes(raw))
-    with pytest.raises(WireError, match="a header of 63 bytes, not 64"):
-        Header.unpack(bytes(raw[:63]))
+        FrameHeader.unpack(bytes(raw))
+    with pytest.raises(WireError, match="a record of 63 bytes, not 64"):
+        FrameHeader.unpack(bytes(raw[:63]))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"codec": 0}, "a frame of codec 0, status OK"),
-        ({"codec": 9}, "a frame of codec 9, status OK"),
+        ({"codec": 0}, "a frame of codec 0"),
+        ({"codec": 9}, "a frame of codec 9"),
         ({"site": 3}, "ENTRIES 0 of site 3, round 7"),
         ({"round": 6}, "ENTRIES 0 of site 2, round 6"),  # replayed
         ({"digest": 1}, "θ 0000000000000001 in the place of"),  # of another model
-        ({"subject": 1}, "ENTRIES 1 of site 2"),
+        ({"number": 1}, "ENTRIES 1 of site 2"),
         ({"kind": Kind.SUMS}, "SUMS 0 of site 2"),
-        ({"kind": Kind.VOTE}, "VOTE 0 of site 2"),
+        ({"kind": Kind.VOTE}, "kind 2 in the place of entries or slice or sums"),
         ({"numel": 101}, "a frame of 101 elements, not 100"),
         ({"body_bytes": 1 << 50}, "a frame of 1125899906842624 bytes for 1 of 100 entries"),
         ({"entries": 1 << 60}, "of 100 entries"),
-        ({"status": Status.FAILED}, "status FAILED"),  # with a body
-        ({"status": Status.REPLICA}, "status REPLICA"),
+        ({"is_missing": True}, "said to be missing, of 6 bytes"),
     ],
 )
 def test_headers_of_something_else_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -184,13 +184,39 @@ def test_headers_of_something_else_are_refused_by_name(changes: dict[str, Any], 
         receive(replace(header, **changes), body, 100)
 
 
+RECORDS: list[Record] = [
+    Announcement(
+        site=3, round=9, codec=2, refuses=True, norm_bits=5, numel=1 << 40, entries=7, payload_bytes=8,
+        sums_bytes=9, digest=DIGEST,
+    ),
+    Vote(site=3, round=9, number=2, status=Status.REPLICA, subject=1 << 31),
+    FrameHeader(
+        kind=Kind.SUMS, site=3, round=9, number=4, codec=2, is_missing=True, numel=5, entries=6, body_bytes=7,
+        digest=DIGEST, checksum=DIGEST - 1,
+    ),
+]  # fmt: skip
+
+
+def test_a_record_comes_back_as_it_was_and_is_no_other_kind() -> None:
+    for record in RECORDS:
+        raw = record.pack()
+        assert len(raw) == RECORD_BYTES
+        assert type(record).unpack(raw) == record
+        for other in RECORDS:
+            if other is not record:
+                with pytest.raises(WireError, match=f"a record of kind {record.kind:d} in the place of"):
+                    type(other).unpack(raw)
+
+
 def test_unknown_kinds_and_statuses_are_refused() -> None:
-    header, _ = send(sparse([5], [1.0], 100), 100)
-    for unknown in ({"status": max(Status) + 1}, {"kind": 0}, {"kind": max(Kind) + 1}):
-        raw = replace(header, **unknown).pack()  # pyright: ignore[reportArgumentType]
-        with pytest.raises(WireError, match="unknown kind or status"):
-            Header.unpack(raw)
-    assert Header.unpack(replace(header, status=Status.REPLICA, subject=9).pack()).subject == 9
+    for record in RECORDS:
+        for kind in (0, max(Kind) + 1):
+            raw = replace(record, kind=kind).pack()  # pyright: ignore[reportArgumentType]
+            with pytest.raises(WireError, match=f"a record of kind {kind} in the place of"):
+                type(record).unpack(raw)
+    raw = Vote(site=3, round=9, number=1, status=max(Status) + 1).pack()  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WireError, match="a vote of the unknown status 8"):
+        Vote.unpack(raw)
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
@@ -258,8 +284,8 @@ def test_every_flipped_bit_of_a_frame_is_noticed(codec: Codec) -> None:
         damaged = bytearray(frame)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(WireError):  # noqa: PT012
-            got = Header.unpack(bytes(damaged[:HEADER_BYTES]))
-            receive(got, torch.tensor(list(damaged[HEADER_BYTES:]), dtype=torch.uint8), 100, codec)
+            got = FrameHeader.unpack(bytes(damaged[:RECORD_BYTES]))
+            receive(got, torch.tensor(list(damaged[RECORD_BYTES:]), dtype=torch.uint8), 100, codec)
 
 
 @given(

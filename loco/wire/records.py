@@ -1,0 +1,182 @@
+"""What the sites say to each other in a round, beside the entries: three records, little-endian, versioned.
+
+An announcement opens the round, a vote closes each half of it, and a frame header travels ahead of the body
+of its frame, so that nothing is received, and no memory taken, for what was not expected. All are 64 bytes
+long: gloo ends the process if a message is longer than the one expected, and so a rank that is at another
+point of the round than its peer gets an error that says so. docs/wire.md gives the same to the byte.
+"""
+
+import ctypes
+import struct
+import zlib
+from dataclasses import astuple, dataclass, fields, replace
+from enum import IntEnum
+from typing import ClassVar, Self
+
+from ..errors import WireError
+
+MAGIC = b"LOCO"
+VERSION = 5
+
+# magic, version, kind, site, round, CRC
+_OPENING = struct.Struct("<4s B B H I I")
+_CRC_AT = 12
+RECORD_BYTES = 64
+
+
+def fp32_bits(value: float) -> int:
+    """A number, rounded to FP32, as the integer that travels."""
+    return int.from_bytes(bytes(ctypes.c_float(value)), "little")
+
+
+def fp32_of(bits: int) -> float:
+    return struct.unpack("<f", bits.to_bytes(4, "little"))[0]
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    ANNOUNCEMENT = 1
+    VOTE = 2
+    # Frames:
+    ENTRIES = 3  # of one site, to all
+    SLICE = 4  # of one site, to who sums them
+    SUMS = 5  # over all sites
+
+
+class Status(IntEnum):
+    """A site's verdict on a round."""
+
+    OK = 0
+    NON_FINITE = 1  # subject: the parameter whose update is infinite or NaN
+    REPLICA = 2  # subject: the site whose anchor or round is another than site 0's
+    UNREADABLE = 3  # subject: the site whose message could not be read
+    SITE_DRIFT = 4  # subject: 0; the ranks of the reporting site hold different weights
+    FAILED = 5  # subject: 0; the reporting rank's own error says what
+    MISSING = 6  # subject: the site that did not send all, if it gives no reason itself
+    OVERFLOW = 7  # subject: 0; the sites' updates add up to an infinite one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """An opening of 16 bytes, the same for all kinds, and the numbers of its own kind."""
+
+    KINDS: ClassVar[tuple[Kind, ...]]
+    NUMBERS: ClassVar[struct.Struct]  # the fields after these three, in their order
+
+    kind: Kind
+    site: int
+    round: int
+
+    def pack(self) -> bytes:
+        _, _, _, *numbers = astuple(self)
+        opening = _OPENING.pack(MAGIC, VERSION, self.kind, self.site, self.round, 0)
+        raw = bytearray(opening + self.NUMBERS.pack(*numbers))
+        struct.pack_into("<I", raw, _CRC_AT, zlib.crc32(raw))
+        return bytes(raw)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """
+        Raises:
+            WireError: it is damaged, of another version, or of another kind than this class.
+        """
+        if len(raw) != RECORD_BYTES:
+            raise WireError(f"a record of {len(raw)} bytes, not {RECORD_BYTES}")
+        magic, version, kind, site, round_, crc = _OPENING.unpack_from(raw)
+        if magic != MAGIC:
+            raise WireError(f"a message that starts with {magic!r}, not {MAGIC!r}")
+        if version != VERSION:
+            raise WireError(f"wire version {version}; this site speaks version {VERSION}")
+        blank = bytearray(raw)
+        struct.pack_into("<I", blank, _CRC_AT, 0)
+        if zlib.crc32(blank) != crc:
+            raise WireError("a record whose CRC does not match")
+        if kind not in cls.KINDS:
+            expected = " or ".join(kind.name.lower() for kind in cls.KINDS)
+            raise WireError(f"a record of kind {kind} in the place of {expected}")
+        numbers = cls.NUMBERS.unpack_from(raw, _OPENING.size)
+        return cls(**dict(zip(_names(cls), (Kind(kind), site, round_, *numbers), strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement(Record):
+    """What a site tells all others before its entries travel.
+
+    codec: of its frames.
+    refuses: it announces nothing, because it is about to vote against the round.
+    norm_bits: its update's norm, as an FP32's bits.
+    numel: elements of the vector.
+    entries: that it will send.
+    payload_bytes: what it expects them to take.
+    sums_bytes: what it expects the sums over all sites to take.
+    digest: of its θ before the round.
+    """
+
+    KINDS = (Kind.ANNOUNCEMENT,)
+    NUMBERS = struct.Struct("<B ? 2x I Q Q Q Q Q")
+
+    kind: Kind = Kind.ANNOUNCEMENT
+    codec: int = 0
+    refuses: bool = False
+    norm_bits: int = 0
+    numel: int = 0
+    entries: int = 0
+    payload_bytes: int = 0
+    sums_bytes: int = 0
+    digest: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vote(Record):
+    """
+    number: 1 before entries are sent, 2 once they have arrived.
+    subject: of the status.
+    """
+
+    KINDS = (Kind.VOTE,)
+    NUMBERS = struct.Struct("<B B 2x I 40x")
+
+    kind: Kind = Kind.VOTE
+    number: int
+    status: Status = Status.OK
+    subject: int = 0
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        vote = super().unpack(raw)
+        if vote.status not in list(Status):
+            raise WireError(f"a vote of the unknown status {vote.status}")
+        return replace(vote, status=Status(vote.status))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameHeader(Record):
+    """
+    codec: of the body.
+    is_missing: its sender could not make the frame, and sends no body.
+    number: of the frame, from 0.
+    numel: elements that the frame is of.
+    entries: that it holds.
+    digest: of the sender's θ before the round.
+    checksum: the body's digest.
+    """
+
+    KINDS = (Kind.ENTRIES, Kind.SLICE, Kind.SUMS)
+    NUMBERS = struct.Struct("<B ? 2x I Q Q Q Q Q")
+
+    codec: int = 0
+    is_missing: bool = False
+    number: int
+    numel: int = 0
+    entries: int = 0
+    body_bytes: int = 0
+    digest: int = 0
+    checksum: int = 0
+
+
+def _names(record: type[Record]) -> list[str]:
+    return [field.name for field in fields(record)]
+
+
+assert all(_OPENING.size + kind.NUMBERS.size == RECORD_BYTES for kind in (Announcement, Vote, FrameHeader))
