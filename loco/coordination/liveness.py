@@ -22,6 +22,9 @@ from .ticker import Ticker
 
 BEATS = 8  # in `dead_after` seconds; a rank that misses six of them in a row is silent
 _ALLOWED = 6
+# Where this rank's own beats come late, because the machine is overloaded or the store is far away, others'
+# may, too: so many of its looks in a row must find nothing new of a rank that is silent.
+_LOOKS = 4
 _SOON = 0.5  # seconds
 _POLL = 0.02  # seconds
 
@@ -269,6 +272,15 @@ class _Pulse:
         return f"loco/{self.name}/alive/{rank}"
 
 
+@dataclass
+class _Heard:
+    """Of a rank: its beats, since when it has been at that number, and how many looks found nothing newer."""
+
+    count: int = -1
+    since: float = 0.0
+    looks: int = 0
+
+
 class _Watch:
     def __init__(
         self, ranks: tuple[int, ...], alarm: Alarm, allowed: float, gone: tuple[str, ...], link: str
@@ -280,8 +292,7 @@ class _Watch:
         self._gone_if = gone
         self._link = link
         self._answered: float | None = None  # when the store last did
-        # By rank: its beats, and since when it has been at that number.
-        self._heard: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (-1, 0.0))
+        self._heard = {rank: _Heard() for rank in ranks}
         self._left: set[int] = set()
         self._given_up = False  # the link, by somebody
 
@@ -289,12 +300,19 @@ class _Watch:
         beats = dict(zip(self.ranks, pulse.read(self.ranks), strict=True))
         now = self._answered = pulse.awake
         for rank, beat in beats.items():
-            if beat.count != self._heard[rank][0]:
-                self._heard[rank] = beat.count, now
+            heard = self._heard[rank]
+            if beat.count != heard.count:
+                heard.count, heard.since, heard.looks = beat.count, now, 0
+            else:
+                heard.looks += 1
         # A rank that leaves may have sent all that is waited for: it gets one more beat's time to arrive.
         left = {rank for rank, beat in beats.items() if beat.status.startswith(self._gone_if)}
         gone, self._left = left & self._left, left
-        silent = {r for r, (_, since) in self._heard.items() if now - since >= self._allowed} - gone
+        silent = {
+            rank
+            for rank, heard in self._heard.items()
+            if heard.looks >= _LOOKS and now - heard.since >= self._allowed
+        } - gone
         farewell = pulse.farewell(self._link)
         if farewell and self._given_up and not silent:
             self._raise(Loss(gone=farewell[:1], why=farewell[1]))

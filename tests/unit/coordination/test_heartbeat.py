@@ -67,6 +67,26 @@ def test_who_never_began_is_missed_too() -> None:
     assert loss.silent == (1,)
 
 
+def make_late(one: Liveness, seconds: float) -> None:
+    beat = one._pulse.beat
+
+    def late() -> None:
+        time.sleep(seconds)
+        beat()
+
+    one._pulse.beat = late
+
+
+def test_who_is_late_is_not_silent_to_a_listener_that_is_late_itself() -> None:
+    """On an overloaded machine all heartbeats come late: two looks are then enough time for six beats."""
+    listener, other = pair(HashStore())
+    make_late(listener, DEAD_AFTER / 2)
+    make_late(other, 1.5 * DEAD_AFTER)
+    assert losses_while(listener, lambda: None) == []
+    [loss] = losses_while(listener, lambda: fall_silent(other))
+    assert loss.silent == (1,)
+
+
 def test_who_leaves_says_why_and_is_expected_at_a_reunion() -> None:
     listener, other = pair(HashStore())
     [loss] = losses_while(listener, lambda: other.leave("round 7: lost site 2"))
