@@ -96,18 +96,6 @@ class LowCommunicationOptimizer(Wrapper):
         report = self._outer.settle(abandon=abandon)
         return None if report is None else self._done(report)
 
-    def is_reconnection_waiting(self) -> bool:
-        """Whether other ranks wait for this one to `reconnect`."""
-        return self._outer.is_reconnection_waiting()
-
-    def reconnect(self) -> None:
-        """Build new links, together with the ranks that wait for it.
-
-        Raises:
-            TransportError: a rank is dead, or did not come.
-        """
-        self._outer.reconnect()
-
     def _done(self, report: SyncReport) -> SyncReport:
         self.last_report, self.local_step = report, 0
         return report

@@ -93,10 +93,10 @@ class Checkpoints:
                 return self._save(optimizer, extra, blocking=blocking)
             except NeededError as error:
                 _log.warning("%s. This rank reconnects before it saves", error)
-                optimizer.reconnect()
+                optimizer.topology.notes.reconnect()
 
     def _save(self, optimizer: Saveable, extra: Any, *, blocking: bool) -> None:
-        rendezvous, reconnection = optimizer.topology.notes, optimizer.is_reconnection_waiting
+        rendezvous = optimizer.topology.notes
         directory = self._directory(optimizer)
         tree: dict[str, Any] = {}
         held: list[Manifest] = []
@@ -120,7 +120,7 @@ class Checkpoints:
             failure = error
         note: dict[str, Any] = {"save": uuid.uuid4().hex}
         note["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
-        notes = swap_or_fail(rendezvous, note, failure, phase, reconnection)
+        notes = swap_or_fail(rendezvous, note, failure, phase)
         save = notes[0]["save"]
         self._optimizer = weakref.ref(optimizer)
         self._own_saves.add(save)
@@ -146,7 +146,7 @@ class Checkpoints:
                 self.wait()
             except Exception as error:
                 failure = error
-            swap_or_fail(rendezvous, {}, failure, f"after {phase}", reconnection)
+            swap_or_fail(rendezvous, {}, failure, f"after {phase}")
 
     def _held(self, optimizer: Saveable, directory: CheckpointDirectory) -> list[Manifest]:
         """This rank's whole checkpoints, if all of them are of this training and this optimizer.

@@ -11,9 +11,8 @@ from .heartbeats import Heartbeats, Loss
 class Guard:
     """What has been noticed during one wait."""
 
-    def __init__(self, phase: str, sentence: Callable[[Loss], str], on_loss: Callable[[], object]) -> None:
+    def __init__(self, sentence: Callable[[Loss], str], on_loss: Callable[[], object]) -> None:
         self.loss: Loss | None = None
-        self._phase = phase
         self._sentence = sentence
         self._on_loss = on_loss
         self._noticed = threading.Event()
@@ -37,33 +36,6 @@ class Guard:
         if self.loss is not None:
             raise RuntimeError(self.sentence)
 
-    def error(self, *, lasting: bool) -> TransportError:
-        return TransportError(f"{self._phase}: {self.sentence}", lasting=lasting)
-
-
-@contextmanager
-def watched(
-    liveness: Heartbeats,
-    ranks: Sequence[int],
-    *,
-    phase: str,
-    named: Callable[[Sequence[int]], str],
-    link: str = "",
-    reunion: bool = False,
-    on_loss: Callable[[], object] = lambda: None,
-) -> Iterator[Guard]:
-    """Watch `ranks` meanwhile.
-
-    Args:
-        phase: what the wait is for.
-        named: tells what ranks are called.
-        link, reunion: as `Heartbeats.watching`.
-        on_loss: called at most once, by another thread: ends the wait.
-    """
-    guard = Guard(phase, lambda loss: liveness.describe(loss, named), on_loss)
-    with liveness.watching(ranks, guard.notice, link=link, reunion=reunion):
-        yield guard
-
 
 @contextmanager
 def guarded(
@@ -75,18 +47,26 @@ def guarded(
     link: str = "",
     reunion: bool = False,
     on_loss: Callable[[], object] = lambda: None,
+    raises: bool = True,
 ) -> Iterator[Guard]:
-    """As `watched`, and an error inside is raised as that of the rank that was lost, if one was.
+    """Watch `ranks` meanwhile.
+
+    Args:
+        phase: what the wait is for.
+        named: tells what ranks are called.
+        link, reunion: as `Heartbeats.watching`.
+        on_loss: called at most once, by another thread: ends the wait.
+        raises: an error inside is raised as that of the rank that was lost, if one was.
 
     Raises:
         TransportError: names who was lost. It is lasting unless that rank has only given up this round.
     """
-    with watched(
-        liveness, ranks, phase=phase, named=named, link=link, reunion=reunion, on_loss=on_loss
-    ) as guard:
+    guard = Guard(lambda loss: liveness.describe(loss, named), on_loss)
+    with liveness.watching(ranks, guard.notice, link=link, reunion=reunion):
         try:
             yield guard
         except (RuntimeError, ValueError) as error:
-            if guard.loss is None or isinstance(error, AuthenticationError):
+            if not raises or guard.loss is None or isinstance(error, AuthenticationError):
                 raise
-            raise guard.error(lasting=reunion or not guard.loss.gone) from error
+            lasting = reunion or not guard.loss.gone
+            raise TransportError(f"{phase}: {guard.sentence}", lasting=lasting) from error

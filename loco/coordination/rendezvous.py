@@ -6,19 +6,14 @@ between two checkpoints until a router forgets them. The store answers every ran
 
 import json
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from ..errors import CheckpointError, LocoError, TransportError, no_store
-from .authentication import StoreSeals
-from .guard import watched
-from .heartbeats import Heartbeats
 from .register import Register
-from .reunion import Reunion, listed_ranks, ranks_in
-from .store_client import KeyValueStore
+from .reunion import Party, Reunion, listed_ranks, ranks_in
 
 _ALL = "all"  # have come
 _POLL = 0.02  # seconds
@@ -40,21 +35,19 @@ class NeededError(TransportError):
 class Agreement(Protocol):
     """How ranks agree outside of rounds: all of them (`Rendezvous`), or one that is alone (`Alone`)."""
 
-    def swap(
-        self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None = None
-    ) -> list[dict[str, Any]]: ...
+    def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]: ...
 
     def number_of(self, user: Any) -> int: ...
 
     def missed(self, phase: str) -> bool: ...
 
-    def answers(self, user: Any, name: str) -> None: ...
+    def reconnect(self) -> None: ...
 
-    def called(self) -> list[Any]: ...
 
-    def meet(self, name: str) -> int: ...
+class Reconnects(Protocol):
+    """What builds new links together with the other ranks."""
 
-    def is_called(self, name: str) -> bool: ...
+    def reconnect(self) -> object: ...
 
 
 class Rendezvous:
@@ -74,81 +67,55 @@ class Rendezvous:
 
     In the store: `call`, the number of the call that is open; under each number the roll, which is "0,2" (who
     has come), "all" or why it is off, and beside it a note of each rank that has come.
-
-    Args:
-        store: answers within a limit.
-        seals: of what is written, if the ranks share a key.
-        liveness: who is alive.
-        name: the same on all ranks, and nobody else's.
-        patience: seconds to wait for a rank that is alive.
-        named: what ranks are called.
     """
 
-    def __init__(
-        self,
-        store: KeyValueStore,
-        seals: StoreSeals,
-        liveness: Heartbeats,
-        name: str,
-        *,
-        rank: int,
-        world: int,
-        patience: float,
-        named: Callable[[Sequence[int]], str],
-    ) -> None:
-        self._store = store
-        self._seals = seals
-        self._liveness = liveness
-        self._root = f"loco/{name}/notes"
-        self._rank = rank
-        self._world = world
-        self._others = [other for other in range(world) if other != rank]
-        self._patience = patience
-        self._named = named
+    def __init__(self, party: Party) -> None:
+        self._party = party
         self._through = -1  # the last call whose verdict this rank knows
         self._open: tuple[int, str] | None = None  # a call whose verdict it could not ask for, and its phase
         self._used: list[str] = []  # keys that some rank may still have to read
         self._first_roll = 0  # that may still be there
         self._users: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._known = 0
-        self._answering: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        self._reunion = Reunion(
-            store, seals, liveness, f"{self._root}/reconnect", rank, world, patience=patience, named=named
-        )
+        self._answering: WeakKeyDictionary[Reconnects, str] = WeakKeyDictionary()
+        self._reunion = Reunion(party)
 
     def meet(self, name: str) -> int:
         """As `Reunion.meet`."""
         return self._reunion.meet(name)
 
-    def is_called(self, name: str) -> bool:
-        """Whether ranks wait to meet under this name."""
-        return self._reunion.is_called(name)
-
-    def answers(self, user: Any, name: str) -> None:
+    def answers(self, user: Reconnects, name: str) -> None:
         """As long as `user` is there, this rank leaves a swap when others wait to meet under this name."""
         self._answering[user] = name
 
-    def called(self) -> list[Any]:
-        """The users whom others wait to meet; after a `NeededError` they reconnect. A RuntimeError if the
-        store does not answer."""
-        return [user for user, name in list(self._answering.items()) if self.is_called(name)]
+    def reconnect(self) -> None:
+        """After a `NeededError`: with those who wait for it.
 
-    def swap(
-        self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None = None
-    ) -> list[dict[str, Any]]:
+        Raises:
+            TransportError: a rank is lost or did not come, or the store does not answer.
+        """
+        try:
+            called = self._called()
+        except RuntimeError as error:
+            raise no_store("reconnecting", error) from error
+        for user in called:
+            user.reconnect()
+
+    def _called(self) -> list[Reconnects]:
+        """The users whom others wait to meet."""
+        return [user for user, name in list(self._answering.items()) if self._reunion.is_called(name)]
+
+    def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         """Every rank's note, by rank.
-
-        Args:
-            needed: tells, beside the names that this rank `answers`, whether ranks wait to reconnect.
 
         Raises:
             NeededError: ranks wait to reconnect with this rank, or with another one that waits here.
             TransportError: a rank is dead, stopped, cut off, or did not come within `patience`: names it.
             CheckpointError: on all ranks: they came for different things.
         """
-        self._liveness.say(phase)
+        self._party.liveness.say(phase)
         try:
-            texts = self._call(note, phase, needed)
+            texts = self._call(note, phase)
         except LocoError:
             raise
         except RuntimeError as error:
@@ -182,7 +149,7 @@ class Rendezvous:
         except RuntimeError as error:
             raise no_store(phase, error) from error
 
-    def _call(self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None) -> list[str]:
+    def _call(self, note: dict[str, Any], phase: str) -> list[str]:
         if self._open is not None:
             asked, for_what = self._open
             verdict = self._verdict(asked)
@@ -199,10 +166,11 @@ class Rendezvous:
             self._through = number - 1
             raise TransportError(f"{phase}: {last.why}", lasting=True)
         try:
-            mine = f"{self._root}/{number}/{self._rank}"
+            mine = self._notes_of(number)[self._party.rank]
             self._used.append(mine)
-            self._store.compare_set(mine, "", self._seals.write(mine, json.dumps([phase, note])))
-            self._await_all(number, phase, needed)
+            sealed = self._party.seals.write(mine, json.dumps([phase, note]))
+            self._party.store.compare_set(mine, "", sealed)
+            self._await_all(number, phase)
             return self._read(number)
         except LocoError:
             raise
@@ -214,11 +182,11 @@ class Rendezvous:
                 self._call_off(number, _Off(phase, type(error).__name__))
             raise
 
-    def _await_all(self, number: int, phase: str, needed: Callable[[], bool] | None) -> None:
+    def _await_all(self, number: int, phase: str) -> None:
         """Return once all ranks have come; or call it off, for all of them."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._party.patience
         verdict = self._enter(number)
-        with watched(self._liveness, self._others, phase=phase, named=self._named, reunion=True) as guard:
+        with self._party.guarded(phase, raises=False) as guard:
             while verdict is None:
                 time.sleep(_POLL)
                 verdict = self._verdict(number)
@@ -226,7 +194,7 @@ class Rendezvous:
                     break
                 if guard.loss is not None:
                     verdict = self._call_off(number, _Off(phase, guard.sentence))
-                elif self.called() or (needed is not None and needed()):
+                elif self._called():
                     verdict = self._call_off(number, _Off(phase, "others wait for it elsewhere", True))
                 elif time.monotonic() > deadline:
                     verdict = self._call_off(number, _Off(phase, self._late(number)))
@@ -237,31 +205,35 @@ class Rendezvous:
 
     def _read(self, number: int) -> list[str]:
         """What all wrote to a call to which all came, so that they are through with those before it."""
-        keys = [f"{self._root}/{number}/{rank}" for rank in range(self._world)]
-        if not self._store.check(keys):  # the store would wait for them
+        party, keys = self._party, self._notes_of(number)
+        if not party.store.check(keys):  # the store would wait for them
             raise RuntimeError("it has lost a note, or somebody else writes to it")
-        texts = self._store.multi_get(keys)
-        used, self._used = self._used, [keys[self._rank]]
-        if self._rank == 0:
-            used += [f"{self._root}/{k}" for k in range(self._first_roll, number)]
+        texts = party.store.multi_get(keys)
+        used, self._used = self._used, [keys[party.rank]]
+        if party.rank == 0:
+            used += [f"{party.root}/{k}" for k in range(self._first_roll, number)]
             self._first_roll = number
         with suppress(RuntimeError):  # a slow store may keep them
             for key in used:
-                if key != keys[self._rank]:
-                    self._store.delete_key(key)
-        return [self._seals.read(key, text.decode()) for key, text in zip(keys, texts, strict=True)]
+                if key != keys[party.rank]:
+                    party.store.delete_key(key)
+        return [party.seals.read(key, text.decode()) for key, text in zip(keys, texts, strict=True)]
+
+    def _notes_of(self, number: int) -> list[str]:
+        """The store keys of a call's notes, by rank."""
+        return [f"{self._party.root}/{number}/{rank}" for rank in range(self._party.world)]
 
     def _number(self) -> int:
         """Of the call that is open."""
-        number, key = 0, f"{self._root}/call"
+        number, store, key = 0, self._party.store, f"{self._party.root}/call"
         while True:
-            number = int(self._store.compare_set(key, "", str(number)))
+            number = int(store.compare_set(key, "", str(number)))
             if self._verdict(number) is None:
                 return number
-            self._store.compare_set(key, str(number), str(number + 1))
+            store.compare_set(key, str(number), str(number + 1))
 
     def _roll(self, number: int) -> Register:
-        return Register(self._store, f"{self._root}/{number}", self._seals)
+        return self._party.register(str(number))
 
     def _verdict(self, number: int) -> "str | _Off | None":
         """What has become of a call; None: it is open."""
@@ -273,21 +245,23 @@ class Rendezvous:
         def enter(roll: str) -> str | None:
             if _verdict_in(roll) is not None:
                 return None
-            come = ranks_in(roll) | {self._rank}
-            return _ALL if len(come) == self._world else listed_ranks(come)
+            come = ranks_in(roll) | {self._party.rank}
+            return _ALL if len(come) == self._party.world else listed_ranks(come)
 
         return _verdict_in(self._roll(number).change(enter))
 
     def _call_off(self, number: int, off: _Off) -> "str | _Off | None":
         """-> what has become of the call: all may have come just now."""
-        why = json.dumps(vars(replace(off, why=f"{off.why} (so {self._named([self._rank])} gave it up)")))
+        me = self._party.named([self._party.rank])
+        why = json.dumps(vars(replace(off, why=f"{off.why} (so {me} gave it up)")))
         return _verdict_in(self._roll(number).change(lambda roll: why if _verdict_in(roll) is None else None))
 
     def _late(self, number: int) -> str:
-        missing = sorted(set(range(self._world)) - ranks_in(self._roll(number).read())) or [self._rank]
+        party = self._party
+        missing = sorted(set(range(party.world)) - ranks_in(self._roll(number).read())) or [party.rank]
         return (
-            f"no answer from {self._named(missing)} within {self._patience:g} s, though alive; "
-            f"last heard of: {self._liveness.last_words(missing[0])}"
+            f"no answer from {party.named(missing)} within {party.patience:g} s, though alive; "
+            f"last heard of: {party.liveness.last_words(missing[0])}"
         )
 
 
@@ -300,21 +274,10 @@ class Alone:
     def missed(self, phase: str) -> bool:
         return False
 
-    def answers(self, user: Any, name: str) -> None:
+    def reconnect(self) -> None:
         pass
 
-    def called(self) -> list[Any]:
-        return []
-
-    def meet(self, name: str) -> int:
-        return 0
-
-    def is_called(self, name: str) -> bool:
-        return False
-
-    def swap(
-        self, note: dict[str, Any], phase: str, needed: Callable[[], bool] | None = None
-    ) -> list[dict[str, Any]]:
+    def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         return [json.loads(json.dumps(note))]
 
 
@@ -323,7 +286,6 @@ def swap_or_fail(
     note: dict[str, Any],
     failure: Exception | None,
     phase: str,
-    needed: Callable[[], bool] | None = None,
 ) -> list[dict[str, Any]]:
     """Every rank's note, if none of them failed before.
 
@@ -333,7 +295,7 @@ def swap_or_fail(
         TransportError, NeededError, CheckpointError: as `Rendezvous.swap`.
     """
     note["failure"] = None if failure is None else str(failure) or type(failure).__name__
-    told = notes.swap(note, phase, needed)
+    told = notes.swap(note, phase)
     if failure is not None:
         raise failure
     for rank, theirs in enumerate(told):

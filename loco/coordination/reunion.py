@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 
 from ..errors import LocoError, TransportError, first_line
 from .authentication import StoreSeals
-from .guard import guarded
+from .guard import Guard, guarded
 from .heartbeats import Heartbeats
 from .register import Register
 from .store_client import KeyValueStore
@@ -15,44 +16,51 @@ _PHASE = "reconnecting"
 _POLL = 0.02  # seconds
 
 
+@dataclass(frozen=True, kw_only=True)
+class Party:
+    """The ranks 0 … world−1 that meet, as one of them sees it.
+
+    store: answers within a limit.
+    root: of the store keys; the same on all ranks, and nobody else's.
+    seals: of what is written, if the ranks share a key.
+    liveness: who is alive.
+    patience: seconds to wait for a rank that is alive.
+    named: tells what ranks are called.
+    """
+
+    store: KeyValueStore
+    root: str
+    seals: StoreSeals
+    liveness: Heartbeats
+    rank: int
+    world: int
+    patience: float
+    named: Callable[[Sequence[int]], str]
+
+    def register(self, key: str) -> Register:
+        return Register(self.store, f"{self.root}/{key}", self.seals)
+
+    def guarded(self, phase: str, *, raises: bool = True) -> AbstractContextManager[Guard]:
+        """Watch the other ranks."""
+        others = [other for other in range(self.world) if other != self.rank]
+        return guarded(self.liveness, others, phase=phase, named=self.named, reunion=True, raises=raises)
+
+
 class Reunion:
-    """The meetings of the ranks 0 … world−1, under any number of names.
+    """The meetings of a party, under any number of names.
 
     For each name the store holds "<meetings held>:<ranks that wait>". A rank either belongs to a meeting,
     with all the others, or does not: a rank that gives up, or is interrupted, takes its arrival back, and the
     others wait on; arriving twice is arriving once.
-
-    Args:
-        root: of the store keys.
-        others: as `Rendezvous`.
     """
 
-    def __init__(
-        self,
-        store: KeyValueStore,
-        seals: StoreSeals,
-        liveness: Heartbeats,
-        root: str,
-        rank: int,
-        world: int,
-        *,
-        patience: float,
-        named: Callable[[Sequence[int]], str],
-    ) -> None:
-        self._store = store
-        self._seals = seals
-        self._liveness = liveness
-        self._root = root
-        self._rank = rank
-        self._world = world
-        self._others = [other for other in range(world) if other != rank]
-        self._patience = patience
-        self._named = named
+    def __init__(self, party: Party) -> None:
+        self._party = party
         self._held: dict[str, int] = {}  # by name
 
     def is_called(self, name: str) -> bool:
         """Whether ranks wait to meet under this name."""
-        return bool(_Roll.of(self._register(name).read()).waiting)
+        return bool(_Roll.of(self._party.register(f"reconnect/{name}").read()).waiting)
 
     def meet(self, name: str) -> int:
         """Return once all ranks are here at the same time -> how many meetings under this name came before.
@@ -64,7 +72,7 @@ class Reunion:
             TransportError: a rank is lost, not all came within `patience`, or the store does not answer.
         """
         try:
-            number = self._meet(self._register(name), self._held.get(name, 0))
+            number = self._meet(self._party.register(f"reconnect/{name}"), self._held.get(name, 0))
         except LocoError:
             raise
         except RuntimeError as error:
@@ -75,21 +83,22 @@ class Reunion:
 
     def _meet(self, register: Register, number: int) -> int:
         """Args: number: the least that the meeting can have."""
-        deadline, joined = time.monotonic() + self._patience, False
+        party, joined = self._party, False
+        deadline = time.monotonic() + party.patience
 
         def arrive(value: str) -> str | None:
             roll = _Roll.of(value, number)
-            if joined and (roll.held > number or self._rank in roll.waiting):
+            if joined and (roll.held > number or party.rank in roll.waiting):
                 return None
-            return str(roll.joined_by(self._rank, self._world))
+            return str(roll.joined_by(party.rank, party.world))
 
         def withdraw(value: str) -> str | None:
             roll = _Roll.of(value, number)
-            if (joined and roll.held > number) or self._rank not in roll.waiting:
+            if (joined and roll.held > number) or party.rank not in roll.waiting:
                 return None
-            return str(_Roll(roll.held, roll.waiting - {self._rank}))
+            return str(_Roll(roll.held, roll.waiting - {party.rank}))
 
-        with guarded(self._liveness, self._others, phase=_PHASE, named=self._named, reunion=True) as guard:
+        with party.guarded(_PHASE) as guard:
             try:
                 roll = _Roll.of(register.change(arrive), number)
                 # Without anybody who waits, this rank was the last one to come, and has ended the meeting.
@@ -114,13 +123,10 @@ class Reunion:
 
     def _late(self, came: int) -> TransportError:
         return TransportError(
-            f"{_PHASE}: {came} of {self._world} ranks came within {self._patience:g} s; a round that "
-            f"failed is repeated by all ranks together",
+            f"{_PHASE}: {came} of {self._party.world} ranks came within {self._party.patience:g} s; a round "
+            f"that failed is repeated by all ranks together",
             lasting=True,
         )
-
-    def _register(self, name: str) -> Register:
-        return Register(self._store, f"{self._root}/{name}", self._seals)
 
 
 class _Roll:

@@ -16,7 +16,8 @@ from ..coordination.commit import Verdicts
 from ..coordination.guard import guarded
 from ..coordination.heartbeats import Heartbeats
 from ..coordination.liveness import Liveness
-from ..coordination.rendezvous import Agreement, Rendezvous
+from ..coordination.rendezvous import Rendezvous
+from ..coordination.reunion import Party
 from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line
 from ..net.linking import TRIES, PatientStore, link, only_gloo
@@ -118,15 +119,17 @@ class Topology:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
         self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
         self._liveness = liveness
-        self.notes: Agreement = Rendezvous(
-            self.store,
-            self._store_seals,
-            liveness,
-            self._session.hex(),
-            rank=dist.get_rank(),
-            world=world,
-            patience=self.patience,
-            named=self._named,
+        self.notes = Rendezvous(
+            Party(
+                store=self.store,
+                root=f"loco/{self._session.hex()}/notes",
+                seals=self._store_seals,
+                liveness=liveness,
+                rank=dist.get_rank(),
+                world=world,
+                patience=self.patience,
+                named=self._named,
+            )
         )
 
         self.site_group: dist.ProcessGroup = self._groups(inside=True)
@@ -230,24 +233,6 @@ class Topology:
                 have, lack = (0, rank) if opened[0][1] else (rank, 0)
                 raise AgreementError(f"rank {have} of {world} has a key, rank {lack} has none")
         return hashlib.blake2b(b"".join(records), digest_size=16).digest()
-
-    def meet(self, name: str) -> int:
-        """Wait for all ranks, to connect anew after a failure -> how often they have met.
-
-        A group that lost a message can't be used any more, and torch names groups by counting: all ranks must
-        build new ones, or none.
-
-        Args:
-            name: the caller's, the same on all ranks and nobody else's.
-
-        Raises:
-            TransportError: a rank is dead, or not all came within `patience`.
-        """
-        return self.notes.meet(name) + 1
-
-    def is_called(self, name: str) -> bool:
-        """Whether ranks wait to `meet` under this name."""
-        return self.notes.is_called(name)
 
     def _named(self, ranks: Sequence[int]) -> str:
         if self.ranks_per_site == 1:

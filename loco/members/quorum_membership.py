@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..coordination.authentication import StoreSeals
 from ..coordination.commit import decide
 from ..coordination.heartbeats import NoHeartbeats
+from ..coordination.rendezvous import Reconnects
 from ..coordination.store_client import StoreClient
 from ..errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
 from ..net.links import Links
@@ -73,8 +74,8 @@ class QuorumMembership:
     def attempts(self) -> "QuorumAttempts":
         return QuorumAttempts(self._topology)
 
-    def is_reconnection_waiting(self) -> bool:
-        return False
+    def reconnects_by(self, user: Reconnects) -> None:
+        pass  # a site saves alone
 
     def _claim(self, standing: Standing) -> Claim:
         links = self._topology.links

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..coordination.rendezvous import Agreement, Reconnects
 from ..net.transport import Transport
 
 
@@ -162,8 +163,10 @@ class Membership(Protocol):
 
     def attempts(self) -> Attempts: ...
 
-    def is_reconnection_waiting(self) -> bool:
-        """Whether other ranks wait for this one to form a new view, though its own links may be whole."""
+    def reconnects_by(self, user: Reconnects) -> None:
+        """`user` forms a new view when other ranks wait for one, though its own links may be whole: those of
+        a site of several ranks may, after a round that counts, if they lost each other before they had shared
+        θ."""
         ...
 
 
@@ -182,7 +185,9 @@ class SiteTopology(Protocol):
     site: int
     ranks_per_site: int
     rank_in_site: int
-    notes: Any
+
+    @property
+    def notes(self) -> Agreement: ...
 
     def everyone(self) -> Transport:
         """The link to every rank that is built together with this one."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..coordination.rendezvous import Reconnects
 from ..errors import TransportError, WireError
 from ..logs import warn_once_per_machine
 from .view import Standing, View
@@ -55,15 +56,16 @@ class WorldMembership:
     def attempts(self) -> "_Repeats":
         return _Repeats(self._topology.repeats)
 
-    def is_reconnection_waiting(self) -> bool:
-        """For a site of several ranks only: alone, a rank that has lost nothing waits for nobody."""
-        return self._topology.ranks_per_site > 1 and self._topology.is_called(self._name)
+    def reconnects_by(self, user: Reconnects) -> None:
+        """In sites of one rank, who has lost nothing need not wait for anybody."""
+        if self._topology.ranks_per_site > 1:
+            self._topology.notes.answers(user, self._name)
 
     def _connect(self) -> View:
         topology, meeting = self._topology, 0
         if self._has_connected:
             topology.liveness.say("reconnecting")  # it has left nothing that the others wait for now
-            meeting = topology.meet(self._name)
+            meeting = topology.notes.meet(self._name) + 1
         self._has_connected = True
         name = f"{self._name}/{meeting}"
         try:

@@ -62,6 +62,7 @@ class OuterLoop:
         self._membership = topology.membership(
             self.state.device, setup | {"parameters": fingerprint(parameters.describe())}
         )
+        self._membership.reconnects_by(self)
         self._view: View | None = None
         self._pending: Round | None = None  # this rank has promised it or applied it, and its end is missing
         self._committed = ""  # the name of the view that made the latest round
@@ -153,11 +154,6 @@ class OuterLoop:
         self.state.write_weights()
         if self._view is not None:
             share_anchor(self.state, self._view)
-
-    def is_reconnection_waiting(self) -> bool:
-        """Whether ranks of this run wait for this one to form a new view. Those of a site of several ranks
-        may, after a round that counts, if they lost each other before they had shared θ."""
-        return self._membership.is_reconnection_waiting()
 
     @torch.no_grad()
     def reconnect(self) -> None:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 import loco
 from loco.coordination.authentication import StoreSeals
 from loco.coordination.heartbeats import NoHeartbeats
-from loco.coordination.reunion import Reunion
+from loco.coordination.reunion import Party, Reunion
 from loco.errors import TransportError
 from loco.exchange.stream import Stream
 from loco.net.transport import Transport
@@ -354,7 +354,16 @@ def test_a_round_that_timed_out_can_be_repeated() -> None:
 
 def reunion(store: Any, rank: int, patience: float, key: bytes | None = None) -> Reunion:
     return Reunion(
-        store, StoreSeals(key, bytes(16)), NoHeartbeats(), "reconnect", rank, 2, patience=patience, named=str
+        Party(
+            store=store,
+            root="run",
+            seals=StoreSeals(key, bytes(16)),
+            liveness=NoHeartbeats(),
+            rank=rank,
+            world=2,
+            patience=patience,
+            named=str,
+        )
     )
 
 
@@ -399,11 +408,11 @@ def test_a_meeting_never_has_the_number_of_an_earlier_one(old: int | None) -> No
 
     for number in range(3):
         assert held() == [number, number]
-        values.append(store.get("reconnect/here"))
+        values.append(store.get("run/reconnect/here"))
     if old is None:
-        store.delete_key("reconnect/here")
+        store.delete_key("run/reconnect/here")
     else:
-        store.set("reconnect/here", values[old])
+        store.set("run/reconnect/here", values[old])
     assert held() == [3, 3]
 
 
