@@ -90,7 +90,7 @@ class SparseLoCo(Wrapper):
         agree_on_setup(self.topology.everyone(), 1, setup)
         device = self._layout.device
         self._plan = plan_chunks(self._layout.shapes, self.k, device)
-        self._across, _ = self.topology.connect(device)
+        self._across, _ = self.topology.connect(device, "SparseLoCo/0")
         self.anchor = torch.zeros(self._layout.numel, device=device)  # θ
         self.residual = torch.zeros_like(self.anchor)  # e
         with torch.no_grad(), self._layout.pieces(0, self._layout.numel, write=True) as weights:

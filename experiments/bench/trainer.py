@@ -44,7 +44,7 @@ class Trainer:
         self._noise = NoisySite(numel, site)
         self._weight = self._noise.parameter.detach()
         self._topology = loco.Topology()
-        self._links, _ = self._topology.connect(torch.device("cpu"), "probe")  # beside the optimizer's own
+        self._links, _ = self._topology.connect(torch.device("cpu"), "probe/0")  # beside the optimizer's own
         self._optimizer = loco.PulseLoCo(self._noise.inner, topology=self._topology, **_PAPER_GATE)
         self._saved: dict[str, Tensor] = {}
         self._ring = False

@@ -64,7 +64,8 @@ class Liveness:
         # six.
         client = StoreClient(store, limit=2 * dead_after / BEATS, connect_limit=connect_limit)
         self._pulse = _Pulse(client, seals or StoreSeals(), name, rank, dead_after / BEATS)
-        self._pulse.beat()  # a rank that waits for this one from now on finds something
+        with suppress(RuntimeError):  # the next beat may be in time
+            self._pulse.beat()  # a rank that waits for this one from now on finds something
         self._ticker = Ticker(
             self,
             self._pulse.tick,

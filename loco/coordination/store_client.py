@@ -49,9 +49,12 @@ class StoreClient:
 
     Args:
         store: the process group's, or a PrefixStore over it.
-        limit: seconds, after which a request raises a RuntimeError.
+        limit: seconds, after which a request raises a RuntimeError; more over a slow link.
         connect_limit: seconds for the first connection, which takes several round trips, and longer where
             host names are looked up slowly.
+
+    Attributes:
+        round_trip: seconds that a request took when the connection was new.
 
     Raises:
         RuntimeError: the store's host does not answer.
@@ -64,6 +67,11 @@ class StoreClient:
         self._start()
         try:
             self._ask("", limit=max(limit, connect_limit))
+            began = time.monotonic()
+            self._ask("check", ["any"], limit=max(limit, connect_limit))
+            self.round_trip = time.monotonic() - began
+            # A new connection, and a request over it, take some five round trips.
+            self._limit = max(limit, 6 * self.round_trip)
         except BaseException:
             self.close()
             raise

@@ -158,7 +158,6 @@ class ElasticTopology:
             NoLinks() if links is None else Subset(links.mesh, places, close=links.close),
             places,
             places.index(place),
-            device=torch.device("cpu"),  # gloo sends no other memory
             liveness=None if links is None else links.liveness,
             timeout=self.timeout,
             patience=self.timeout,  # whoever is in a quorum has come to its round

@@ -20,8 +20,8 @@ from ..coordination.rendezvous import Rendezvous
 from ..coordination.reunion import Party
 from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line
-from ..net.linking import TRIES, PatientStore, link, only_gloo
-from ..net.mesh import GroupMesh, any_device, wire_device
+from ..net.linking import TRIES, PatientStore, link
+from ..net.mesh import GroupMesh, Mesh, NoLinks, any_device, only_gloo, wire_device
 from ..net.transport import Transport, listed
 from .process_group import ensure_process_group
 from .world import WorldMembership
@@ -132,51 +132,47 @@ class Topology:
             )
         )
 
-        self.site_group: dist.ProcessGroup = self._groups(inside=True)
+        self.site_group = self._new_group(inside=True)
 
     @property
     def liveness(self) -> Heartbeats:
         assert self._liveness is not None
         return self._liveness
 
-    def connect(self, device: torch.device, name: str = "") -> tuple[Transport, Transport]:
+    def connect(self, device: torch.device, name: str) -> tuple[Transport, Transport]:
         """Links of the caller's own, built by all ranks together: (across the sites, inside the site).
 
         Nobody else's messages run over them, and `site_group`, which is DDP's, survives when they break.
 
         Args:
             device: where the caller's tensors live.
-            name: the same on all ranks, and never used before; needed to connect more than once.
+            name: "<owner>/<number>": the same on all ranks, and never used before.
 
         Raises:
             TransportError: a rank was lost while all were building. All can build anew once they have met.
         """
-        built: list[dist.ProcessGroup] = []
+        meshes: list[Mesh] = []
         with guarded(
             self.liveness, self._others, phase="connecting", named=self._named, reunion=True
         ) as guard:
             # All have met, and have nothing else to do.
-            store = PatientStore(self.store, limit=2 * self.dead_after, hopeful=lambda: guard.loss is None)
+            limit = max(2 * self.dead_after, 20 * self.store.round_trip)
+            store = PatientStore(self.store, limit=limit, hopeful=lambda: guard.loss is None)
             try:
-                for inside in (True, False) if self.ranks_per_site > 1 else (False,):
-                    built.append(
-                        self._groups(
-                            inside=inside, by=store if name else None, name=f"loco/{name}/{inside:d}"
-                        )
-                    )
+                for inside in (True, False):
+                    meshes.append(self._mesh(store, f"loco/{name}", device, inside=inside))
             except RuntimeError as error:
-                for group in built:
-                    dist.destroy_process_group(group)
+                for mesh in meshes:
+                    mesh.close()
                 # Whoever could not be reached may have died just now, which its silence has yet to show.
                 if guard.notices_within(self.dead_after):
                     raise
                 raise TransportError(f"connecting: {first_line(error)}") from error
-        if name:
-            self._forget_links_before(name, store.written)
-        across, inside = built[-1], built[0] if self.ranks_per_site > 1 else self.site_group
+        self._forget_links_before(name, store.written)
+        inside, across = meshes
         return (
-            self._transport(across, device, "site", name, own=True),
-            self._transport(inside, device, "rank of this site", name, own=inside is not self.site_group),
+            self._transport(across, self._members(inside=False), "site", name),
+            self._transport(inside, self._members(inside=True), "rank of this site", name),
         )
 
     def _forget_links_before(self, name: str, written: list[str]) -> None:
@@ -205,15 +201,15 @@ class Topology:
     def disconnect(self, *links: Transport) -> None:
         """Give up links that are of no use any more, so that peers who wait on them learn of it at once."""
         for one in links:
-            if one.mesh.name != self.site_group.group_name:
-                self._seals.pop(one.mesh.name, None)
-                one.close()
+            self._seals.pop(one.mesh.name, None)
+            one.close()
 
     def everyone(self) -> Transport:
         """The link to every rank of the world, for messages that fit any memory."""
         world = dist.group.WORLD
         assert world is not None
-        return self._transport(world, any_device(world), "rank", reunion=True)
+        mesh = GroupMesh(world, any_device(world), owned=False)
+        return self._transport(mesh, list(range(dist.get_world_size())), "rank", reunion=True)
 
     def _agree(self, world: int, key: bytes | None) -> bytes:
         """Groups are built by all ranks together: ranks that disagree would wait for each other.
@@ -244,56 +240,62 @@ class Topology:
     def _others(self) -> list[int]:
         return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
 
-    def _groups(self, *, inside: bool, by: PatientStore | None = None, name: str = "") -> Any:
-        """Build the groups of all sites, or of all places -> this rank's.
+    def _members(self, *, inside: bool) -> list[int]:
+        """The ranks of this site, or this rank's peers of all sites."""
+        per_site = self.ranks_per_site
+        if inside:
+            return list(range(self.site * per_site, (self.site + 1) * per_site))
+        return list(range(self.rank_in_site, self.num_sites * per_site, per_site))
 
-        by, name: where gloo's find each other, and what they are called; torch's own by default.
-        """
-        sites, places = range(self.num_sites), range(self.ranks_per_site)
-        at = [[site * self.ranks_per_site + place for place in places] for site in sites]
+    def _mesh(self, store: PatientStore, name: str, device: torch.device, *, inside: bool) -> Mesh:
+        ranks = self._members(inside=inside)
+        if len(ranks) == 1:
+            return NoLinks()
+        name += f"/site {self.site}" if inside else f"/rank {self.rank_in_site}"
+        if only_gloo():
+            limit = max(self.dead_after / TRIES, 4 * self.store.round_trip)
+            return link(store, name, ranks.index(dist.get_rank()), len(ranks), limit=limit)
+        group = self._new_group(inside=inside)  # NCCL connects later, and then still needs torch's store
+        return GroupMesh(group, wire_device(group, device), owned=True)
+
+    def _new_group(self, *, inside: bool) -> dist.ProcessGroup:
+        """torch has all ranks build all groups in one order."""
+        per_site = self.ranks_per_site
+        at = [[site * per_site + k for k in range(per_site)] for site in range(self.num_sites)]
         members = at if inside else [list(column) for column in zip(*at, strict=True)]
-        limit = timedelta(seconds=self.timeout)
-        if by is None or not only_gloo():  # NCCL connects later, and then still needs the store
-            groups = [dist.new_group(ranks, timeout=limit) for ranks in members]
-        else:
-            groups = [
-                link(by, f"{name}/{k}", ranks, limit=self.dead_after / TRIES, timeout=self.timeout)
-                for k, ranks in enumerate(members)
-            ]
-        return groups[self.site if inside else self.rank_in_site]
+        group, _ = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=self.timeout))
+        assert isinstance(group, dist.ProcessGroup)  # this rank is in one of them
+        return group
 
     def _transport(
         self,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        mesh: Mesh,
+        ranks: list[int],
         member: str,
         link: str = "",
         *,
-        own: bool = False,
         reunion: bool = False,
     ) -> Transport:
-        sends = wire_device(group, device)
+        rank = ranks.index(dist.get_rank())
         return Transport(
-            GroupMesh(group, sends, owned=own),
-            dist.get_process_group_ranks(group),
-            dist.get_rank(group),
-            device=sends,
+            mesh,
+            ranks,
+            rank,
             liveness=self._liveness,
             timeout=self.timeout,
             patience=self.patience,
             member=member,
             link=link,
-            seals=self._seals_of(group),
+            seals=self._seals_of(mesh.name, rank),
             reunion=reunion,
         )
 
-    def _seals_of(self, group: dist.ProcessGroup) -> MessageSeals | None:
-        """One for all links over a group: no two messages may have the same place."""
+    def _seals_of(self, name: str, rank: int) -> MessageSeals | None:
+        """One for all links of a name: no two messages may have the same place."""
         if self._key is None:
             return None
-        name = group.group_name
         if name not in self._seals:
-            self._seals[name] = MessageSeals(self._key, self._session, name, dist.get_rank(group))
+            self._seals[name] = MessageSeals(self._key, self._session, name, rank)
         return self._seals[name]
 
     def membership(self, device: torch.device, setup: Mapping[str, Any]) -> WorldMembership:

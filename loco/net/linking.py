@@ -1,19 +1,21 @@
-"""Process groups that can be built again and again, and whose building ends when a rank is lost.
+"""gloo pairs that can be built again and again, and whose building ends when a rank is lost.
 
 `dist.new_group` names groups by counting and waits by its own clock: a rank that dies meanwhile costs all
-others the group's timeout, and leaves them with different counts. These groups are told their names, and find
-each other by a store that gives up.
+others the group's timeout, and leaves them with different counts. Pairs are outside of torch's process
+groups: they are told their name, and find each other by a store that gives up.
 """
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+from torch._C._distributed_c10d import ProcessGroupGloo
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ..coordination.store_client import KeyValueStore
+from .mesh import Pairs
 
 TRIES = 5  # gloo's, to connect to a rank whose address it knows
 _POLL = 0.01  # seconds
@@ -33,58 +35,47 @@ class PatientStore(Store):
         self._store = store
         self._deadline = time.monotonic() + limit
         self._hopeful = hopeful
+        self.prefix = ""  # of the keys
         self.written: list[str] = []  # keys
 
     def set(self, key: str, value: Any) -> None:
-        self.written.append(key)
-        self._store.set(key, value)
+        self.written.append(self.prefix + key)
+        self._store.set(self.prefix + key, value)
 
     def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
+        return self._store.check([self.prefix + key for key in keys])
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._store.get(key)
+        return self._store.get(self.prefix + key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        while not self._store.check(keys):
+        while not self.check(keys):
             if not self._hopeful() or time.monotonic() > self._deadline:
                 raise RuntimeError("another rank did not come to build its links")
             time.sleep(_POLL)
 
 
-def link(
-    store: Store, name: str, members: Sequence[int], *, limit: float, timeout: float
-) -> dist.ProcessGroup | None:
-    """Build a gloo group of these ranks -> it, or None on all others. All build all groups in one order.
+def link(store: PatientStore, name: str, member: int, size: int, *, limit: float, address: str = "") -> Pairs:
+    """Build gloo pairs between all members of a group; all do it at once.
 
     Args:
         store: by which they find each other.
-        name: of this group, and of no other that was ever built.
-        limit: seconds for one try to connect to another rank.
-        timeout: seconds for what is sent later.
+        name: of these links, and of no others that were ever built.
+        member: this one, of 0 … size−1.
+        limit: seconds for one try to connect to another member.
+        address: by which the others reach this machine; by default what gloo finds, or its interface if
+            GLOO_SOCKET_IFNAME names one.
 
     Raises:
-        RuntimeError: a rank was lost.
+        RuntimeError: a member was lost.
     """
-    rank = dist.get_rank()
-    torch_own: Any = distributed_c10d
-    group, _ = torch_own._new_process_group_helper(
-        len(members),
-        members.index(rank) if rank in members else None,
-        list(members),
-        "gloo",
-        store,
-        name,
-        timeout=timedelta(seconds=limit),
-    )
-    if rank not in members:
-        return None
-    torch_own._world.pg_group_ranks[group] = {member: place for place, member in enumerate(members)}
-    torch_own._set_pg_timeout(timedelta(seconds=timeout), group)
-    return group
-
-
-def only_gloo() -> bool:
-    """Whether torch's default process group has no other backend."""
-    return {pair.rpartition(":")[2] for pair in str(dist.get_backend_config()).split(",")} == {"gloo"}
+    store.prefix = f"{name}/"
+    gloo: Any = ProcessGroupGloo
+    seconds = timedelta(seconds=limit)
+    if not address or "GLOO_SOCKET_IFNAME" in os.environ:
+        return Pairs(gloo(store, member, size, seconds), name, member, size)
+    options = gloo._Options()
+    options._timeout = seconds
+    options._devices = [gloo.create_device(hostname=address)]
+    return Pairs(gloo(store, member, size, options), name, member, size)

@@ -4,19 +4,17 @@ The default group can't lose a member. These links are built for one set of site
 of them hosts, and dropped with it.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..coordination.guard import guarded
 from ..coordination.liveness import Liveness
 from ..coordination.store_client import StoreClient, check_reachable
 from ..errors import TransportError, first_line
-from .linking import PatientStore
+from .linking import PatientStore, link
 from .mesh import Pairs
 from .transport import listed
 
@@ -67,8 +65,7 @@ class Links:
             self._clients.append(self.liveness)
             with guarded(self.liveness, range(size), phase=f"linking {size} sites", named=_members) as guard:
                 by = PatientStore(self.store, limit=timeout, hopeful=lambda: guard.loss is None)
-                pairs = ProcessGroupGloo(by, place, size, _options(address, timeout))
-            self.mesh = Pairs(pairs, name, place, size)
+                self.mesh = link(by, name, place, size, limit=timeout, address=address)
         except TransportError:
             raise
         except (RuntimeError, OSError) as error:
@@ -161,17 +158,6 @@ class _RemoteStore:
         check_reachable(self._host, self._port, self._timeout)
         limit = timedelta(seconds=self._timeout)
         return PrefixStore(self._prefix, TCPStore(self._host, self._port, is_master=False, timeout=limit))
-
-
-def _options(address: str, timeout: float) -> Any:
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout)
-    by_interface = "GLOO_SOCKET_IFNAME" in os.environ
-    options._devices = [
-        gloo.create_default_device() if by_interface else gloo.create_device(hostname=address)
-    ]
-    return options
 
 
 def _no_store(error: RuntimeError) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 # Of a message that is never sent. gloo picks one of its devices by the tag's remainder: with this tag it is
 # that of tag 0, which all other messages have, for up to ten devices.
 _NEVER = 5040
+_GIVEN_UP = "these links were given up"
 
 Messages = Sequence[tuple[int, Tensor]]  # with the member that each is for, or from
 
@@ -22,10 +23,12 @@ class Mesh(Protocol):
 
     Attributes:
         name: of these links, the same on all members, and no others'.
+        device: where messages lie.
         waits_in_thread: another thread may wait for messages, so that a wait can be given up.
     """
 
     name: str
+    device: torch.device
     waits_in_thread: bool
 
     def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
@@ -34,10 +37,6 @@ class Mesh(Protocol):
         Raises:
             RuntimeError: a member has hung up, or these links are closed.
         """
-        ...
-
-    def broadcast(self, tensor: Tensor) -> dist.Work | None:
-        """Member 0's tensor to all, in place."""
         ...
 
     def interrupt(self) -> None:
@@ -59,6 +58,7 @@ class GroupMesh:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, owned: bool) -> None:
         self.name: str = group.group_name
+        self.device = device
         self.waits_in_thread = backends_of(group).get(device.type) == "gloo"
         self._group: dist.ProcessGroup | None = group
         self._peers = [peer for peer in range(group.size()) if peer != group.rank()]
@@ -67,14 +67,13 @@ class GroupMesh:
             self._end.atexit = False  # torch ends what is left, in its own order
 
     def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
-        group = self._open()
+        group = self._group
+        if group is None:
+            raise RuntimeError(_GIVEN_UP)
         return dist.batch_isend_irecv(
             [dist.P2POp(dist.irecv, t, group=group, group_peer=p) for p, t in receives]
             + [dist.P2POp(dist.isend, t, group=group, group_peer=p) for p, t in sends]
         )
-
-    def broadcast(self, tensor: Tensor) -> dist.Work | None:
-        return dist.broadcast(tensor, group=self._open(), group_src=0, async_op=True)
 
     def interrupt(self) -> None:
         group = self._group
@@ -93,11 +92,6 @@ class GroupMesh:
             self._group = None  # which for torch would be all groups
             self._end()
 
-    def _open(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise RuntimeError("these links were given up")
-        return self._group
-
 
 class Pairs:
     """gloo pairs between members, outside of torch's process groups.
@@ -106,6 +100,7 @@ class Pairs:
         pairs: torch's ProcessGroupGloo; it closes when nobody holds it, or its messages. None: closed.
     """
 
+    device = torch.device("cpu")  # gloo sends no other memory
     waits_in_thread = True
 
     def __init__(self, pairs: Any, name: str, member: int, size: int) -> None:
@@ -120,12 +115,9 @@ class Pairs:
     def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
         pairs = self._pairs
         if pairs is None:
-            raise RuntimeError("these links were given up")
+            raise RuntimeError(_GIVEN_UP)
         works = [pairs.recv([tensor], peer, 0) for peer, tensor in receives]
         return works + [pairs.send([tensor], peer, 0) for peer, tensor in sends]
-
-    def broadcast(self, tensor: Tensor) -> dist.Work | None:
-        raise NotImplementedError("sites that come and go are given what they lack one by one")
 
     def interrupt(self) -> None:
         pairs = self._pairs
@@ -145,7 +137,7 @@ class Subset:
     """
 
     def __init__(self, mesh: Mesh, members: Sequence[int], *, close: Callable[[], object]) -> None:
-        self.name, self.waits_in_thread = mesh.name, mesh.waits_in_thread
+        self.name, self.device, self.waits_in_thread = mesh.name, mesh.device, mesh.waits_in_thread
         self._mesh = mesh
         self._members = list(members)
         self._close = close
@@ -153,9 +145,6 @@ class Subset:
     def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
         at = self._members
         return self._mesh.begin([(at[p], t) for p, t in sends], [(at[p], t) for p, t in receives])
-
-    def broadcast(self, tensor: Tensor) -> dist.Work | None:
-        raise NotImplementedError("a collective is for the whole mesh")
 
     def interrupt(self) -> None:
         self._mesh.interrupt()
@@ -168,13 +157,11 @@ class NoLinks:
     """Those of a member that is alone."""
 
     name = ""
+    device = torch.device("cpu")
     waits_in_thread = True
 
     def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
         raise RuntimeError("this site has no links")
-
-    def broadcast(self, tensor: Tensor) -> dist.Work | None:
-        return None
 
     def interrupt(self) -> None:
         pass
@@ -192,6 +179,11 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 def any_device(group: dist.ProcessGroup) -> torch.device:
     """Some device whose memory the group can send."""
     return torch.device(next(iter(backends_of(group))))
+
+
+def only_gloo() -> bool:
+    """Whether torch's default process group has no other backend."""
+    return {pair.rpartition(":")[2] for pair in str(dist.get_backend_config()).split(",")} == {"gloo"}
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

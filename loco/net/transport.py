@@ -22,6 +22,7 @@ from ..errors import AuthenticationError, TransportError, WireError, first_line
 from .cancellable_wait import Alarm, CancellableWait
 from .mesh import Mesh
 
+CHUNK = 1 << 20  # elements of one message of a long tensor: 4 MiB
 # What a peer can make this rank take in before it is known what it says: names and shapes of all parameters.
 MOST_BLOB_BYTES = 1 << 28
 _MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -34,7 +35,6 @@ class Transport:
         mesh: the links between them.
         ranks: the members', in the order of their numbers.
         rank: this member's number.
-        device: where messages must lie.
         liveness: who is alive; a member that is not ends a wait at once. None: nobody knows yet.
         timeout: seconds to wait for a message of one that is.
         patience: seconds to wait for one to come to a round.
@@ -50,7 +50,6 @@ class Transport:
         ranks: Sequence[int],
         rank: int,
         *,
-        device: torch.device,
         liveness: Heartbeats | None,
         timeout: float,
         patience: float,
@@ -61,7 +60,7 @@ class Transport:
     ) -> None:
         self.mesh = mesh
         self.rank, self.size = rank, len(ranks)
-        self.device = device
+        self.device = mesh.device
         self.liveness = liveness
         self.timeout, self.patience = timeout, patience
         self.member, self.link = member, link
@@ -177,27 +176,20 @@ class Transport:
         return [p.to(part.device) for p in parts]
 
     def broadcast(self, tensor: Tensor, *, phase: str) -> None:
-        """Member 0's tensor to all, in place. Not counted: it belongs to no round."""
-        staged = tensor.to(self.device)
-        if self._seals is not None:  # a collective's messages can't be sealed
-            whole = as_bytes(staged)
-            outgoing = {} if self.rank else dict.fromkeys(self.peers, whole)
-            self.swap(outgoing, {0: whole} if self.rank else {}, phase=phase)
-            tensor.copy_(staged)
-            return
-        try:
-            with self.vigil(self.peers, phase=phase) as alarm:
-                work = self.mesh.broadcast(staged)
-                if work is not None:
-                    self.await_all(lambda: work.wait(timedelta(seconds=self.timeout)), alarm)
-        except RuntimeError as error:
-            if isinstance(error, TransportError):
-                raise
-            raise TransportError(
-                f"{phase}: the exchange with the other {self.member}s failed, or took more than "
-                f"{self.timeout:g} s ({first_line(error)})"
-            ) from error
-        tensor.copy_(staged)
+        """Member 0's tensor to all, in place. Each member hands on a chunk while it receives the next one, so
+        that none sends more than one copy."""
+        chunks = tensor.split(CHUNK)
+        for step in range(len(chunks) + self.size - 2):
+            leaving, coming = step - self.rank, step - self.rank + 1
+            outgoing: dict[int, Tensor] = {}
+            incoming: dict[int, Tensor] = {}
+            if self.rank + 1 < self.size and 0 <= leaving < len(chunks):
+                outgoing[self.rank + 1] = chunks[leaving].to(self.device)
+            if self.rank > 0 and 0 <= coming < len(chunks):
+                incoming[self.rank - 1] = torch.empty_like(chunks[coming], device=self.device)
+            self.swap(_as_bytes_each(outgoing), _as_bytes_each(incoming), phase=phase)
+            for staged in incoming.values():
+                chunks[coming].copy_(staged)
 
     @contextmanager
     def vigil(self, peers: Sequence[int], *, phase: str) -> Iterator[Alarm]:
@@ -338,6 +330,10 @@ class _Sealed(NamedTuple):
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous 1-D tensor's memory as uint8, without a copy."""
     return tensor.view(torch.uint8)
+
+
+def _as_bytes_each(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {peer: as_bytes(tensor) for peer, tensor in tensors.items()}
 
 
 def to_bytes(tensor: Tensor) -> bytes:

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from ..errors import TransportError, WireError
 from ..members.view import Handover
-from ..net.transport import Transport, as_bytes
+from ..net.transport import CHUNK, Transport, as_bytes
 from ..report import SyncReport
 from .outer_state import OuterState
 from .state import digest_of
 
 _logger = logging.getLogger(__name__)
 MOST_HEAD_BYTES = 1 << 20  # of a few numbers, and a name and a number for every site
-CHUNK = 1 << 20  # elements of one message: 4 MiB
 
 
 @dataclass(frozen=True, kw_only=True)

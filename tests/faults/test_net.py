@@ -32,7 +32,7 @@ time.sleep(300)
 
 def closed_twice(rank: int) -> tuple[bool, bool, str]:
     topology = loco.Topology()
-    link, _ = topology.connect(torch.device("cpu"))
+    link, _ = topology.connect(torch.device("cpu"), "test/0")
     link.close()
     link.close()
     topology.everyone().close()  # which is not its to close
