@@ -112,7 +112,7 @@ class ElasticTopology:
         except TransportError as error:
             error.lasting = True
             raise
-        if decided.place_of(self.id) < 0:
+        if decided.index_of(self.id) < 0:
             raise AgreementError(
                 f"{self.name} was set up differently from the sites of the run that it came to: "
                 f"{_difference(decided.members[0].claim.setup, claim.setup)}"
@@ -135,7 +135,7 @@ class ElasticTopology:
             self._links = Links(
                 decided.attempt,
                 store=members[0].store,
-                place=decided.place_of(self.id),
+                member=decided.index_of(self.id),
                 size=len(members),
                 address=self._address,
                 timeout=self.connect_timeout,
@@ -147,17 +147,17 @@ class ElasticTopology:
         """The links that can be used, if there are any."""
         return self._links if self._links is not None and self._links.whole else None
 
-    def among(self, decided: Plan, places: list[int] | None = None) -> Transport:
+    def among(self, decided: Plan, members: list[int] | None = None) -> Transport:
         """The links to these members of a quorum, by default to all."""
-        if places is None:
-            places = list(range(len(decided.members)))
-        return self._transport_among(self.links, places, decided.place_of(self.id))
+        if members is None:
+            members = list(range(len(decided.members)))
+        return self._transport_among(self.links, members, decided.index_of(self.id))
 
-    def _transport_among(self, links: Links | None, places: list[int], place: int) -> Transport:
+    def _transport_among(self, links: Links | None, members: list[int], me: int) -> Transport:
         return Transport(
-            NoLinks() if links is None else Subset(links.mesh, places, close=links.close),
-            places,
-            places.index(place),
+            NoLinks() if links is None else Subset(links.mesh, members, close=links.close),
+            members,
+            members.index(me),
             liveness=None if links is None else links.liveness,
             timeout=self.timeout,
             patience=self.timeout,  # whoever is in a quorum has come to its round

@@ -39,8 +39,8 @@ class Topology:
         model = DistributedDataParallel(model, process_group=topology.site_group)
         optimizer = loco.PulseLoCo(inner, topology=topology)
 
-    Across the sites each rank exchanges its own slice of the flat state with the ranks of the same place
-    in the other sites, so that the ranks of a site share the work, the memory and the link.
+    Across the sites each rank exchanges its own slice of the flat state with the ranks of the same
+    number in the other sites, so that the ranks of a site share the work, the memory and the link.
 
     Args:
         ranks_per_site: must divide the world size.
@@ -291,7 +291,7 @@ class Topology:
         )
 
     def _seals_of(self, name: str, rank: int) -> MessageSeals | None:
-        """One for all links of a name: no two messages may have the same place."""
+        """One for all links of a name: no two messages may have the same number."""
         if self._key is None:
             return None
         if name not in self._seals:

@@ -54,9 +54,9 @@ class Plan:
 
     attempt: the quorum's name, which no other quorum has.
     members: all that are linked, by id.
-    workers: places in `members` of those that hold the run's θ and are ready: they run the round, and the
-        order of their places is that of the sites.
-    newcomers: the place of each member that is given θ, and of the one that gives it.
+    workers: indices in `members` of those that hold the run's θ and are ready: they run the round, and the
+        order of their indices is that of the sites.
+    newcomers: the index of each member that is given θ, and of the one that gives it.
     runs: there is a round.
     keep_links: all members hold the same links, which join just them.
     strangers: members left out, because they were set up differently.
@@ -70,8 +70,8 @@ class Plan:
     keep_links: bool
     strangers: tuple[Member, ...]
 
-    def place_of(self, id: str) -> int:
-        """A member's place; −1 for a stranger."""
+    def index_of(self, id: str) -> int:
+        """A member's index; −1 for a stranger."""
         return next((k for k, member in enumerate(self.members) if member.id == id), -1)
 
 
@@ -99,7 +99,7 @@ def plan(attempt: str, quorum: Sequence[Member]) -> Plan:
         attempt=attempt,
         members=members,
         workers=tuple(workers),
-        newcomers={place: workers[k % len(workers)] for k, place in enumerate(others)},
+        newcomers={index: workers[k % len(workers)] for k, index in enumerate(others)},
         runs=bool(at_work),
         keep_links=bool(lead.links) and {member.claim.links for member in members} == {lead.links},
         strangers=strangers,

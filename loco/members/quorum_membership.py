@@ -91,7 +91,7 @@ class QuorumMembership:
 
     def _view(self, plan: Plan, standing: Standing) -> View:
         topology, links = self._topology, self._topology.links
-        me = plan.place_of(topology.id)
+        me = plan.index_of(topology.id)
         takes_part = me in plan.workers
         workers = list(plan.workers) if takes_part else [me]
         if takes_part:

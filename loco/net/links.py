@@ -27,7 +27,7 @@ class Links:
     Args:
         name: of these links, the same on all members, and no others'.
         store: host:port of the store they meet by.
-        place, size: of this member, and how many there are.
+        member, size: this one's number, and how many there are.
         address: by which the other members reach this one.
         timeout: seconds within which all members must have come.
         dead_after: as `Topology`.
@@ -41,7 +41,7 @@ class Links:
         name: str,
         *,
         store: str,
-        place: int,
+        member: int,
         size: int,
         address: str,
         timeout: float,
@@ -49,23 +49,23 @@ class Links:
     ) -> None:
         self.name = name
         self.size = size
-        self.place = place
-        self.mesh = Pairs(None, name, place, size)
+        self.member = member
+        self.mesh = Pairs(None, name, member, size)
         self._clients: list[StoreClient | Liveness] = []
         deadline = time.monotonic() + timeout
         remote = _RemoteStore(store, f"loco/{name}", timeout)
         try:
             self.store = StoreClient(remote, limit=dead_after, connect_limit=timeout)
             self._clients.append(self.store)
-            self.store.set(f"here/{place}", "")
+            self.store.set(f"here/{member}", "")
             self._await_all(deadline, timeout)
             self.liveness = Liveness(
-                remote, name, place, dead_after=dead_after, connect_limit=deadline - time.monotonic()
+                remote, name, member, dead_after=dead_after, connect_limit=deadline - time.monotonic()
             )
             self._clients.append(self.liveness)
             with guarded(self.liveness, range(size), phase=f"linking {size} sites", named=_members) as guard:
                 by = PatientStore(self.store, limit=timeout, hopeful=lambda: guard.loss is None)
-                self.mesh = link(by, name, place, size, limit=timeout, address=address)
+                self.mesh = link(by, name, member, size, limit=timeout, address=address)
         except TransportError:
             raise
         except (RuntimeError, OSError) as error:
@@ -90,7 +90,7 @@ class Links:
         except RuntimeError as error:
             raise TransportError(f"telling of {what}: {_no_store(error)}") from error
 
-    def await_word(self, what: str, places: Sequence[int]) -> None:
+    def await_word(self, what: str, members: Sequence[int]) -> None:
         """Wait until one of these members, who are busy, has announced it.
 
         Raises:
@@ -98,7 +98,7 @@ class Links:
         """
         phase = f"waiting for {what}"
         try:
-            with guarded(self.liveness, places, phase=phase, named=_members) as guard:
+            with guarded(self.liveness, members, phase=phase, named=_members) as guard:
                 while not self.store.check([f"said/{what}"]):
                     guard.check()
                     time.sleep(_POLL)
@@ -124,10 +124,10 @@ class Links:
 
     def _await_all(self, deadline: float, timeout: float) -> None:
         """gloo's own wait would name nobody."""
-        keys = [f"here/{place}" for place in range(self.size)]
+        keys = [f"here/{member}" for member in range(self.size)]
         while not self.store.check(keys):
             if time.monotonic() > deadline:
-                missing = [place for place, key in enumerate(keys) if not self.store.check([key])]
+                missing = [member for member, key in enumerate(keys) if not self.store.check([key])]
                 raise TransportError(
                     f"linking {self.size} sites: {_members(missing)} did not come within {timeout:g} s"
                 )
@@ -164,5 +164,5 @@ def _no_store(error: RuntimeError) -> str:
     return f"the quorum's store does not answer, its host is gone ({first_line(error)})"
 
 
-def _members(places: Sequence[int]) -> str:
-    return listed("member", places)
+def _members(members: Sequence[int]) -> str:
+    return listed("member", members)

@@ -110,8 +110,8 @@ def check_first_anchor(
         position = int.from_bytes(raw[:8], "little", signed=True)
         if position >= 0:
             raise ValueError(f"parameter {layout.name_at(position)} is infinite or NaN on site 0")
-        site, place = divmod(rank, topology.ranks_per_site)
-        if raw != of_site_0[place]:
+        site, index = divmod(rank, topology.ranks_per_site)
+        if raw != of_site_0[index]:
             raise ReplicaError(f"site {site} did not receive the anchor that site 0 sent")
 
 

@@ -103,7 +103,7 @@ def test_links_to_a_store_whose_host_is_stopped_are_given_up_in_time(delay: floa
             Links(
                 "a",
                 store=f"127.0.0.1:{port}",
-                place=0,
+                member=0,
                 size=2,
                 address="127.0.0.1",
                 timeout=3.0,

@@ -114,7 +114,7 @@ def test_who_was_set_up_differently_is_left_out() -> None:
     decided = plan("q", [other, site("b", 3)])
     assert [member.name for member in decided.members] == ["b"]
     assert decided.strangers == (other,)
-    assert decided.place_of(other.id) == -1
+    assert decided.index_of(other.id) == -1
 
 
 def test_a_hollow_state_is_never_given() -> None:
