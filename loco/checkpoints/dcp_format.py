@@ -1,7 +1,8 @@
 """A state as files of torch.distributed.checkpoint (DCP), read without running any code that they name.
 
-DCP writes its metadata, and everything that is not a tensor, as pickles. Here metadata may name only the
-types of a fixed list, and the rest is read with `weights_only=True`.
+DCP writes its metadata, and everything that is not a tensor, as pickles, and its own reader runs what they
+name. Here metadata may name only the types of a fixed list, and each item is read with `weights_only=True`. A
+rank has written all of its tensors whole, so an item is a tensor.
 """
 
 import io
@@ -13,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from .formats import mapped
 
@@ -45,21 +45,23 @@ def write(tree: Any, folder: Path) -> None:
 
 
 def read(folder: Path) -> Any:
-    reader, planner = _SafeReader(folder), _SafePlanner(False, False)
-    metadata = reader.read_metadata()
-    target: dict[str, Any] = {
-        name: torch.empty(kept.size, dtype=kept.properties.dtype)
-        if isinstance(kept, dcp_metadata.TensorStorageMetadata)
-        else None
-        for name, kept in metadata.state_dict_metadata.items()
-    }
-    planner.set_up_planner(target, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    (plan,) = reader.prepare_global_plan(
-        planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    )
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-    loaded, taken = planner.state_dict, set()
+    """
+    Raises:
+        pickle.UnpicklingError: a file names something other than data, or another file.
+    """
+    with (folder / ".metadata").open("rb") as file:
+        metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise pickle.UnpicklingError(f"{folder}/.metadata does not hold metadata")
+    loaded: dict[str, Any] = {}
+    for index, stored in metadata.storage_data.items():
+        if Path(stored.relative_path).name != stored.relative_path or stored.transform_descriptors:
+            raise pickle.UnpicklingError(f"{folder}/.metadata names a file outside its folder")
+        with (folder / stored.relative_path).open("rb") as file:
+            file.seek(stored.offset)
+            item = io.BytesIO(file.read(stored.length))
+        loaded[index.fqn] = torch.load(item, map_location="cpu", weights_only=True)
+    taken: set[str] = set()
 
     def put_back(path: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -76,28 +78,6 @@ def _unique(name: str, taken: Any) -> str:
     while name in taken or name == _TREE:
         name += "'"
     return name
-
-
-class _SafePlanner(DefaultLoadPlanner):
-    """DCP's planner reads bytes with `weights_only=False`, which runs code that they name."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
-class _SafeReader(FileSystemReader):
-    """DCP's reader reads its metadata with pickle, which runs code that it names."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise pickle.UnpicklingError(f"{self.path}/.metadata does not hold metadata")
-        for stored in metadata.storage_data.values():
-            if Path(stored.relative_path).name != stored.relative_path or stored.transform_descriptors:
-                raise pickle.UnpicklingError(f"{self.path}/.metadata names a file outside its folder")
-        metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
-        return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):
