@@ -9,14 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..coordination.rendezvous import Agreement, NeededError, swap_or_fail
+from ..coordination.rendezvous import NeededError
 from ..errors import CheckpointError
 from .directory import CheckpointDirectory
 from .formats import FORMATS, host_copy
 from .manifest import Manifest, Position, manifest_of, site_name
 from .protocol import Saveable
-from .restore import Resumed, resume
-from .selection import all_saves
+from .restore import Load, Resumed, together
 
 _log = logging.getLogger(__name__)
 
@@ -98,34 +97,36 @@ class Checkpoints:
     def _save(self, optimizer: Saveable, extra: Any, *, blocking: bool) -> None:
         rendezvous, reconnection = optimizer.topology.notes, optimizer.is_reconnection_waiting
         directory = self._directory(optimizer)
-        tree: dict[str, Any] = {}
-        held: list[Manifest] = []
         failure: Exception | None = None
         try:
             optimizer.settle()  # whether an interrupted round counts decides the position
         except Exception as error:
             failure = error
         position = Position(optimizer.round, optimizer.local_step)
-        phase = f"saving {position}{self._label(rendezvous)}"
+        phase = f"saving {position}{self._label(optimizer)}"
         if blocking and failure is None and rendezvous.missed(f"after {phase}"):
-            swap_or_fail(rendezvous, {}, None, f"after {phase}")  # all ranks had written it
+            together(rendezvous, f"after {phase}", lambda _: None)  # all ranks had written it
             return
-        try:
+
+        def prepare(note: dict[str, Any]) -> tuple[dict[str, Any], list[Manifest]]:
             if failure is not None:
                 raise failure
             self.wait()
             tree = host_copy({"optimizer": optimizer.state_dict(), "extra": extra})
             held = self._held(optimizer, directory)
-        except Exception as error:
-            failure = error
-        note: dict[str, Any] = {"save": uuid.uuid4().hex}
-        note["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
-        notes = swap_or_fail(rendezvous, note, failure, phase, reconnection)
+            note["save"] = uuid.uuid4().hex
+            note["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
+            return tree, held
+
+        (tree, held), notes = together(rendezvous, phase, prepare, reconnection)
         save = notes[0]["save"]
         self._optimizer = weakref.ref(optimizer)
         self._own_saves.add(save)
-        held_by_all = [entry for entry in note["held"] if all(entry in other["held"] for other in notes)]
-        complete = [Position(round, step) for round, step, _ in held_by_all]
+        complete = [
+            Position(round, step)
+            for round, step, name in notes[0]["held"]
+            if all([round, step, name] in note["held"] for note in notes)
+        ]
         if position in complete:
             return  # replacing it would put at risk what all ranks hold
         outdated = self._outdated(directory, position, held, complete)
@@ -142,11 +143,7 @@ class Checkpoints:
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="loco-checkpoint")
         self._writing = self._writer.submit(_reported, work, directory, position)
         if blocking:
-            try:
-                self.wait()
-            except Exception as error:
-                failure = error
-            swap_or_fail(rendezvous, {}, failure, f"after {phase}", reconnection)
+            together(rendezvous, f"after {phase}", lambda _: self.wait(), reconnection)
 
     def _held(self, optimizer: Saveable, directory: CheckpointDirectory) -> list[Manifest]:
         """This rank's whole checkpoints, if all of them are of this training and this optimizer.
@@ -160,7 +157,7 @@ class Checkpoints:
                 f"this loco.Checkpoints saves another optimizer to {self.folder}: give each optimizer a "
                 f"loco.Checkpoints and a folder of its own"
             )
-        held = directory.whole()
+        held, _ = directory.whole()
         if foreign := [m for m in held if m.save not in self._own_saves]:
             raise CheckpointError(
                 f"{self.folder} holds checkpoints that this loco.Checkpoints has neither saved nor loaded "
@@ -169,9 +166,9 @@ class Checkpoints:
             )
         return held
 
-    def _label(self, rendezvous: Agreement) -> str:
+    def _label(self, optimizer: Saveable) -> str:
         """Distinguishes several folders of one training: the second one and later have a number."""
-        number = rendezvous.number_of(self)
+        number = optimizer.topology.notes.number_of(self)
         return f" to folder {number + 1}" if number else ""
 
     def _outdated(
@@ -180,17 +177,16 @@ class Checkpoints:
         position: Position,
         held: list[Manifest],
         complete: list[Position],
-    ) -> list[Position]:
+    ) -> set[Position]:
         """The positions whose checkpoints may go before `position` is written; all ranks hold `complete`."""
-        newest_complete = max((other for other in complete if other < position), default=None)
+        newest_complete = max((other for other in complete if other < position), default=Position(0, 0))
         kept = [m.position for m in held if m.position < position][-(self.keep - 1) :]
-        return [
+        return {
             other
             for other in directory.positions()
             # Later positions are of the run that was resumed from: `load` could not use them.
-            if (other > position and self._has_resumed)
-            or (newest_complete is not None and other < newest_complete and other not in kept)
-        ]
+            if (other > position and self._has_resumed) or (other < newest_complete and other not in kept)
+        }
 
     def wait(self) -> None:
         """Return when this rank's last checkpoint is on disk.
@@ -245,11 +241,10 @@ class Checkpoints:
         """
         with suppress(CheckpointError):  # which was logged
             self.wait()
-        directory, rendezvous = self._directory(optimizer), optimizer.topology.notes
-        saves, damaged = all_saves(rendezvous, directory, sites, lost, self._label(rendezvous))
-        resumed = resume(optimizer, directory, saves, damaged, sites, lost)
+        call = Load(optimizer, self._directory(optimizer), sites, lost)
+        resumed, saves = call.run(self._label(optimizer))
         self._optimizer = weakref.ref(optimizer)
-        self._own_saves |= saves.keys()
+        self._own_saves |= saves
         self._has_resumed = Position(optimizer.round, optimizer.local_step) > Position(0, 0)
         return resumed
 

@@ -57,24 +57,22 @@ class Manifest:
         text = json.dumps(dataclasses.asdict(self), indent=1)
         (folder / NAME).write_text(text + "\n", encoding="utf-8")
 
-    def check_belongs(self, optimizer: Saveable) -> None:
-        """Refuse a checkpoint of another training. Any rank of this training may have saved it.
-
-        Raises:
-            ValueError: says what differs.
-        """
-        check_same("wire version", self.wire_version, VERSION)
-        check_same("name", self.name, site_name(optimizer.topology))
-        check_same("ranks_per_site", self.ranks_per_site, optimizer.topology.ranks_per_site)
-        check_same("settings", self.settings, vars(optimizer.settings))
-        check_same("parameters", self.parameters, optimizer.outer_state.parameters.describe())
+    def refusal(self, optimizer: Saveable) -> str:
+        """How this training differs from the one that it is of; "" if any rank of this one may have saved
+        it."""
+        topology = optimizer.topology
+        try:
+            check_same("wire version", self.wire_version, VERSION)
+            check_same("name", self.name, site_name(topology))
+            check_same("ranks_per_site", self.ranks_per_site, topology.ranks_per_site)
+            check_same("settings", self.settings, vars(optimizer.settings))
+            check_same("parameters", self.parameters, optimizer.outer_state.parameters.describe())
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def check_whole(self, folder: Path) -> None:
-        """Check that the data files are what was written.
-
-        Raises:
-            ValueError: one of them is not, or is missing.
-        """
+        """A ValueError if a data file is not what was written."""
         for name, expected in self.files.items():
             if sha256(folder / name) != expected["sha256"]:
                 raise ValueError(f"{folder / name} is not what was written (its SHA-256 differs)")
