@@ -7,6 +7,7 @@ rank has written all of its tensors whole, so an item is a tensor.
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -27,13 +28,11 @@ def write(tree: Any, folder: Path) -> None:
     """Write what `dcp.save(…, no_dist=True)` writes, without the warning that it gives each time."""
     tensors: dict[str, Tensor] = {}
 
-    def take_out(path: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        tensors[_unique(path, tensors)] = value
-        return value.to("meta")
+    def take_out(name: str, tensor: Tensor) -> Tensor:
+        tensors[name] = tensor
+        return tensor.to("meta")
 
-    skeleton = mapped(tree, take_out)
+    skeleton = _with_tensors(tree, take_out)
     planner, writer = DefaultSavePlanner(False, False), FileSystemWriter(folder)
     planner.set_up_planner({_TREE: skeleton, **tensors}, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -45,39 +44,36 @@ def write(tree: Any, folder: Path) -> None:
 
 
 def read(folder: Path) -> Any:
-    """
-    Raises:
-        pickle.UnpicklingError: a file names something other than data, or another file.
-    """
+    """What `write` has written. A pickle.UnpicklingError if a file names code, or a file elsewhere."""
     with (folder / ".metadata").open("rb") as file:
         metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise pickle.UnpicklingError(f"{folder}/.metadata does not hold metadata")
-    loaded: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for index, stored in metadata.storage_data.items():
         if Path(stored.relative_path).name != stored.relative_path or stored.transform_descriptors:
             raise pickle.UnpicklingError(f"{folder}/.metadata names a file outside its folder")
         with (folder / stored.relative_path).open("rb") as file:
             file.seek(stored.offset)
             item = io.BytesIO(file.read(stored.length))
-        loaded[index.fqn] = torch.load(item, map_location="cpu", weights_only=True)
-    taken: set[str] = set()
+        items[index.fqn] = torch.load(item, map_location="cpu", weights_only=True)
+    return _with_tensors(items[_TREE], lambda name, _: items[name])
 
-    def put_back(path: str, value: Any) -> Any:
+
+def _with_tensors(tree: Any, replacement: Callable[[str, Tensor], Tensor]) -> Any:
+    """The tree, with each tensor replaced by `replacement(name, tensor)`. A name is the tensor's path; of
+    tensors with one path, as tree["a"]["b"] and tree["a.b"], the later ones have it with a prime."""
+    taken = {_TREE}
+
+    def replaced(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        name = _unique(path, taken)
+        while name in taken:
+            name += "'"
         taken.add(name)
-        return loaded[name]
+        return replacement(name, value)
 
-    return mapped(loaded[_TREE], put_back)
-
-
-def _unique(name: str, taken: Any) -> str:
-    """Distinguishes the tensors tree["a"]["b"] and tree["a.b"], whose paths are both "a.b"."""
-    while name in taken or name == _TREE:
-        name += "'"
-    return name
+    return mapped(tree, replaced)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
