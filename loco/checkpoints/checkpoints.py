@@ -3,7 +3,7 @@
 import logging
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -70,9 +70,8 @@ class Checkpoints:
 
         The state is copied to host memory, which takes as much memory as the state, and a thread writes it
         while training goes on; the next `save` waits for that thread. If all ranks have already saved this
-        step, that checkpoint stays as it is.
-
-        A round that was interrupted is settled first, which may send messages.
+        step, that checkpoint stays as it is. A round that was interrupted is settled first, which may send
+        messages.
 
         Args:
             optimizer: a loco optimizer, between two steps; it may be in the middle of a round.
@@ -96,8 +95,7 @@ class Checkpoints:
 
     def _save(self, optimizer: Saveable, extra: Any, *, blocking: bool) -> None:
         rendezvous, reconnection = optimizer.topology.notes, optimizer.is_reconnection_waiting
-        directory = self._directory(optimizer)
-        failure: Exception | None = None
+        directory, failure = self._directory(optimizer), None
         try:
             optimizer.settle()  # whether an interrupted round counts decides the position
         except Exception as error:
@@ -122,26 +120,21 @@ class Checkpoints:
         save = notes[0]["save"]
         self._optimizer = weakref.ref(optimizer)
         self._own_saves.add(save)
-        complete = [
-            Position(round, step)
-            for round, step, name in notes[0]["held"]
-            if all([round, step, name] in note["held"] for note in notes)
-        ]
+        held_by_all = [entry for entry in notes[0]["held"] if all(entry in note["held"] for note in notes)]
+        complete = [Position(round, step) for round, step, _ in held_by_all]
         if position in complete:
             return  # replacing it would put at risk what all ranks hold
-        outdated = self._outdated(directory, position, held, complete)
+        outdated = self._outdated(directory.positions(), position, [m.position for m in held], complete)
 
-        def write(folder: Path) -> None:
+        def fill(folder: Path) -> None:
             FORMATS[self.format][0](tree, folder)
             manifest_of(tree["optimizer"], save=save, format=self.format, folder=folder).write(folder)
 
-        def work() -> None:
-            directory.sweep()
-            directory.drop(outdated)
-            directory.put(position, write, lambda: self._held(optimizer, directory))
+        def write() -> None:
+            directory.replace(outdated, position, fill, lambda: self._held(optimizer, directory))
 
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="loco-checkpoint")
-        self._writing = self._writer.submit(_reported, work, directory, position)
+        self._writing = self._writer.submit(write)
         if blocking:
             together(rendezvous, f"after {phase}", lambda _: self.wait(), reconnection)
 
@@ -172,21 +165,16 @@ class Checkpoints:
         return f" to folder {number + 1}" if number else ""
 
     def _outdated(
-        self,
-        directory: CheckpointDirectory,
-        position: Position,
-        held: list[Manifest],
-        complete: list[Position],
+        self, found: set[Position], position: Position, held: list[Position], complete: list[Position]
     ) -> set[Position]:
-        """The positions whose checkpoints may go before `position` is written; all ranks hold `complete`."""
+        """Those of the positions found that may go before `position` is written. This rank holds a whole
+        checkpoint of each of `held`, and all ranks of each of `complete`."""
         newest_complete = max((other for other in complete if other < position), default=Position(0, 0))
-        kept = [m.position for m in held if m.position < position][-(self.keep - 1) :]
-        return {
-            other
-            for other in directory.positions()
-            # Later positions are of the run that was resumed from: `load` could not use them.
-            if (other > position and self._has_resumed) or (other < newest_complete and other not in kept)
-        }
+        kept = [other for other in held if other < position][1 - self.keep :]
+        outdated = {other for other in found if other < newest_complete and other not in kept}
+        if self._has_resumed:  # later ones are of the run that was resumed from: `load` could not use them
+            outdated |= {other for other in found if other > position}
+        return outdated
 
     def wait(self) -> None:
         """Return when this rank's last checkpoint is on disk.
@@ -266,20 +254,3 @@ class Checkpoints:
     def _directory(self, optimizer: Saveable) -> CheckpointDirectory:
         all_ranks = optimizer.topology.everyone()
         return CheckpointDirectory(self.folder, all_ranks.rank, all_ranks.size, site_name(optimizer.topology))
-
-
-def _reported(work: Callable[[], None], directory: CheckpointDirectory, position: Position) -> None:
-    """Do the work of the writing thread. Errors are logged too, in case nobody calls `wait` any more."""
-    try:
-        work()
-    except CheckpointError as error:
-        _log.error("%s", error)
-        raise
-    except Exception as error:
-        failure = CheckpointError(
-            f"{directory.path(position, directory.rank)} could not be written ({type(error).__name__}: "
-            f"{error}; {directory.free_space()}): the checkpoints before it are unchanged. Free some space "
-            f"or repair the disk, and save again"
-        )
-        _log.error("%s", failure)
-        raise failure from error

@@ -77,13 +77,44 @@ class CheckpointDirectory:
             found.append(manifest)
         return sorted(found, key=lambda manifest: manifest.position), is_damaged
 
+    def replace(
+        self,
+        outdated: set[Position],
+        position: Position,
+        write: Callable[[Path], None],
+        check: Callable[[], object],
+    ) -> None:
+        """Remove what is outdated or was left by killed writers, and `put` a checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written. It is logged, in case nobody waits for it any more.
+        """
+        try:
+            self.drop(outdated)
+            self.sweep()
+            self.put(position, write, check)
+        except CheckpointError as error:
+            _log.error("%s", error)
+            raise
+        except Exception as error:
+            free = "unknown"
+            with suppress(OSError):
+                free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f}"
+            failure = CheckpointError(
+                f"{self.path(position, self.rank)} could not be written ({type(error).__name__}: {error}; "
+                f"{free} MB are free there): the checkpoints before it are unchanged. Free some space or "
+                f"repair the disk, and save again"
+            )
+            _log.error("%s", failure)
+            raise failure from error
+
     def put(
         self, position: Position, write: Callable[[Path], None], check: Callable[[], object] | None = None
     ) -> None:
         """Let `write` fill a temporary folder, flush it to disk, and rename it to its final path.
 
         Args:
-            check: called before anything is replaced, to raise an error if it must not be; or else `whole` is.
+            check: called, or else `whole`, before anything is replaced, to raise an error if it must not be.
 
         Raises:
             OSError, CheckpointError: it could not be written; nothing of it is left.
@@ -117,29 +148,20 @@ class CheckpointDirectory:
                 shutil.rmtree(path, ignore_errors=True)
 
     def drop(self, positions: set[Position]) -> None:
-        """Remove checkpoints. Each is renamed first, so that none is ever seen half removed."""
+        """Leave checkpoints to `sweep`, under another name, so that none is ever seen half removed."""
         for position, rank, path in self._folders():
             if position in positions and self._manages(rank):
-                removed = self._partial()
-                path.rename(removed)
-                shutil.rmtree(removed)
-                _remove_if_empty(path.parent)
+                path.rename(self._partial())
 
     def sweep(self) -> None:
-        """Remove what writers left behind that were killed: temporary folders and empty rounds."""
+        """Remove what was dropped, or left behind by writers that were killed, and rounds without a rank."""
         for path in self._entries():
             match = _PARTIAL.fullmatch(path.name)
             if match and self._manages(int(match[1])) and match[2] == self._tag:
                 shutil.rmtree(path)
             elif _POSITION.fullmatch(path.name):
-                _remove_if_empty(path)
-
-    def free_space(self) -> str:
-        """For the error message when something could not be written."""
-        try:
-            return f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
-        except OSError as error:
-            return str(error)
+                with suppress(OSError):  # it is not empty, or another rank has just removed it
+                    path.rmdir()
 
     def _manages(self, rank: int) -> bool:
         return rank % self.world == self.rank
@@ -160,16 +182,6 @@ class CheckpointDirectory:
                 for path in paths:
                     if rank := _RANK.fullmatch(path.name):
                         yield Position(int(match[1]), int(match[2] or 0)), int(rank[1]), path
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Another rank may remove it, or save into it, at the same time."""
-    try:
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
-            raise
 
 
 def _make_durable_folder(folder: Path) -> None:

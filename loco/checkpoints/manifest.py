@@ -83,21 +83,13 @@ def manifest_of(state: Mapping[str, Any], *, save: str, format: str, folder: Pat
     from loco import __version__  # which is set once loco has imported this
 
     own = state["loco"]
-    copied = ("round", "local_step", "num_sites", "ranks_per_site", "site", "rank_in_site")
-    return Manifest(
-        **{name: own[name] for name in (*copied, "parameters", "settings")},
-        name=own.get("name", ""),
-        save=save,
-        world=own["num_sites"] * own["ranks_per_site"],
-        wire_version=VERSION,
-        digest=digest_of(own["anchor"]),
-        format=format,
-        files={
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-            for path in sorted(folder.iterdir())
-        },
-        loco=__version__,
-    )
+    described = {field.name: own[field.name] for field in dataclasses.fields(Manifest) if field.name in own}
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())
+    }
+    described |= {"save": save, "format": format, "files": files, "digest": digest_of(own["anchor"])}
+    described |= {"wire_version": VERSION, "loco": __version__}
+    return Manifest(**described, world=own["num_sites"] * own["ranks_per_site"])
 
 
 def site_name(topology: SiteTopology) -> str:

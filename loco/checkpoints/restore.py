@@ -4,11 +4,11 @@ Each rank tells all others what it sees. Which checkpoint is loaded, by which ra
 """
 
 import logging
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -70,7 +70,7 @@ class Save:
     position: Position
     num_sites: int
     refusal: str = ""  # why it is not of this training
-    visible_to: dict[int, list[int]] = field(default_factory=dict)  # by old rank: ranks that see its folder
+    visible: set[tuple[int, int]] = field(default_factory=set)  # (rank, the old rank whose folder it sees)
 
 
 class Selected(NamedTuple):
@@ -135,11 +135,8 @@ class Load:
             roster = Roster.of(
                 self.sites, self.lost, old_sites=save.num_sites, new_sites=world // each, ranks_per_site=each
             )
-            continued = {rank: roster.old_rank(rank) for rank in range(world)}
-            if any(
-                old is not None and rank not in save.visible_to.get(old, ())
-                for rank, old in continued.items()
-            ):
+            old_ranks = [(rank, roster.old_rank(rank)) for rank in range(world)]
+            if any(old is not None and (rank, old) not in save.visible for rank, old in old_ranks):
                 continue
             if not withholds and roster.leaving and save.position.local_step:
                 raise ValueError(
@@ -148,13 +145,13 @@ class Load:
                     f"end of a round"
                 )
             readers = {  # ranks that hold the same slice of θ
-                old: [rank for rank in save.visible_to.get(old, ()) if rank % each == old % each]
+                old: [rank for rank in range(old % each, world, each) if (rank, old) in save.visible]
                 for site in (roster.leaving if withholds else ())
                 for old in range(site * each, (site + 1) * each)
             }
             unread = [old for old, ranks in readers.items() if not ranks]
             if not unread:
-                return Selected(save, roster, {old: min(ranks) for old, ranks in readers.items()})
+                return Selected(save, roster, {old: ranks[0] for old, ranks in readers.items()})
             invisible = invisible or (save.position, unread[0])
         if invisible is None:
             return None
@@ -168,13 +165,11 @@ class Load:
     def _require_fresh_start(self, saves: list[Save], damaged: bool) -> None:
         """Accept that no checkpoint can be loaded only if none was ever complete on all ranks."""
         if damaged or len(saves) > 1:
-            found = "; ".join(
-                f"{save.position} of {', '.join(f'rank {old_rank}' for old_rank in sorted(save.visible_to))}"
-                for save in saves
-            )
+            ranks = [sorted({f"rank {old}" for _, old in save.visible}) for save in saves]
+            found = [f"{save.position} of {', '.join(of)}" for save, of in zip(saves, ranks, strict=True)]
             raise CheckpointError(
                 f"{self.directory.folder} holds checkpoints, but none that is whole on all ranks (found "
-                f"{found or 'damaged ones'}): give every rank the folder that it saved to, or empty the "
+                f"{'; '.join(found) or 'damaged ones'}): give every rank the folder that it saved to, or empty the "
                 f"folder on all ranks to start from scratch"
             )
         for save in saves:
@@ -257,7 +252,7 @@ def _all_saves(notes: list[dict[str, Any]]) -> list[Save]:
     for rank, note in enumerate(notes):
         for name, round, step, num_sites, old_rank, refusal in note["saves"]:
             save = saves.setdefault(name, Save(name, Position(round, step), num_sites))
-            save.visible_to.setdefault(old_rank, []).append(rank)
+            save.visible.add((rank, old_rank))
             if refusal and not save.refusal:
                 save.refusal = f"rank {rank}: {refusal}"
     return sorted(saves.values(), key=lambda save: (save.position, save.name), reverse=True)
@@ -271,9 +266,6 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         tree = FORMATS[manifest.format][1](folder)
         if digest_of(tree["optimizer"]["loco"]["anchor"]) != manifest.digest:
             raise ValueError("its anchor is not the one that was saved")
-    except (
-        *(ValueError, OSError, RuntimeError, KeyError, TypeError, EOFError),
-        pickle.UnpicklingError,
-    ) as error:
+    except (ValueError, OSError, RuntimeError, KeyError, TypeError, EOFError, UnpicklingError) as error:
         raise _DamagedError(f"{folder} is damaged ({type(error).__name__}: {error})") from error
     return tree
