@@ -3,7 +3,7 @@
 import logging
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from ..coordination.rendezvous import NeededError
 from ..errors import CheckpointError
+from ..logs import warn_once_per_machine
 from .directory import CheckpointDirectory
 from .formats import FORMATS, host_copy
 from .manifest import Manifest, Position, manifest_of, site_name
@@ -59,7 +60,7 @@ class Checkpoints:
         if format not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
         self.folder, self.keep, self.format = Path(folder), keep, format
-        self._optimizer: weakref.ref[Saveable] | None = None  # the one that was saved or loaded here
+        self._optimizer: Callable[[], Saveable | None] = lambda: None  # the one saved or loaded here, weakly
         self._own_saves: set[str] = set()  # saves in the folder that are of this training
         self._has_resumed = False  # from a checkpoint that `load` found
         self._writer: ThreadPoolExecutor | None = None
@@ -90,7 +91,7 @@ class Checkpoints:
             try:
                 return self._save(optimizer, extra, blocking=blocking)
             except NeededError as error:
-                _log.warning("%s. This rank reconnects before it saves", error)
+                warn_once_per_machine(_log, "%s. Ranks reconnect before they save", error)
                 optimizer.reconnect()
 
     def _save(self, optimizer: Saveable, extra: Any, *, blocking: bool) -> None:
@@ -144,8 +145,7 @@ class Checkpoints:
         Raises:
             CheckpointError: they are not.
         """
-        previous = None if self._optimizer is None else self._optimizer()
-        if previous is not None and previous is not optimizer:
+        if self._optimizer() not in (None, optimizer):
             raise CheckpointError(
                 f"this loco.Checkpoints saves another optimizer to {self.folder}: give each optimizer a "
                 f"loco.Checkpoints and a folder of its own"
@@ -191,18 +191,14 @@ class Checkpoints:
     ) -> Resumed | None:
         """Load the newest checkpoint that all ranks hold whole. All ranks load it, or none does.
 
-        With as many sites as before, the training goes on bit for bit as if it had never stopped. Damaged
-        checkpoints are skipped, with a warning that names them.
-
-        With another number of sites nothing is lost either. A joining site needs no files: it receives θ, m,
-        hyperparameters and `extra` from site 0, and starts with an empty residual and a fresh inner state.
-        What a leaving site has not sent yet, s = Δ + e, is added to the residuals of the others, so that the
-        sum over all sites stays the same to the last bit; a warning counts the elements that no FP32 residual
-        can hold exactly, and that are rounded.
+        With as many sites as before, the training goes on bit for bit as if it had never stopped. With
+        another number no update is lost either: joining sites receive θ, m, hyperparameters and `extra` from
+        site 0, and what leaving sites have not sent yet is added to the residuals of the others. A warning
+        counts the elements that no residual can hold exactly; another one names damaged checkpoints, which
+        are skipped.
 
         A site that comes and goes loads its own newest checkpoint. If the other sites have done more rounds,
-        it takes θ, m and the round from them and begins a new round; its residual is kept only if the
-        checkpoint is of the last round in which it took part, because part of an older one may have been sent
+        it takes θ, m and the round from them; its residual is kept only if no part of it can have been sent
         since.
 
         Args:

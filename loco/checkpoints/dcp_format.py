@@ -81,9 +81,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         [(dcp_metadata.__name__, name) for name in (*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING")]
         + [(dcp_files.__name__, "_StorageInfo"), ("torch.serialization", "_get_layout"), ("torch", "Size")]
         + [
-            ("torch", str(dtype).removeprefix("torch."))
-            for dtype in vars(torch).values()
-            if isinstance(dtype, torch.dtype)
+            ("torch", str(t).removeprefix("torch."))
+            for t in vars(torch).values()
+            if isinstance(t, torch.dtype)
         ]
         # The type of the path it was written to, under its name in different versions of Python.
         + [(module, PosixPath.__name__) for module in ("pathlib", "pathlib._local")]

@@ -98,12 +98,8 @@ def site_name(topology: SiteTopology) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete folder: all data files are there, with the sizes that were written.
-
-    Raises:
-        ValueError: the folder is damaged; says how.
-        OSError: it can't be read.
-    """
+    """The manifest of a complete folder: all data files are there, with the sizes that were written. A
+    ValueError says what is damaged."""
     try:
         manifest = Manifest(**json.loads((folder / NAME).read_text(encoding="utf-8")))
         sizes = {str(name): int(of["bytes"]) for name, of in manifest.files.items()}

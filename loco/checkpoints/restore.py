@@ -34,10 +34,7 @@ def together(
     needed: Callable[[], bool] | None = None,
 ) -> tuple[_Done, list[dict[str, Any]]]:
     """Call `do(note)`, which fills in what this rank tells the others -> its result, and every rank's note.
-
-    Raises:
-        Exception: as `swap_or_fail`, on all ranks, if `do` has failed on one of them.
-    """
+    If it fails on one rank, all raise an error, as `swap_or_fail` does."""
     note: dict[str, Any] = {}
     try:
         done = do(note)
@@ -79,10 +76,6 @@ class Selected(NamedTuple):
     save: Save
     roster: Roster
     readers: dict[int, int]
-
-
-class _DamagedError(Exception):
-    """A rank's folder is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +158,14 @@ class Load:
     def _require_fresh_start(self, saves: list[Save], damaged: bool) -> None:
         """Accept that no checkpoint can be loaded only if none was ever complete on all ranks."""
         if damaged or len(saves) > 1:
-            ranks = [sorted({f"rank {old}" for _, old in save.visible}) for save in saves]
-            found = [f"{save.position} of {', '.join(of)}" for save, of in zip(saves, ranks, strict=True)]
+            found = []
+            for save in saves:
+                old_ranks = sorted({old for _, old in save.visible})
+                found.append(f"{save.position} of rank {', rank '.join(map(str, old_ranks))}")
             raise CheckpointError(
                 f"{self.directory.folder} holds checkpoints, but none that is whole on all ranks (found "
-                f"{'; '.join(found) or 'damaged ones'}): give every rank the folder that it saved to, or empty the "
-                f"folder on all ranks to start from scratch"
+                f"{'; '.join(found) or 'damaged ones'}): give every rank the folder that it saved to, or "
+                f"empty the folder on all ranks to start from scratch"
             )
         for save in saves:
             warn_once_per_machine(
@@ -189,7 +184,7 @@ class Load:
                 if reader == self.directory.rank:
                     leaving = _read_folder(self.directory.path(selected.save.position, old))
                     updates[old] = update_of(self.optimizer.outer_state, leaving)
-        except _DamagedError as error:
+        except CheckpointError as error:
             note["damaged"] = str(error)
         return tree, updates
 
@@ -259,7 +254,7 @@ def _all_saves(notes: list[dict[str, Any]]) -> list[Save]:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    """What a rank saved, proven to be exactly that."""
+    """What a rank saved. A CheckpointError if that is not what lies there."""
     try:
         manifest = read_manifest(folder)
         manifest.check_whole(folder)
@@ -267,5 +262,5 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         if digest_of(tree["optimizer"]["loco"]["anchor"]) != manifest.digest:
             raise ValueError("its anchor is not the one that was saved")
     except (ValueError, OSError, RuntimeError, KeyError, TypeError, EOFError, UnpicklingError) as error:
-        raise _DamagedError(f"{folder} is damaged ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"{folder} is damaged ({type(error).__name__}: {error})") from error
     return tree

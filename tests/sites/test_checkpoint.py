@@ -159,6 +159,17 @@ def test_a_damaged_one_is_passed_over_by_all_with_a_warning(tmp_path: Path, how:
     assert "round-00000002/rank-00001" in found[1][2]
 
 
+def skipped_on_one_machine(rank: int, folder: str) -> str:
+    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun numbers the ranks of one machine
+    return damaged(rank, folder, "a flipped bit", 1)[2]
+
+
+def test_a_checkpoint_that_is_skipped_is_told_once_on_each_machine(tmp_path: Path) -> None:
+    first, second = run_ranks(2, skipped_on_one_machine, str(tmp_path))
+    assert first.count("skipping the checkpoint of round 2: ") == 1
+    assert "skipping the checkpoint" not in second
+
+
 def with_changes(rank: int, folder: str, changes: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str]]:
     """Load what was saved by default into optimizers built otherwise -> the errors."""
     net, optimizer = built()
