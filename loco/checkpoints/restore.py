@@ -208,9 +208,8 @@ class Load:
         try:
             tree = self._exchange(selected, tree, updates)
             own = tree["optimizer"]["loco"]
-            note |= {name: own[name] for name in ("round", "local_step")} | {
-                "digest": digest_of(own["anchor"])
-            }
+            note["round"], note["local_step"] = own["round"], own["local_step"]
+            note["digest"] = digest_of(own["anchor"])
             optimizer.load_state_dict(tree["optimizer"], agree=agree)
         except Exception as error:
             if not is_asked:
