@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..coordination.rendezvous import Agreement, NeededError, swap_or_fail
+from ..coordination.rendezvous import NeededError
 from ..errors import CheckpointError
+from ..logs import warn_once_per_machine
 from .directory import CheckpointDirectory
 from .formats import FORMATS, host_copy
 from .manifest import Manifest, Position, manifest_of, site_name
 from .protocol import Saveable
-from .restore import Resumed, resume
-from .selection import all_saves
+from .restore import Load, Resumed, together
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Checkpoints:
         if format not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
         self.folder, self.keep, self.format = Path(folder), keep, format
-        self._optimizer: weakref.ref[Saveable] | None = None  # the one that was saved or loaded here
+        self._optimizer: Callable[[], Saveable | None] = lambda: None  # the one saved or loaded here, weakly
         self._own_saves: set[str] = set()  # saves in the folder that are of this training
         self._has_resumed = False  # from a checkpoint that `load` found
         self._writer: ThreadPoolExecutor | None = None
@@ -71,9 +71,8 @@ class Checkpoints:
 
         The state is copied to host memory, which takes as much memory as the state, and a thread writes it
         while training goes on; the next `save` waits for that thread. If all ranks have already saved this
-        step, that checkpoint stays as it is.
-
-        A round that was interrupted is settled first, which may send messages.
+        step, that checkpoint stays as it is. A round that was interrupted is settled first, which may send
+        messages.
 
         Args:
             optimizer: a loco optimizer, between two steps; it may be in the middle of a round.
@@ -92,61 +91,53 @@ class Checkpoints:
             try:
                 return self._save(optimizer, extra, blocking=blocking)
             except NeededError as error:
-                _log.warning("%s. This rank reconnects before it saves", error)
+                warn_once_per_machine(_log, "%s. Ranks reconnect before they save", error)
                 optimizer.topology.notes.reconnect()
 
     def _save(self, optimizer: Saveable, extra: Any, *, blocking: bool) -> None:
         rendezvous = optimizer.topology.notes
-        directory = self._directory(optimizer)
-        tree: dict[str, Any] = {}
-        held: list[Manifest] = []
-        failure: Exception | None = None
+        directory, failure = self._directory(optimizer), None
         try:
             optimizer.settle()  # whether an interrupted round counts decides the position
         except Exception as error:
             failure = error
         position = Position(optimizer.round, optimizer.local_step)
-        phase = f"saving {position}{self._label(rendezvous)}"
+        phase = f"saving {position}{self._label(optimizer)}"
         if blocking and failure is None and rendezvous.missed(f"after {phase}"):
-            swap_or_fail(rendezvous, {}, None, f"after {phase}")  # all ranks had written it
+            together(rendezvous, f"after {phase}", lambda _: None)  # all ranks had written it
             return
-        try:
+
+        def prepare(note: dict[str, Any]) -> tuple[dict[str, Any], list[Manifest]]:
             if failure is not None:
                 raise failure
             self.wait()
             tree = host_copy({"optimizer": optimizer.state_dict(), "extra": extra})
             held = self._held(optimizer, directory)
-        except Exception as error:
-            failure = error
-        note: dict[str, Any] = {"save": uuid.uuid4().hex}
-        note["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
-        notes = swap_or_fail(rendezvous, note, failure, phase)
+            note["save"] = uuid.uuid4().hex
+            note["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
+            return tree, held
+
+        (tree, held), notes = together(rendezvous, phase, prepare)
         save = notes[0]["save"]
         self._optimizer = weakref.ref(optimizer)
         self._own_saves.add(save)
-        held_by_all = [entry for entry in note["held"] if all(entry in other["held"] for other in notes)]
+        held_by_all = [entry for entry in notes[0]["held"] if all(entry in note["held"] for note in notes)]
         complete = [Position(round, step) for round, step, _ in held_by_all]
         if position in complete:
             return  # replacing it would put at risk what all ranks hold
-        outdated = self._outdated(directory, position, held, complete)
+        outdated = self._outdated(directory.positions(), position, [m.position for m in held], complete)
 
-        def write(folder: Path) -> None:
+        def fill(folder: Path) -> None:
             FORMATS[self.format][0](tree, folder)
             manifest_of(tree["optimizer"], save=save, format=self.format, folder=folder).write(folder)
 
-        def work() -> None:
-            directory.sweep()
-            directory.drop(outdated)
-            directory.put(position, write, lambda: self._held(optimizer, directory))
+        def write() -> None:
+            directory.replace(outdated, position, fill, lambda: self._held(optimizer, directory))
 
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="loco-checkpoint")
-        self._writing = self._writer.submit(_reported, work, directory, position)
+        self._writing = self._writer.submit(write)
         if blocking:
-            try:
-                self.wait()
-            except Exception as error:
-                failure = error
-            swap_or_fail(rendezvous, {}, failure, f"after {phase}")
+            together(rendezvous, f"after {phase}", lambda _: self.wait())
 
     def _held(self, optimizer: Saveable, directory: CheckpointDirectory) -> list[Manifest]:
         """This rank's whole checkpoints, if all of them are of this training and this optimizer.
@@ -154,13 +145,12 @@ class Checkpoints:
         Raises:
             CheckpointError: they are not.
         """
-        previous = None if self._optimizer is None else self._optimizer()
-        if previous is not None and previous is not optimizer:
+        if self._optimizer() not in (None, optimizer):
             raise CheckpointError(
                 f"this loco.Checkpoints saves another optimizer to {self.folder}: give each optimizer a "
                 f"loco.Checkpoints and a folder of its own"
             )
-        held = directory.whole()
+        held, _ = directory.whole()
         if foreign := [m for m in held if m.save not in self._own_saves]:
             raise CheckpointError(
                 f"{self.folder} holds checkpoints that this loco.Checkpoints has neither saved nor loaded "
@@ -169,28 +159,22 @@ class Checkpoints:
             )
         return held
 
-    def _label(self, rendezvous: Agreement) -> str:
+    def _label(self, optimizer: Saveable) -> str:
         """Distinguishes several folders of one training: the second one and later have a number."""
-        number = rendezvous.number_of(self)
+        number = optimizer.topology.notes.number_of(self)
         return f" to folder {number + 1}" if number else ""
 
     def _outdated(
-        self,
-        directory: CheckpointDirectory,
-        position: Position,
-        held: list[Manifest],
-        complete: list[Position],
-    ) -> list[Position]:
-        """The positions whose checkpoints may go before `position` is written; all ranks hold `complete`."""
-        newest_complete = max((other for other in complete if other < position), default=None)
-        kept = [m.position for m in held if m.position < position][-(self.keep - 1) :]
-        return [
-            other
-            for other in directory.positions()
-            # Later positions are of the run that was resumed from: `load` could not use them.
-            if (other > position and self._has_resumed)
-            or (newest_complete is not None and other < newest_complete and other not in kept)
-        ]
+        self, found: set[Position], position: Position, held: list[Position], complete: list[Position]
+    ) -> set[Position]:
+        """Those of the positions found that may go before `position` is written. This rank holds a whole
+        checkpoint of each of `held`, and all ranks of each of `complete`."""
+        newest_complete = max((other for other in complete if other < position), default=Position(0, 0))
+        kept = [other for other in held if other < position][1 - self.keep :]
+        outdated = {other for other in found if other < newest_complete and other not in kept}
+        if self._has_resumed:  # later ones are of the run that was resumed from: `load` could not use them
+            outdated |= {other for other in found if other > position}
+        return outdated
 
     def wait(self) -> None:
         """Return when this rank's last checkpoint is on disk.
@@ -207,18 +191,14 @@ class Checkpoints:
     ) -> Resumed | None:
         """Load the newest checkpoint that all ranks hold whole. All ranks load it, or none does.
 
-        With as many sites as before, the training goes on bit for bit as if it had never stopped. Damaged
-        checkpoints are skipped, with a warning that names them.
-
-        With another number of sites nothing is lost either. A joining site needs no files: it receives θ, m,
-        hyperparameters and `extra` from site 0, and starts with an empty residual and a fresh inner state.
-        What a leaving site has not sent yet, s = Δ + e, is added to the residuals of the others, so that the
-        sum over all sites stays the same to the last bit; a warning counts the elements that no FP32 residual
-        can hold exactly, and that are rounded.
+        With as many sites as before, the training goes on bit for bit as if it had never stopped. With
+        another number no update is lost either: joining sites receive θ, m, hyperparameters and `extra` from
+        site 0, and what leaving sites have not sent yet is added to the residuals of the others. A warning
+        counts the elements that no residual can hold exactly; another one names damaged checkpoints, which
+        are skipped.
 
         A site that comes and goes loads its own newest checkpoint. If the other sites have done more rounds,
-        it takes θ, m and the round from them and begins a new round; its residual is kept only if the
-        checkpoint is of the last round in which it took part, because part of an older one may have been sent
+        it takes θ, m and the round from them; its residual is kept only if no part of it can have been sent
         since.
 
         Args:
@@ -245,11 +225,10 @@ class Checkpoints:
         """
         with suppress(CheckpointError):  # which was logged
             self.wait()
-        directory, rendezvous = self._directory(optimizer), optimizer.topology.notes
-        saves, damaged = all_saves(rendezvous, directory, sites, lost, self._label(rendezvous))
-        resumed = resume(optimizer, directory, saves, damaged, sites, lost)
+        call = Load(optimizer, self._directory(optimizer), sites, lost)
+        resumed, saves = call.run(self._label(optimizer))
         self._optimizer = weakref.ref(optimizer)
-        self._own_saves |= saves.keys()
+        self._own_saves |= saves
         self._has_resumed = Position(optimizer.round, optimizer.local_step) > Position(0, 0)
         return resumed
 
@@ -271,20 +250,3 @@ class Checkpoints:
     def _directory(self, optimizer: Saveable) -> CheckpointDirectory:
         all_ranks = optimizer.topology.everyone()
         return CheckpointDirectory(self.folder, all_ranks.rank, all_ranks.size, site_name(optimizer.topology))
-
-
-def _reported(work: Callable[[], None], directory: CheckpointDirectory, position: Position) -> None:
-    """Do the work of the writing thread. Errors are logged too, in case nobody calls `wait` any more."""
-    try:
-        work()
-    except CheckpointError as error:
-        _log.error("%s", error)
-        raise
-    except Exception as error:
-        failure = CheckpointError(
-            f"{directory.path(position, directory.rank)} could not be written ({type(error).__name__}: "
-            f"{error}; {directory.free_space()}): the checkpoints before it are unchanged. Free some space "
-            f"or repair the disk, and save again"
-        )
-        _log.error("%s", failure)
-        raise failure from error

@@ -1,11 +1,13 @@
 """A state as files of torch.distributed.checkpoint (DCP), read without running any code that they name.
 
-DCP writes its metadata, and everything that is not a tensor, as pickles. Here metadata may name only the
-types of a fixed list, and the rest is read with `weights_only=True`.
+DCP writes its metadata, and everything that is not a tensor, as pickles, and its own reader runs what they
+name. Here metadata may name only the types of a fixed list, and each item is read with `weights_only=True`. A
+rank has written all of its tensors whole, so an item is a tensor.
 """
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -13,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from .formats import mapped
 
@@ -27,13 +28,11 @@ def write(tree: Any, folder: Path) -> None:
     """Write what `dcp.save(…, no_dist=True)` writes, without the warning that it gives each time."""
     tensors: dict[str, Tensor] = {}
 
-    def take_out(path: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        tensors[_unique(path, tensors)] = value
-        return value.to("meta")
+    def take_out(name: str, tensor: Tensor) -> Tensor:
+        tensors[name] = tensor
+        return tensor.to("meta")
 
-    skeleton = mapped(tree, take_out)
+    skeleton = _with_tensors(tree, take_out)
     planner, writer = DefaultSavePlanner(False, False), FileSystemWriter(folder)
     planner.set_up_planner({_TREE: skeleton, **tensors}, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -45,59 +44,36 @@ def write(tree: Any, folder: Path) -> None:
 
 
 def read(folder: Path) -> Any:
-    reader, planner = _SafeReader(folder), _SafePlanner(False, False)
-    metadata = reader.read_metadata()
-    target: dict[str, Any] = {
-        name: torch.empty(kept.size, dtype=kept.properties.dtype)
-        if isinstance(kept, dcp_metadata.TensorStorageMetadata)
-        else None
-        for name, kept in metadata.state_dict_metadata.items()
-    }
-    planner.set_up_planner(target, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    (plan,) = reader.prepare_global_plan(
-        planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    )
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-    loaded, taken = planner.state_dict, set()
+    """What `write` has written. A pickle.UnpicklingError if a file names code, or a file elsewhere."""
+    with (folder / ".metadata").open("rb") as file:
+        metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise pickle.UnpicklingError(f"{folder}/.metadata does not hold metadata")
+    items: dict[str, Any] = {}
+    for index, stored in metadata.storage_data.items():
+        if Path(stored.relative_path).name != stored.relative_path or stored.transform_descriptors:
+            raise pickle.UnpicklingError(f"{folder}/.metadata names a file outside its folder")
+        with (folder / stored.relative_path).open("rb") as file:
+            file.seek(stored.offset)
+            item = io.BytesIO(file.read(stored.length))
+        items[index.fqn] = torch.load(item, map_location="cpu", weights_only=True)
+    return _with_tensors(items[_TREE], lambda name, _: items[name])
 
-    def put_back(path: str, value: Any) -> Any:
+
+def _with_tensors(tree: Any, replacement: Callable[[str, Tensor], Tensor]) -> Any:
+    """The tree, with each tensor replaced by `replacement(name, tensor)`. A name is the tensor's path; of
+    tensors with one path, as tree["a"]["b"] and tree["a.b"], the later ones have it with a prime."""
+    taken = {_TREE}
+
+    def replaced(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        name = _unique(path, taken)
+        while name in taken:
+            name += "'"
         taken.add(name)
-        return loaded[name]
+        return replacement(name, value)
 
-    return mapped(loaded[_TREE], put_back)
-
-
-def _unique(name: str, taken: Any) -> str:
-    """Distinguishes the tensors tree["a"]["b"] and tree["a.b"], whose paths are both "a.b"."""
-    while name in taken or name == _TREE:
-        name += "'"
-    return name
-
-
-class _SafePlanner(DefaultLoadPlanner):
-    """DCP's planner reads bytes with `weights_only=False`, which runs code that they name."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
-class _SafeReader(FileSystemReader):
-    """DCP's reader reads its metadata with pickle, which runs code that it names."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise pickle.UnpicklingError(f"{self.path}/.metadata does not hold metadata")
-        for stored in metadata.storage_data.values():
-            if Path(stored.relative_path).name != stored.relative_path or stored.transform_descriptors:
-                raise pickle.UnpicklingError(f"{self.path}/.metadata names a file outside its folder")
-        metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
-        return metadata
+    return mapped(tree, replaced)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -105,9 +81,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         [(dcp_metadata.__name__, name) for name in (*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING")]
         + [(dcp_files.__name__, "_StorageInfo"), ("torch.serialization", "_get_layout"), ("torch", "Size")]
         + [
-            ("torch", str(dtype).removeprefix("torch."))
-            for dtype in vars(torch).values()
-            if isinstance(dtype, torch.dtype)
+            ("torch", str(t).removeprefix("torch."))
+            for t in vars(torch).values()
+            if isinstance(t, torch.dtype)
         ]
         # The type of the path it was written to, under its name in different versions of Python.
         + [(module, PosixPath.__name__) for module in ("pathlib", "pathlib._local")]

@@ -44,25 +44,19 @@ class CheckpointDirectory:
         step = f"-step-{position.local_step:05d}" if position.local_step else ""
         return self.folder / f"round-{position.round:08d}{step}" / f"rank-{rank:05d}"
 
-    def positions(self, *, own: bool = False) -> list[Position]:
-        """Of all folders that this rank manages, or of its own ones, whole or damaged."""
-        mine = [
-            at
-            for at, rank, _ in self._rank_folders()
-            if self._manages(rank) and (rank == self.rank or not own)
-        ]
-        return sorted(set(mine))
+    def positions(self) -> set[Position]:
+        """Of all folders that this rank manages, whole or damaged."""
+        return {position for position, rank, _ in self._folders() if self._manages(rank)}
 
-    def whole(self, *, of_all_ranks: bool = False) -> list[Manifest]:
-        """The complete checkpoints of this rank, or of all ranks visible in this folder, oldest first.
-
-        This rank's damaged ones are skipped with a warning.
+    def whole(self, *, of_all_ranks: bool = False) -> tuple[list[Manifest], bool]:
+        """The complete checkpoints of this rank, or of all ranks visible in this folder, oldest first; and
+        whether this rank has a damaged one, which a warning names.
 
         Raises:
             CheckpointError: this site has a name, and the folder holds checkpoints of another site.
         """
-        found = []
-        for position, rank, path in self._rank_folders():
+        found, is_damaged = [], False
+        for position, rank, path in self._folders():
             if rank != self.rank and not of_all_ranks:
                 continue
             try:
@@ -71,6 +65,7 @@ class CheckpointDirectory:
                     raise ValueError(f"{path} holds {manifest.position} of rank {manifest.rank}")
             except (ValueError, OSError) as error:
                 if rank == self.rank:
+                    is_damaged = True
                     _log.warning("skipping a checkpoint: %s", error)
                 continue
             if self.site_name and manifest.name != self.site_name:
@@ -80,7 +75,38 @@ class CheckpointDirectory:
                     f"its own, and the same name whenever it comes back"
                 )
             found.append(manifest)
-        return sorted(found, key=lambda manifest: manifest.position)
+        return sorted(found, key=lambda manifest: manifest.position), is_damaged
+
+    def replace(
+        self,
+        outdated: set[Position],
+        position: Position,
+        write: Callable[[Path], None],
+        check: Callable[[], object],
+    ) -> None:
+        """Remove what is outdated or was left by killed writers, and `put` a checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written. It is logged, in case nobody waits for it any more.
+        """
+        try:
+            self.drop(outdated)
+            self.sweep()
+            self.put(position, write, check)
+        except CheckpointError as error:
+            _log.error("%s", error)
+            raise
+        except Exception as error:
+            free = "unknown"
+            with suppress(OSError):
+                free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f}"
+            failure = CheckpointError(
+                f"{self.path(position, self.rank)} could not be written ({type(error).__name__}: {error}; "
+                f"{free} MB are free there): the checkpoints before it are unchanged. Free some space or "
+                f"repair the disk, and save again"
+            )
+            _log.error("%s", failure)
+            raise failure from error
 
     def put(
         self, position: Position, write: Callable[[Path], None], check: Callable[[], object] | None = None
@@ -88,11 +114,10 @@ class CheckpointDirectory:
         """Let `write` fill a temporary folder, flush it to disk, and rename it to its final path.
 
         Args:
-            check: called before anything is replaced, to raise an error if it must not be.
+            check: called, or else `whole`, before anything is replaced, to raise an error if it must not be.
 
         Raises:
-            OSError: it could not be written; nothing of it is left.
-            CheckpointError: as `whole`; nothing of it is left.
+            OSError, CheckpointError: it could not be written; nothing of it is left.
         """
         _make_durable_folder(self.folder)
         partial, replaced = self._partial(), self._partial()
@@ -100,9 +125,8 @@ class CheckpointDirectory:
         partial.mkdir()
         try:
             write(partial)
-            for path in partial.iterdir():
+            for path in (*partial.iterdir(), partial):
                 _flush(path)
-            _flush(partial)
             while True:
                 final.parent.mkdir(exist_ok=True)
                 try:
@@ -123,30 +147,21 @@ class CheckpointDirectory:
             for path in (partial, replaced):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def drop(self, positions: list[Position]) -> None:
-        """Remove checkpoints. Each is renamed first, so that none is ever seen half removed."""
-        for position, rank, path in list(self._rank_folders()):
+    def drop(self, positions: set[Position]) -> None:
+        """Leave checkpoints to `sweep`, under another name, so that none is ever seen half removed."""
+        for position, rank, path in self._folders():
             if position in positions and self._manages(rank):
-                removed = self._partial()
-                path.rename(removed)
-                shutil.rmtree(removed)
-                _remove_if_empty(path.parent)
+                path.rename(self._partial())
 
     def sweep(self) -> None:
-        """Remove what writers left behind that were killed: temporary folders and empty rounds."""
-        for path in list(self.folder.iterdir()) if self.folder.exists() else ():
+        """Remove what was dropped, or left behind by writers that were killed, and rounds without a rank."""
+        for path in self._entries():
             match = _PARTIAL.fullmatch(path.name)
             if match and self._manages(int(match[1])) and match[2] == self._tag:
                 shutil.rmtree(path)
             elif _POSITION.fullmatch(path.name):
-                _remove_if_empty(path)
-
-    def free_space(self) -> str:
-        """For the error message when something could not be written."""
-        try:
-            return f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
-        except OSError as error:
-            return str(error)
+                with suppress(OSError):  # it is not empty, or another rank has just removed it
+                    path.rmdir()
 
     def _manages(self, rank: int) -> bool:
         return rank % self.world == self.rank
@@ -154,30 +169,19 @@ class CheckpointDirectory:
     def _partial(self) -> Path:
         return self.folder / f".partial-rank-{self.rank:05d}-{uuid.uuid4().hex}{self._tag}"
 
-    def _rank_folders(self) -> Iterator[tuple[Position, int, Path]]:
+    def _entries(self) -> list[Path]:
+        return list(self.folder.iterdir()) if self.folder.exists() else []
+
+    def _folders(self) -> Iterator[tuple[Position, int, Path]]:
         """Every rank's folders that this rank can see."""
-        if not self.folder.exists():
-            return
-        for parent in list(self.folder.iterdir()):
+        for parent in self._entries():
             if match := _POSITION.fullmatch(parent.name):
-                position = Position(int(match[1]), int(match[2] or 0))
-                try:
-                    children = list(parent.iterdir())
-                except (FileNotFoundError, NotADirectoryError):  # another rank may have just removed it
-                    continue
-                for path in children:
+                paths: list[Path] = []
+                with suppress(FileNotFoundError, NotADirectoryError):  # another rank may have just removed it
+                    paths += parent.iterdir()
+                for path in paths:
                     if rank := _RANK.fullmatch(path.name):
-                        yield position, int(rank[1]), path
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Another rank may remove it, or save into it, at the same time."""
-    try:
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
-            raise
+                        yield Position(int(match[1]), int(match[2] or 0)), int(rank[1]), path
 
 
 def _make_durable_folder(folder: Path) -> None:

@@ -7,7 +7,7 @@ copy of its largest tensor, and importing it takes half a second.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,31 +56,12 @@ def _copied(path: str, value: Any) -> Any:
     )
 
 
-class _File:
-    """A file that remembers why it could not be written: torch raises another error instead."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.failed: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.failed = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _write_torch(tree: Any, folder: Path) -> None:
-    with (folder / _FILE).open("wb") as raw:
-        file = _File(raw)
+    with (folder / _FILE).open("wb") as file:
         try:
-            torch.save(tree, file)  # pyright: ignore[reportArgumentType]
+            torch.save(tree, file)
         except RuntimeError as error:
-            raise file.failed or error from error
+            raise error.__context__ or error from None  # why the file could not be written
 
 
 def _read_torch(folder: Path) -> Any:

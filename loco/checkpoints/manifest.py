@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from ..members.view import SiteTopology
 from ..round.state import check_same, digest_of
-from ..wire.records import VERSION
 from .protocol import Saveable
 
 NAME = "manifest.json"
@@ -38,7 +37,6 @@ class Manifest:
     rank_in_site: int
     name: str = ""  # of a site that comes and goes, whose number may be another one each time
     settings: dict[str, Any]
-    wire_version: int
     parameters: list[Any]  # names, shapes and dtypes
     digest: str  # of this rank's slice of θ
     format: str  # of the data files
@@ -57,24 +55,21 @@ class Manifest:
         text = json.dumps(dataclasses.asdict(self), indent=1)
         (folder / NAME).write_text(text + "\n", encoding="utf-8")
 
-    def check_belongs(self, optimizer: Saveable) -> None:
-        """Refuse a checkpoint of another training. Any rank of this training may have saved it.
-
-        Raises:
-            ValueError: says what differs.
-        """
-        check_same("wire version", self.wire_version, VERSION)
-        check_same("name", self.name, site_name(optimizer.topology))
-        check_same("ranks_per_site", self.ranks_per_site, optimizer.topology.ranks_per_site)
-        check_same("settings", self.settings, vars(optimizer.settings))
-        check_same("parameters", self.parameters, optimizer.outer_state.parameters.describe())
+    def refusal(self, optimizer: Saveable) -> str:
+        """How this training differs from the one that it is of; "" if any rank of this one may have saved
+        it."""
+        topology = optimizer.topology
+        try:
+            check_same("name", self.name, site_name(topology))
+            check_same("ranks_per_site", self.ranks_per_site, topology.ranks_per_site)
+            check_same("settings", self.settings, vars(optimizer.settings))
+            check_same("parameters", self.parameters, optimizer.outer_state.parameters.describe())
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def check_whole(self, folder: Path) -> None:
-        """Check that the data files are what was written.
-
-        Raises:
-            ValueError: one of them is not, or is missing.
-        """
+        """A ValueError if a data file is not what was written."""
         for name, expected in self.files.items():
             if sha256(folder / name) != expected["sha256"]:
                 raise ValueError(f"{folder / name} is not what was written (its SHA-256 differs)")
@@ -85,21 +80,13 @@ def manifest_of(state: Mapping[str, Any], *, save: str, format: str, folder: Pat
     from loco import __version__  # which is set once loco has imported this
 
     own = state["loco"]
-    copied = ("round", "local_step", "num_sites", "ranks_per_site", "site", "rank_in_site")
-    return Manifest(
-        **{name: own[name] for name in (*copied, "parameters", "settings")},
-        name=own.get("name", ""),
-        save=save,
-        world=own["num_sites"] * own["ranks_per_site"],
-        wire_version=VERSION,
-        digest=digest_of(own["anchor"]),
-        format=format,
-        files={
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-            for path in sorted(folder.iterdir())
-        },
-        loco=__version__,
-    )
+    described = {field.name: own[field.name] for field in dataclasses.fields(Manifest) if field.name in own}
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())
+    }
+    described |= {"save": save, "format": format, "files": files, "digest": digest_of(own["anchor"])}
+    described["loco"] = __version__
+    return Manifest(**described, world=own["num_sites"] * own["ranks_per_site"])
 
 
 def site_name(topology: SiteTopology) -> str:
@@ -108,14 +95,13 @@ def site_name(topology: SiteTopology) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete folder: all data files are there, with the sizes that were written.
-
-    Raises:
-        ValueError: the folder is damaged; says how.
-        OSError: it can't be read.
-    """
+    """The manifest of a complete folder: all data files are there, with the sizes that were written. A
+    ValueError says what is damaged."""
     try:
-        manifest = Manifest(**json.loads((folder / NAME).read_text(encoding="utf-8")))
+        told = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        # Another version of loco may have written more.
+        known = {field.name for field in dataclasses.fields(Manifest)}
+        manifest = Manifest(**{name: value for name, value in told.items() if name in known})
         sizes = {str(name): int(of["bytes"]) for name, of in manifest.files.items()}
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {NAME}") from None

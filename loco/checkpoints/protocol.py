@@ -3,21 +3,9 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from ..config import Settings
 from ..members.view import SiteTopology
-from ..round.parameters import FlatParameters
-
-
-class SaveableState(Protocol):
-    """θ (`anchor`) and e (`residual`) of this rank's slice of the parameters, elements `start` to `stop`."""
-
-    parameters: FlatParameters
-    anchor: Tensor
-    residual: Tensor | None
-    start: int
-    stop: int
+from ..round.outer_state import OuterState
 
 
 class Saveable(Protocol):
@@ -28,7 +16,7 @@ class Saveable(Protocol):
     @property
     def settings(self) -> Settings: ...
     @property
-    def outer_state(self) -> SaveableState: ...
+    def outer_state(self) -> OuterState: ...
     @property
     def round(self) -> int: ...
     @property
@@ -42,7 +30,6 @@ class Saveable(Protocol):
         self, state_dict: dict[str, Any], *, agree: Callable[[], object] | None = None
     ) -> None:
         """Continue from a state. When only copying is left, call `agree`; if it raises, change nothing."""
-        ...
 
     def settle(self) -> object:
         """Find out whether an interrupted round counts. May send messages."""

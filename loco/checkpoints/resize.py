@@ -6,8 +6,9 @@ leaving site is added exactly to the residuals of the sites that go on, its heir
 """
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,12 +16,8 @@ from torch import Tensor
 
 from loco import kernels
 
-from ..net.transport import Transport, as_bytes, to_bytes
-from ..round.parameters import FlatParameters
-from ..round.state import identity
-from .protocol import Saveable
-
-_ELEMENTS_AT_ONCE = 1 << 20  # of θ, between the ranks of a joining site: 4 MiB
+from ..net.transport import Transport
+from ..round.outer_state import OuterState
 
 
 @dataclass(frozen=True)
@@ -40,14 +37,7 @@ class Roster:
         new_sites: int,
         ranks_per_site: int,
     ) -> "Roster":
-        """
-        Args:
-            sites, lost: as the user gave them to `Checkpoints.load`.
-            old_sites, new_sites: how many there were, and are.
-
-        Raises:
-            ValueError: `sites` or `lost` don't match these numbers.
-        """
+        """`sites` and `lost` are those of `Checkpoints.load`; a ValueError if they don't fit the numbers."""
         if sites is None:
             sites = [site if site < old_sites else None for site in range(new_sites)]
         continued = [site for site in sites if site is not None]
@@ -73,15 +63,6 @@ class Roster:
         site = self.sites[rank // self.ranks_per_site]
         return None if site is None else site * self.ranks_per_site + rank % self.ranks_per_site
 
-    def leaving_ranks(self) -> Iterator[int]:
-        for site in self.leaving:
-            yield from range(site * self.ranks_per_site, (site + 1) * self.ranks_per_site)
-
-    def readers(self, leaving_rank: int, visible_to: Mapping[int, Sequence[int]]) -> list[int]:
-        """The new ranks that see a leaving rank's folder, and hold the slice of θ that it belongs to."""
-        rank_in_site = leaving_rank % self.ranks_per_site
-        return [r for r in visible_to.get(leaving_rank, ()) if r % self.ranks_per_site == rank_in_site]
-
     @property
     def joining(self) -> list[int]:
         return [site for site, old_site in enumerate(self.sites) if old_site is None]
@@ -97,20 +78,16 @@ class Roster:
         return staying[first:] + staying[:first] + self.joining
 
 
-def update_of(optimizer: Saveable, state: dict[str, Any], old_site: int) -> Tensor:
-    """s = Δ + e of a leaving site's state, for this rank's slice.
-
-    Raises:
-        ValueError: it is not finite.
-    """
-    outer, own = optimizer.outer_state, state["loco"]
-    pieces = _pieces(own["weights"], outer.parameters, outer.start, outer.stop)
-    encoded = kernels.encode(own["anchor"], pieces, own["residual"], None)
+def update_of(outer: OuterState, tree: dict[str, Any]) -> Tensor:
+    """s = Δ + e of what a rank of a leaving site saved. A ValueError if it is not finite."""
+    own = tree["optimizer"]["loco"]
+    with outer.parameters.over(own["weights"]).pieces(outer.start, outer.stop) as weights:
+        encoded = kernels.encode(own["anchor"], weights, own["residual"], None)
     if encoded.first_nonfinite >= 0:
         name = outer.parameters.name_at(outer.start + encoded.first_nonfinite)
         raise ValueError(
-            f"the update of {name} that site {old_site} left is infinite or NaN: "
-            f"lost=[{old_site}] discards that site's updates"
+            f"the update of {name} that site {own['site']} left is infinite or NaN: "
+            f"lost=[{own['site']}] discards that site's updates"
         )
     return encoded.entries.values
 
@@ -129,127 +106,69 @@ def add_exactly(residual: Tensor, update: Tensor) -> Tensor:
 
 
 def hand_over(
-    all_ranks: Transport,
-    roster: Roster,
-    leaving_site: int,
-    reader: int,
-    update: Tensor | None,
-    residual: Tensor,
+    all_ranks: Transport, ranks: Sequence[int], update: Tensor | None, residual: Tensor, phase: str
 ) -> int:
-    """Pass a leaving site's update from heir to heir, each of which adds what it can hold exactly.
-
-    The ranks that hold the same slice of θ call this together. The first heir rounds what is left at the end.
+    """Pass a leaving site's update from heir to heir, each of which adds what it can hold exactly to its
+    residual. The first heir rounds what is left at the end.
 
     Args:
-        reader: the rank that has read `update`, which is None on the other ranks.
-        residual: of this rank, changed in place.
+        ranks: the one that has read `update`, which is None on the others, and then its heirs.
 
     Returns:
         How many elements this rank had to round.
     """
-    rank_in_site = all_ranks.rank % roster.ranks_per_site
-    heirs = [site * roster.ranks_per_site + rank_in_site for site in roster.heirs(leaving_site)]
-    phase, holder = f"what site {leaving_site} left", reader
-    for heir in [*heirs, heirs[0]]:
-        update = _moved(all_ranks, holder, heir, update, residual.numel(), phase)
-        holder = heir
-        if update is not None and heir == all_ranks.rank:
-            update = add_exactly(residual, update)
-    if update is None or holder != all_ranks.rank:
+    first = ranks[1]
+    for source, target in pairwise([*ranks, first]):
+        if all_ranks.rank == source != target:
+            assert update is not None
+            _send(all_ranks, update if bool(update.any()) else None, [target], phase)
+        elif all_ranks.rank == target != source:
+            update = _receive(all_ranks, source, phase)
+        if all_ranks.rank == target:
+            update = torch.zeros_like(residual) if update is None else add_exactly(residual, update)
+    if update is None or all_ranks.rank != first:
         return 0
     residual.add_(update)
     return int((update != 0).sum())
 
 
-def _moved(
-    all_ranks: Transport, source: int, target: int, update: Tensor | None, numel: int, phase: str
-) -> Tensor | None:
-    """`update` on the rank `target`. If nothing is left of it, only a byte is sent."""
-    if source == target or all_ranks.rank not in (source, target):
-        return update
-    if all_ranks.rank == source:
-        assert update is not None
-        blob = to_bytes(update) if bool((update != 0).any()) else b"\0"
-        all_ranks.send_blob(blob, [target], phase=phase)
-        return None
-    blob = all_ranks.receive_blob(source, phase=phase)
-    return (
-        torch.zeros(numel, dtype=torch.float32)
-        if len(blob) == 1
-        else torch.frombuffer(bytearray(blob), dtype=torch.float32)
-    )
-
-
-def send_to_joining(
-    all_ranks: Transport, roster: Roster, tree: dict[str, Any] | None, optimizer: Saveable
-) -> dict[str, Any]:
+def send_to_joining(all_ranks: Transport, roster: Roster, tree: Any, outer: OuterState) -> Any:
     """Send what the joining sites need from site 0: θ, m, counters, hyperparameters and `extra`. Each rank of
     site 0 sends to the ranks that hold the same slice.
 
     Returns:
         On a joining rank the tree to load; elsewhere `tree`.
     """
-    phase = "state for joining sites"
-    site, rank_in_site = divmod(all_ranks.rank, roster.ranks_per_site)
+    phase, each = "state for joining sites", roster.ranks_per_site
+    site, rank_in_site = divmod(all_ranks.rank, each)
     if site == 0:
-        assert tree is not None
-        own = tree["optimizer"]["loco"]
-        message = {
-            "shared": {name: own[name] for name in ("round", "local_step", "anchor", "momentum", "tuner")},
-            "param_groups": tree["optimizer"]["param_groups"],
-            "extra": tree["extra"],
-        }
-        file = io.BytesIO()
-        torch.save(message, file)
-        receivers = [joining * roster.ranks_per_site + rank_in_site for joining in roster.joining]
-        all_ranks.send_blob(file.getvalue(), receivers, phase=phase)
-    if tree is not None:
+        own = tree["optimizer"]["loco"] | {"residual": None, "weights": None, "inner_entries": 0}
+        shared = tree | {"optimizer": tree["optimizer"] | {"state": {}, "loco": own}}
+        _send(all_ranks, shared, [joining * each + rank_in_site for joining in roster.joining], phase)
+    if site not in roster.joining:
         return tree
-    blob = all_ranks.receive_blob(rank_in_site, phase=phase)
-    message = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
-    anchor, parameters = message["shared"]["anchor"], optimizer.outer_state.parameters
-    own = message["shared"] | {
-        "format": 1,
-        **identity(optimizer.topology, parameters),
-        "settings": vars(optimizer.settings).copy(),
-        "residual": None if optimizer.outer_state.residual is None else torch.zeros_like(anchor),
-        "weights": _cast_weights(all_ranks, roster.ranks_per_site, parameters, anchor, phase),
-        "inner_entries": 0,
-    }
-    state = {"state": {}, "param_groups": message["param_groups"], "loco": own}
-    return {"optimizer": state, "extra": message["extra"]}
+    tree = _receive(all_ranks, rank_in_site, phase)
+    own = tree["optimizer"]["loco"]
+    own["residual"] = None if outer.residual is None else torch.zeros_like(own["anchor"])
+    own["weights"] = [torch.empty_like(p, device="cpu") for p in outer.parameters.params]
+    weights, width = outer.parameters.over(own["weights"]), -(-outer.parameters.numel // each)
+    for k in range(each):  # w = cast(θ), once the ranks of this site have sent each other their slices of θ
+        anchor = own["anchor"]
+        if k == rank_in_site:
+            _send(all_ranks, anchor, [site * each + other for other in range(each) if other != k], phase)
+        else:
+            anchor = _receive(all_ranks, site * each + k, phase)
+        with weights.pieces(k * width, k * width + anchor.numel(), write=True) as pieces:
+            kernels.write_weights(anchor, pieces)
+    return tree
 
 
-def _cast_weights(
-    all_ranks: Transport, ranks_per_site: int, parameters: FlatParameters, anchor: Tensor, phase: str
-) -> list[Tensor]:
-    """w = cast(θ) on a joining rank, once the ranks of its site have sent each other their slices of θ."""
-    weights = [
-        torch.empty(shape, dtype=dtype)
-        for shape, dtype in zip(parameters.shapes, parameters.dtypes, strict=True)
-    ]
-    site, rank_in_site = divmod(all_ranks.rank, ranks_per_site)
-    numel, width = parameters.numel, -(-parameters.numel // ranks_per_site)
-    for low in range(0, width, _ELEMENTS_AT_ONCE):
-        parts: list[tuple[int, Tensor]] = []  # by rank in this site: where in the flat vector, and θ there
-        for k in range(ranks_per_site):
-            start = k * width + low
-            length = max(min(start + _ELEMENTS_AT_ONCE, (k + 1) * width, numel) - start, 0)
-            parts.append((start, torch.empty(length, dtype=torch.float32, device=all_ranks.device)))
-        own = parts[rank_in_site][1].copy_(anchor[low : low + _ELEMENTS_AT_ONCE])
-        incoming = {site * ranks_per_site + k: as_bytes(values) for k, (_, values) in enumerate(parts)}
-        del incoming[all_ranks.rank]
-        all_ranks.swap(dict.fromkeys(incoming, as_bytes(own)), incoming, phase=phase)
-        for start, values in parts:
-            kernels.write_weights(values.cpu(), _pieces(weights, parameters, start, start + len(values)))
-    return weights
+def _send(all_ranks: Transport, tree: Any, receivers: Sequence[int], phase: str) -> None:
+    file = io.BytesIO()
+    torch.save(tree, file)
+    all_ranks.send_blob(file.getvalue(), receivers, phase=phase)
 
 
-def _pieces(weights: list[Tensor], parameters: FlatParameters, start: int, stop: int) -> list[Tensor]:
-    """The elements `start` to `stop` of the flat vector, in order. Views, where a weight is contiguous."""
-    pieces = []
-    for weight, begin in zip(weights, parameters.starts, strict=True):
-        low, high = max(start, begin), min(stop, begin + weight.numel())
-        if low < high:
-            pieces.append(weight.reshape(-1)[low - begin : high - begin].contiguous())
-    return pieces
+def _receive(all_ranks: Transport, sender: int, phase: str) -> Any:
+    blob = all_ranks.receive_blob(sender, phase=phase)
+    return torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)

@@ -1,24 +1,46 @@
-"""How all ranks read the selected checkpoint and load it, together or not at all."""
+"""How all ranks find a checkpoint, read it and load it, together or not at all.
+
+Each rank tells all others what it sees. Which checkpoint is loaded, by which rank, follows from that alone.
+"""
 
 import logging
-import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..coordination.rendezvous import swap_or_fail
+from ..coordination.rendezvous import Agreement, swap_or_fail
 from ..errors import CheckpointError, ReplicaError
+from ..logs import warn_once_per_machine
 from ..round.state import digest_of, identity
 from .directory import CheckpointDirectory
 from .formats import FORMATS
 from .manifest import Position, read_manifest
 from .protocol import Saveable
 from .resize import Roster, hand_over, send_to_joining, update_of
-from .selection import Save, newest, require_fresh_start
 
 _log = logging.getLogger(__name__)
+_Done = TypeVar("_Done")
+
+
+def together(
+    rendezvous: Agreement,
+    phase: str,
+    do: Callable[[dict[str, Any]], _Done],
+) -> tuple[_Done, list[dict[str, Any]]]:
+    """Call `do(note)`, which fills in what this rank tells the others -> its result, and every rank's note.
+    If it fails on one rank, all raise an error, as `swap_or_fail` does."""
+    note: dict[str, Any] = {}
+    try:
+        done = do(note)
+    except Exception as error:
+        swap_or_fail(rendezvous, note, error, phase)
+        raise
+    return done, swap_or_fail(rendezvous, note, None, phase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,156 +58,207 @@ class Resumed:
     extra: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Files:
-    """What this rank has read of a checkpoint."""
+@dataclass
+class Save:
+    """One save, as all ranks together see it."""
 
-    tree: dict[str, Any] | None  # of the rank that this one continues; None: this one joins
-    readers: dict[int, int]  # by leaving site: the rank that reads its update
-    updates: dict[int, Tensor]  # by leaving site, on the rank that reads it
+    name: str
+    position: Position
+    num_sites: int
+    refusal: str = ""  # why it is not of this training
+    visible: set[tuple[int, int]] = field(default_factory=set)  # (rank, the old rank whose folder it sees)
 
 
-def resume(
-    optimizer: Saveable,
-    directory: CheckpointDirectory,
-    saves: dict[str, Save],
-    damaged: bool,
-    sites: Sequence[int | None] | None,
-    lost: Sequence[int],
-) -> Resumed | None:
-    """See `Checkpoints.load`. `saves` and `damaged` are what `all_saves` returns."""
-    skipped: set[str] = set()
-    while selected := newest(saves, skipped, directory, optimizer, sites, lost):
-        name, roster = selected
-        position, files = saves[name].position, None
-        try:
-            files = _read_files(directory, saves[name], roster, optimizer)
-            verdict, text = "whole", ""
-        except _DamagedError as error:
-            verdict, text = "damaged", str(error)
-        except Exception as error:
-            verdict = "foreign" if isinstance(error, ValueError) else "failed"
-            text = str(error) or type(error).__name__
-        notes = optimizer.topology.notes.swap({"verdict": verdict, "text": text}, f"reading {position}")
+class Selected(NamedTuple):
+    """The save to load, and by old rank of a leaving site the rank that reads its folder."""
+
+    save: Save
+    roster: Roster
+    readers: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A call of `Checkpoints.load`: see there."""
+
+    optimizer: Saveable
+    directory: CheckpointDirectory
+    sites: Sequence[int | None] | None
+    lost: Sequence[int]
+
+    def run(self, label: str) -> tuple[Resumed | None, set[str]]:
+        """-> what was loaded, and the names of all saves that are of this training."""
+        rendezvous = self.optimizer.topology.notes
+        _, notes = together(rendezvous, f"looking for checkpoints{label}", self._look)
         for rank, note in enumerate(notes):
-            if note["verdict"] == "foreign":
-                raise ValueError(f"rank {rank}: {note['text']}")
-            if note["verdict"] == "failed":
-                raise CheckpointError(f"rank {rank}: {note['text']}")
-        reasons = [note["text"] for note in notes if note["verdict"] == "damaged"]
-        if not reasons:
-            assert files is not None
-            return _load(optimizer, roster, files, position)
-        _log.warning("skipping the checkpoint of %s: %s", position, "; ".join(reasons))
-        skipped.add(name)
-    return require_fresh_start(saves, damaged or bool(skipped), directory)
+            if note["arguments"] != notes[0]["arguments"]:
+                raise ValueError(
+                    f"load() needs the same arguments on all ranks: rank 0 has sites, lost = "
+                    f"{notes[0]['arguments']}, rank {rank} has {note['arguments']}"
+                )
+        saves, damaged = _all_saves(notes), any(note["damaged"] for note in notes)
+        names = {save.name for save in saves}
+        while selected := self._newest(saves):
+            position = selected.save.position
+            files, notes = together(rendezvous, f"reading {position}", partial(self._read, selected))
+            reasons = [note["damaged"] for note in notes if note["damaged"]]
+            if not reasons:
+                return self._load(selected, *files), names
+            warn_once_per_machine(_log, "skipping the checkpoint of %s: %s", position, "; ".join(reasons))
+            saves.remove(selected.save)
+            damaged = True
+        self._require_fresh_start(saves, damaged)
+        return None, names
 
+    def _look(self, note: dict[str, Any]) -> None:
+        whole, damaged = self.directory.whole(of_all_ranks=True)
+        note["arguments"] = [None if self.sites is None else list(self.sites), sorted(self.lost)]
+        note["saves"] = [[m.save, *m.position, m.num_sites, m.rank, m.refusal(self.optimizer)] for m in whole]
+        note["damaged"] = damaged
 
-def _read_files(directory: CheckpointDirectory, save: Save, roster: Roster, optimizer: Saveable) -> _Files:
-    """Read what this rank needs. Changes nothing, and sends no messages.
-
-    Raises:
-        ValueError, _DamagedError: as `_read_rank`.
-    """
-    withholds = optimizer.outer_state.residual is not None
-    if roster.leaving and not withholds and save.position.local_step:
-        raise ValueError(
-            f"{save.position} lies inside a round, and without a gate there is no residual that could hold "
-            f"what a leaving site has done in it: resume with as many sites, or from the end of a round"
+    def _newest(self, saves: list[Save]) -> Selected | None:
+        """The newest save of which every rank can see the files that it needs."""
+        each, world = self.optimizer.topology.ranks_per_site, self.directory.world
+        withholds = self.optimizer.outer_state.residual is not None
+        invisible: tuple[Position, int] | None = None  # the newest save's leaving rank that nobody can read
+        for save in saves:
+            if save.refusal:
+                raise ValueError(save.refusal)
+            roster = Roster.of(
+                self.sites, self.lost, old_sites=save.num_sites, new_sites=world // each, ranks_per_site=each
+            )
+            old_ranks = [(rank, roster.old_rank(rank)) for rank in range(world)]
+            if any(old is not None and (rank, old) not in save.visible for rank, old in old_ranks):
+                continue
+            if not withholds and roster.leaving and save.position.local_step:
+                raise ValueError(
+                    f"{save.position} lies inside a round, and without a gate there is no residual that "
+                    f"could hold what a leaving site has done in it: resume with as many sites, or from the "
+                    f"end of a round"
+                )
+            readers = {  # ranks that hold the same slice of θ
+                old: [rank for rank in range(old % each, world, each) if (rank, old) in save.visible]
+                for site in (roster.leaving if withholds else ())
+                for old in range(site * each, (site + 1) * each)
+            }
+            unread = [old for old, ranks in readers.items() if not ranks]
+            if not unread:
+                return Selected(save, roster, {old: ranks[0] for old, ranks in readers.items()})
+            invisible = invisible or (save.position, unread[0])
+        if invisible is None:
+            return None
+        site = invisible[1] // each
+        raise CheckpointError(
+            f"{self.directory.path(*invisible)} is not visible to any rank that could read it, and holds "
+            f"what site {site} had not sent when it left: copy it to {self.directory.folder} of a rank that "
+            f"goes on and has the same rank in its site, or give it up with lost=[{site}]"
         )
-    old_rank = roster.old_rank(directory.rank)
-    tree = None if old_rank is None else _read_rank(directory, save.position, old_rank, optimizer)
-    readers, updates = {}, {}
-    for site in roster.leaving if withholds else ():
-        leaving_rank = site * roster.ranks_per_site + directory.rank % roster.ranks_per_site
-        readers[site] = min(roster.readers(leaving_rank, save.visible_to))
-        if readers[site] == directory.rank:
-            state = _read_rank(directory, save.position, leaving_rank, optimizer)["optimizer"]
-            updates[site] = update_of(optimizer, state, site)
-    return _Files(tree=tree, readers=readers, updates=updates)
+
+    def _require_fresh_start(self, saves: list[Save], damaged: bool) -> None:
+        """Accept that no checkpoint can be loaded only if none was ever complete on all ranks."""
+        if damaged or len(saves) > 1:
+            found = []
+            for save in saves:
+                old_ranks = sorted({old for _, old in save.visible})
+                found.append(f"{save.position} of rank {', rank '.join(map(str, old_ranks))}")
+            raise CheckpointError(
+                f"{self.directory.folder} holds checkpoints, but none that is whole on all ranks (found "
+                f"{'; '.join(found) or 'damaged ones'}): give every rank the folder that it saved to, or "
+                f"empty the folder on all ranks to start from scratch"
+            )
+        for save in saves:
+            warn_once_per_machine(
+                _log, "the first checkpoint, of %s, was never completed: starting from scratch", save.position
+            )
+
+    def _read(self, selected: Selected, note: dict[str, Any]) -> tuple[Any, dict[int, Tensor]]:
+        """What the rank that this one continues has saved (None: this one joins), and by old rank what the
+        leaving ranks that this one reads had not sent. Changes nothing; `note` says what is damaged."""
+        tree, updates, note["damaged"] = None, {}, ""
+        try:
+            old_rank = selected.roster.old_rank(self.directory.rank)
+            if old_rank is not None:
+                tree = _read_folder(self.directory.path(selected.save.position, old_rank))
+            for old, reader in selected.readers.items():
+                if reader == self.directory.rank:
+                    leaving = _read_folder(self.directory.path(selected.save.position, old))
+                    updates[old] = update_of(self.optimizer.outer_state, leaving)
+        except CheckpointError as error:
+            note["damaged"] = str(error)
+        return tree, updates
+
+    def _load(self, selected: Selected, tree: Any, updates: dict[int, Tensor]) -> Resumed:
+        """Every rank has read its files and found them whole. Now all ranks load, or none does."""
+        optimizer, position = self.optimizer, selected.save.position
+        note: dict[str, Any] = {}  # equal on all ranks that hold the same slice of θ
+        is_asked = is_agreed = False
+
+        def agree(failure: Exception | None = None) -> None:
+            nonlocal is_asked, is_agreed
+            is_asked = True
+            notes = swap_or_fail(optimizer.topology.notes, note, failure, f"loading {position}")
+            for rank, other in enumerate(notes):
+                expected = notes[rank % optimizer.topology.ranks_per_site]
+                if other != expected:
+                    raise ReplicaError(f"the files of rank {rank} hold {other}, those of site 0 {expected}")
+            is_agreed = True
+
+        failure = None
+        try:
+            tree = self._exchange(selected, tree, updates)
+            own = tree["optimizer"]["loco"]
+            note["round"], note["local_step"] = own["round"], own["local_step"]
+            note["digest"] = digest_of(own["anchor"])
+            optimizer.load_state_dict(tree["optimizer"], agree=agree)
+        except Exception as error:
+            if not is_asked:
+                agree(error)  # the other ranks must not load either
+            if not is_agreed:
+                raise
+            failure = error
+        swap_or_fail(optimizer.topology.notes, {}, failure, f"completing the load of {position}")
+        _log.info("resumed at %s", position)
+        return Resumed(round=optimizer.round, local_step=optimizer.local_step, extra=tree["extra"])
+
+    def _exchange(self, selected: Selected, tree: Any, updates: dict[int, Tensor]) -> Any:
+        """What this rank is to load: its files, after the messages from and to sites that join or leave."""
+        topology, outer = self.optimizer.topology, self.optimizer.outer_state
+        all_ranks, each, roster = topology.everyone(), topology.ranks_per_site, selected.roster
+        if roster.joining:
+            tree = send_to_joining(all_ranks, roster, tree, outer)
+        own = tree["optimizer"]["loco"]
+        for old, reader in selected.readers.items():
+            site, rank_in_site = divmod(old, each)
+            if rank_in_site != topology.rank_in_site:
+                continue
+            ranks = [reader, *(heir * each + rank_in_site for heir in roster.heirs(site))]
+            phase = f"what site {site} left"
+            if rounded := hand_over(all_ranks, ranks, updates.get(old), own["residual"], phase):
+                _log.warning("%d elements of %s fit no residual exactly and were rounded", rounded, phase)
+        own |= identity(topology, outer.parameters)
+        return tree
 
 
-class _DamagedError(Exception):
-    """A rank's folder is not what was written."""
+def _all_saves(notes: list[dict[str, Any]]) -> list[Save]:
+    """Every save that some rank sees, newest first."""
+    saves: dict[str, Save] = {}
+    for rank, note in enumerate(notes):
+        for name, round, step, num_sites, old_rank, refusal in note["saves"]:
+            save = saves.setdefault(name, Save(name, Position(round, step), num_sites))
+            save.visible.add((rank, old_rank))
+            if refusal and not save.refusal:
+                save.refusal = f"rank {rank}: {refusal}"
+    return sorted(saves.values(), key=lambda save: (save.position, save.name), reverse=True)
 
 
-def _read_rank(
-    directory: CheckpointDirectory, position: Position, rank: int, optimizer: Saveable
-) -> dict[str, Any]:
-    """What a rank saved, proven to be exactly that.
-
-    Raises:
-        ValueError: it is of another training.
-        _DamagedError: it is not what was written; names the path.
-    """
-    folder, shape = directory.path(position, rank), optimizer.outer_state.anchor.shape
+def _read_folder(folder: Path) -> dict[str, Any]:
+    """What a rank saved. A CheckpointError if that is not what lies there."""
     try:
         manifest = read_manifest(folder)
-    except (ValueError, OSError) as error:
-        raise _DamagedError(str(error)) from error
-    manifest.check_belongs(optimizer)
-    try:
         manifest.check_whole(folder)
         tree = FORMATS[manifest.format][1](folder)
-        own = tree["optimizer"]["loco"]
-        if Position(own["round"], own["local_step"]) != position:
-            raise ValueError(f"its data are of {Position(own['round'], own['local_step'])}")
-        if digest_of(own["anchor"]) != manifest.digest or own["anchor"].shape != shape:
+        if digest_of(tree["optimizer"]["loco"]["anchor"]) != manifest.digest:
             raise ValueError("its anchor is not the one that was saved")
-    except (
-        *(ValueError, OSError, RuntimeError, KeyError, TypeError, EOFError),
-        pickle.UnpicklingError,
-    ) as error:
-        raise _DamagedError(f"{folder} is damaged ({type(error).__name__}: {error})") from error
-    return tree
-
-
-def _load(optimizer: Saveable, roster: Roster, files: _Files, position: Position) -> Resumed:
-    """Every rank has read its files and found them whole. Now all ranks load, or none does."""
-    rendezvous, ranks_per_site = optimizer.topology.notes, optimizer.topology.ranks_per_site
-    note: dict[str, Any] = {}  # equal on all ranks that hold the same slice of θ
-    is_asked = is_agreed = False
-
-    def agree(failure: Exception | None = None) -> None:
-        nonlocal is_asked, is_agreed
-        is_asked = True
-        notes = swap_or_fail(rendezvous, note, failure, f"loading {position}")
-        for rank, other in enumerate(notes):
-            expected = notes[rank % ranks_per_site]
-            if other != expected:
-                raise ReplicaError(f"the files of rank {rank} hold {other}, those of site 0 {expected}")
-        is_agreed = True
-
-    failure, extra = None, None
-    try:
-        tree = _exchange(optimizer, roster, files)
-        state, extra = tree["optimizer"], tree["extra"]
-        own = state["loco"]
-        note |= {"round": own["round"], "local_step": own["local_step"], "digest": digest_of(own["anchor"])}
-        optimizer.load_state_dict(state, agree=agree)
-    except Exception as error:
-        if not is_asked:
-            agree(error)  # the other ranks must not load either
-        if not is_agreed:
-            raise
-        failure = error
-    swap_or_fail(rendezvous, {}, failure, f"completing the load of {position}")
-    _log.info("resumed at %s", position)
-    return Resumed(round=optimizer.round, local_step=optimizer.local_step, extra=extra)
-
-
-def _exchange(optimizer: Saveable, roster: Roster, files: _Files) -> dict[str, Any]:
-    """What this rank is to load: its files, after the messages from and to sites that join or leave."""
-    all_ranks, tree = optimizer.topology.everyone(), files.tree
-    if roster.joining:
-        tree = send_to_joining(all_ranks, roster, tree, optimizer)
-    assert tree is not None
-    own = tree["optimizer"]["loco"]
-    for site, reader in files.readers.items():
-        rounded = hand_over(all_ranks, roster, site, reader, files.updates.get(site), own["residual"])
-        if rounded:
-            _log.warning(
-                "%d elements of what site %d left fit no residual exactly and were rounded", rounded, site
-            )
-    own |= identity(optimizer.topology, optimizer.outer_state.parameters)
+    except (ValueError, OSError, RuntimeError, KeyError, TypeError, EOFError, UnpicklingError) as error:
+        raise CheckpointError(f"{folder} is damaged ({type(error).__name__}: {error})") from error
     return tree

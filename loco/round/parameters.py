@@ -1,8 +1,9 @@
 """The parameters of an optimizer as one flat vector: which element lies where."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from itertools import accumulate, pairwise
 
 import torch
@@ -101,6 +102,12 @@ class FlatParameters:
                     f"now {p.dtype} {tuple(p.shape)} on {p.device}: convert and move the model before you "
                     f"build the optimizer"
                 )
+
+    def over(self, tensors: Sequence[Tensor]) -> "FlatParameters":
+        """The same vector over other tensors of these shapes and dtypes, such as a saved state's weights."""
+        other = copy(self)
+        other.params = list(tensors)
+        return other
 
     @contextmanager
     def pieces(self, start: int, stop: int, *, write: bool = False) -> Iterator[list[Tensor]]:

@@ -210,7 +210,6 @@ def put(folder: Path, name: str, round: int) -> dict[Path, bytes]:
             ranks_per_site=1,
             site=0,
             rank_in_site=0,
-            wire_version=0,
             settings={},
             parameters=[],
             digest="",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
+from loco.checkpoints.manifest import manifest_of, read_manifest
 
 
 def built(seed: int = 0, *, kind: str = "PulseLoCo", each: int = 1, **options: Any) -> tuple[nn.Module, Any]:
@@ -159,6 +160,17 @@ def test_a_damaged_one_is_passed_over_by_all_with_a_warning(tmp_path: Path, how:
     assert "round-00000002/rank-00001" in found[1][2]
 
 
+def skipped_on_one_machine(rank: int, folder: str) -> str:
+    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun numbers the ranks of one machine
+    return damaged(rank, folder, "a flipped bit", 1)[2]
+
+
+def test_a_checkpoint_that_is_skipped_is_told_once_on_each_machine(tmp_path: Path) -> None:
+    first, second = run_ranks(2, skipped_on_one_machine, str(tmp_path))
+    assert first.count("skipping the checkpoint of round 2: ") == 1
+    assert "skipping the checkpoint" not in second
+
+
 def with_changes(rank: int, folder: str, changes: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str]]:
     """Load what was saved by default into optimizers built otherwise -> the errors."""
     net, optimizer = built()
@@ -191,7 +203,7 @@ def test_what_does_not_belong_is_refused_on_all_ranks_and_says_what_differs(tmp_
         ("settings", {"kind": "DiLoCo"}),
         ("settings", {"each": 2}),
         ("model", {}),
-        ("manifest", {"wire_version": 1}),
+        ("manifest", {"name": "tokyo"}),
     ]
     sentences = [
         "sync_every = 4, this optimizer has 8",
@@ -199,12 +211,23 @@ def test_what_does_not_belong_is_refused_on_all_ranks_and_says_what_differs(tmp_
         "kind = PulseLoCo, this optimizer has DiLoCo",
         "ranks_per_site = 1, this optimizer has 2",
         "parameters = ['group0.param0', [30, 20], 'torch.float32'], this optimizer has ['group0.param0', [31",
-        "wire version = 1, this optimizer has 4",
+        "name = tokyo, this optimizer has ",
     ]
     for errors in run_ranks(2, with_changes, str(tmp_path), changes):
         for (kind, text), sentence in zip(errors, sentences, strict=True):
             assert kind == "ValueError"
             assert sentence in text
+
+
+def test_what_another_version_says_beside_it_makes_no_manifest_unreadable(tmp_path: Path) -> None:
+    """Those of wire version 4 named it; no checkpoint depends on the wire."""
+    state = {"num_sites": 1, "ranks_per_site": 1, "site": 0, "rank_in_site": 0, "round": 3, "local_step": 0}
+    state |= {"settings": {}, "parameters": [], "anchor": torch.zeros(3)}
+    manifest = manifest_of({"loco": state}, save="a", format="torch", folder=tmp_path)
+    manifest.write(tmp_path)
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({"wire_version": 4} | json.loads(path.read_text())))
+    assert read_manifest(tmp_path) == manifest
 
 
 def misplaced(rank: int, folders: list[str], then: list[str]) -> list[Any]:

@@ -265,6 +265,26 @@ def test_what_fits_no_residual_exactly_is_rounded_and_counted(tmp_path: Path) ->
     np.testing.assert_array_equal(alone["residual"], np.full(NUMEL, 1 / 3, dtype=np.float32))
 
 
+def test_a_leavers_update_that_is_not_finite_is_an_error_on_all_ranks_unless_it_is_given_up(
+    tmp_path: Path,
+) -> None:
+    folders = [str(tmp_path)]
+    before = run_ranks(3, life, folders, 6, {"seed": 7, "at": 0}, None)
+    path = tmp_path / "round-00000001-step-00002" / "rank-00002"
+    tree = torch.load(path / "state.pt", weights_only=True)
+    tree["optimizer"]["loco"]["weights"][-1].view(-1)[-1] = torch.nan
+    rewrite(path, tree)
+    reader, other = run_ranks(2, refused, folders, {})
+    sentence = "that site 2 left is infinite or NaN: lost=[2] discards that site's updates"
+    assert reader[0] == "ValueError"
+    assert other[0] == "CheckpointError"
+    assert other[1].startswith("reading round 1, step 2: rank 0 failed: the update of ")
+    assert reader[1].endswith(sentence)
+    assert other[1].endswith(sentence)
+    now = run_ranks(2, life, folders, 1, {"seed": 8, "at": 6}, {"lost": [2]})
+    assert total(now, "withheld") == total(before[:2], "left")
+
+
 def rewrite(path: Path, tree: Any) -> None:
     """A rank's data, with a manifest that speaks of them."""
     torch.save(tree, path / "state.pt")
