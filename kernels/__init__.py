@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import reference, reference_entries, reference_tight
 from .streamed import Streamed
-from .types import BLOCK, Encoded, Entries, Gate, Known, MalformedError, OuterStep
+from .types import BLOCK, Encoded, Entries, Gate, Known, MalformedError, OuterStep, all_finite
 
 if TYPE_CHECKING:
     from .cpu import Compiled
@@ -36,6 +36,7 @@ __all__ = [
     "MalformedError",
     "OuterStep",
     "add_up",
+    "all_finite",
     "apply",
     "check_blocks",
     "digest",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import BLOCK, Entries, MalformedError
+from .types import BLOCK, Entries, MalformedError, all_finite
 
 
 def add_up(contributions: Sequence[Entries], numel: int) -> Entries:
@@ -59,6 +59,6 @@ def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) ->
         raise MalformedError("the positions of a block are not in order")
     if count and numel % BLOCK and int(starts[-2]) < count and int(offsets[-1]) >= numel % BLOCK:
         raise MalformedError(f"a position lies outside a vector of {numel} elements")
-    if not bool(values.isfinite().all()):
+    if not all_finite(values):
         raise MalformedError("a value is infinite or NaN")
     return starts

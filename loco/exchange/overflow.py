@@ -19,4 +19,4 @@ def adds_up_to_infinity(contributions: Sequence[Entries], numel: int) -> bool:
     bounds = [entries.values.aminmax() for entries in contributions if entries.values.numel()]
     if sum(max(-float(low), float(high)) for low, high in bounds) <= torch.finfo(torch.float32).max:
         return False
-    return not bool(kernels.add_up(contributions, numel).values.isfinite().all())
+    return not kernels.all_finite(kernels.add_up(contributions, numel).values)

@@ -45,7 +45,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
             parts[across.rank] = framing.as_received(own.cut(at), at)
             in_order = [part for _, part in sorted(parts.items()) if part is not None]
             sums = kernels.add_up(in_order, at.stop - at.start)
-            if not bool(sums.values.isfinite().all()):
+            if not kernels.all_finite(sums.values):
                 raise NonFiniteError(overflow_text(framing.round))
             found[across.rank].append(framing.as_received(sums, at))
             return sums

@@ -15,6 +15,7 @@ from .transfer import Transfer
 _logger = logging.getLogger(__name__)
 ENOUGH = 1000  # entries, to learn from
 CLEARLY = 1.2
+SAMPLED = 8  # rounds, of which one is looked at for the overlap of sites' entries
 AGAIN = 32  # rounds, after which a code is tried again
 EXCHANGES = ("auto", "gather", "owner", "dense")
 
@@ -118,6 +119,8 @@ class ExchangeTuner:
             self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries
         entries, sums = own.values.numel(), contributions[0].values.numel()
         if len(contributions) > 1:
+            if framing.round % SAMPLED != 1:
+                return  # it takes long, for what changes slowly
             entries, sums = _sampled(own, contributions, framing.known.anchor.numel())
         if entries >= ENOUGH:
             self.spread = sums / entries

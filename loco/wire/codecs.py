@@ -173,6 +173,6 @@ def _check_size(body: Tensor, size: int, count: int, known: Known) -> None:
 
 
 def _finite(values: Tensor) -> Tensor:
-    if not bool(values.isfinite().all()):
+    if not kernels.all_finite(values):
         raise WireError("a value is infinite or NaN")
     return values

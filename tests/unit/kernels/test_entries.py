@@ -164,3 +164,17 @@ def test_any_counts_and_offsets_have_one_outcome(home: cpu.Compiled, data: st.Da
     values = torch.zeros(k)
     case = (torch.tensor(counts, dtype=dtype), offsets, values, n)
     assert outcome(home.check_blocks, *case) == outcome(reference_entries.check_blocks, *case)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 1000, 1_000_003])
+def test_one_infinity_or_nan_is_found_and_large_values_are_none(numel: int) -> None:
+    values = torch.full((numel,), 3e38)  # whose sum is infinite
+    assert kernels.all_finite(values)
+    for k in {0, numel // 2, numel - 1} if numel else ():
+        for bad in (float("inf"), -float("inf"), float("nan")):
+            values[k] = bad
+            assert not kernels.all_finite(values)
+            values[-1 - k] = -bad
+            assert not kernels.all_finite(values)
+            values[k] = values[-1 - k] = 0.0
+            assert kernels.all_finite(values)
