@@ -21,19 +21,22 @@ install: .venv/installed
 demo: .venv/installed
 	$(BIN)/python -m experiments.compare
 
+# As many tests at once as there are cores.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
 # A sample of every class of claim; says at its end what `make check` adds.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Every test.
 check: .venv/installed
-	$(BIN)/python -m pytest --check
+	$(PYTEST) --check
 
 # Every test, in random order, with fresh memory filled so that code that reads it unwritten fails.
 SEED ?= $(shell date +%s)
 poison: .venv/installed
 	GLIBC_TUNABLES=glibc.malloc.perturb=1:glibc.malloc.tcache_count=0 \
-		$(BIN)/python -m pytest --check --shuffle $(SEED)
+		$(PYTEST) --check --shuffle $(SEED)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import poison
 import pytest
@@ -41,6 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):  # its keywords have the names of its folders, too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In one of pytest-xdist's processes: tell the one that prints the summary."""
+    told: dict[str, Any] = getattr(session.config, "workeroutput", {})
+    told["left out"] = session.config.stash.get(_LEFT_OUT, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All workers collect all tests, and leave out the same ones."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", [])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -2,11 +2,13 @@
 
 from collections import deque
 
+from torch import Tensor
+
 from loco import kernels
 from loco.kernels import Entries
 
 from ..errors import NonFiniteError
-from ..net.transport import PendingMessages
+from ..net.transport import PendingMessages, as_bytes
 from ..wire.framing import Frame, Frames, slices_of
 from ..wire.records import FrameHeader, Kind
 from ..wire.refusal import overflow_text
@@ -47,14 +49,21 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
             sums = kernels.add_up(in_order, at.stop - at.start)
             if not kernels.all_finite(sums.values):
                 raise NonFiniteError(overflow_text(framing.round))
+            if work.sums is not None:
+                sums = Entries.whole(work.sums[at].copy_(sums.values))
             found[across.rank].append(framing.as_received(sums, at))
             return sums
 
         frame = work.seal(total, at, number, Kind.SUMS)
         return dict.fromkeys(across.peers, frame)
 
+    def room_for_sums(header: FrameHeader, site: int) -> Tensor | None:
+        if work.sums is None or header.is_missing:
+            return None
+        return as_bytes(work.sums[frames.span(slices[site], header.number)])[: header.body_bytes]
+
     entries = Stream(across, frames.count, check_entries, phase=work.phase("entries"))
-    sums = Stream(across, frames.count, check_sums, phase=work.phase("sums"))
+    sums = Stream(across, frames.count, check_sums, phase=work.phase("sums"), room=room_for_sums)
     found: list[list[Entries]] = [[] for _ in slices]
     flying: deque[tuple[PendingMessages, list[Stream]]] = deque()
     arrived: dict[Stream, Arrived] = {}
@@ -79,5 +88,9 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
             work.wait(posted)
             arrived = {stream: stream.arrived() for stream in of}
 
-    joined = work.attempt(lambda: [Entries.join([part for parts in found for part in parts])])
-    return joined or []
+    def join() -> list[Entries]:
+        if work.sums is not None:  # where they have been received
+            return [Entries.whole(work.sums)]
+        return [Entries.join([part for parts in found for part in parts])]
+
+    return work.attempt(join) or []

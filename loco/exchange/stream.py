@@ -17,6 +17,7 @@ AHEAD = 2
 
 Messages = list[tuple[int, Tensor]]
 Check = Callable[[FrameHeader, int, int], None]  # of a header, the site it came from and its frame's number
+Room = Callable[[FrameHeader, int], Tensor | None]  # for the body that such a header of a site announces
 Arrived = dict[int, tuple[FrameHeader, Tensor]]  # frames by peer
 
 
@@ -29,13 +30,17 @@ class Stream:
         frames: how many each sends to each.
         check: raises a WireError for a header that is not the expected one.
         phase: what errors call it.
+        room: where a body is received; None, or what it returns is: in memory of its own.
     """
 
-    def __init__(self, across: Transport, frames: int, check: Check, *, phase: str) -> None:
+    def __init__(
+        self, across: Transport, frames: int, check: Check, *, phase: str, room: Room | None = None
+    ) -> None:
         self.across = across
         self.frames = frames
         self.ticks = frames + AHEAD
         self._check = check
+        self._room = room
         self._phase = phase
         self._posted = 0  # ticks
         self._leaving: dict[int, Mapping[int, Frame]] = {}  # by number: their headers have been sent
@@ -51,10 +56,12 @@ class Stream:
         outgoing = [(peer, frame.body) for peer, frame in leaving.items()]
         outgoing += [(p, self.across.message(frame.header.pack())) for p, frame in frames.items()]
 
-        bodies = {
-            peer: (header, torch.empty(header.body_bytes, dtype=torch.uint8, device=device))
-            for peer, header in self._expected.pop(tick - AHEAD, {}).items()
-        }
+        bodies: Arrived = {}
+        for peer, header in self._expected.pop(tick - AHEAD, {}).items():
+            room = self._room(header, peer) if self._room is not None else None
+            if room is None:
+                room = torch.empty(header.body_bytes, dtype=torch.uint8, device=device)
+            bodies[peer] = header, room
         peers = self.across.peers if tick < self.frames else []
         headers = {p: torch.empty(RECORD_BYTES, dtype=torch.uint8, device=device) for p in peers}
         self._flying.append((tick, bodies, headers))

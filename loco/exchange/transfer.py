@@ -26,12 +26,21 @@ class Transfer:
 
     Args:
         problem: what went wrong before.
+        sums: room for the sums of all elements, as FP32; None: they get memory of their own.
     """
 
-    def __init__(self, across: Transport, framing: Framing, *, problem: Problem | None = None) -> None:
+    def __init__(
+        self,
+        across: Transport,
+        framing: Framing,
+        *,
+        problem: Problem | None = None,
+        sums: Tensor | None = None,
+    ) -> None:
         self.across = across
         self.framing = framing
         self.problem = problem
+        self.sums = sums
         self.missing: int | None = None  # a site that could not send all; its vote should say why
         self.seconds = 0.0  # from the first message to the last
         self._began: float | None = None
