@@ -150,13 +150,32 @@ class Result:
         return (self.steps * step_seconds + self.rollout_seconds + self.round_seconds + transfer) / 3600
 
 
+def fields_of(result: Result) -> dict[str, Any]:
+    """As JSON has it: rounds are columns, to six digits, and so are the bytes of evaluations."""
+    found = dataclasses.asdict(result)
+    names = found["rounds"][0] if found["rounds"] else []
+    found["rounds"] = {name: [_short(one[name]) for one in found["rounds"]] for name in names}
+    found["evaluations"] = [[e["step"], e["scores"], _short(e["sent_bytes"])] for e in found["evaluations"]]
+    found["rewards"] = [_short(reward) for reward in found["rewards"]]
+    return found
+
+
+def of_fields(fields: dict[str, Any]) -> Result:
+    """From what `fields_of` makes of one."""
+    columns, rest = fields["rounds"], dict(fields)
+    rounds = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    rest["rounds"] = tuple(Round(**one) for one in rounds)
+    names = ("step", "scores", "sent_bytes")
+    rest["evaluations"] = tuple(Evaluation(**dict(zip(names, e, strict=True))) for e in fields["evaluations"])
+    rest["rewards"] = tuple(fields["rewards"])
+    return Result(**rest)
+
+
 def store(result: Result, path: Path) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    # The configuration to the last digit: whether it is still the same is asked when it is read.
-    fields = _rounded(dataclasses.asdict(result)) | {"config": result.config}
-    unfinished.write_text(json.dumps(fields) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(fields_of(result)) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -165,18 +184,9 @@ def read(path: Path) -> Result:
     return of_fields(json.loads(path.read_text(encoding="utf-8")))
 
 
-def of_fields(fields: dict[str, Any]) -> Result:
-    """From what `dataclasses.asdict` makes of one."""
-    fields["evaluations"] = tuple(Evaluation(**one) for one in fields["evaluations"])
-    fields["rounds"] = tuple(Round(**one) for one in fields["rounds"])
-    fields["rewards"] = tuple(fields["rewards"])
-    return Result(**fields)
-
-
-def _rounded(value: Any) -> Any:
-    """Floats to 9 digits, which is more than any of them means; scores keep all of theirs."""
-    if isinstance(value, dict):
-        return {k: v if k == "scores" else _rounded(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(v) for v in value]
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+def _short(value: Any) -> Any:
+    """Bytes are whole as long as they have no more than nine digits."""
+    if not isinstance(value, float):
+        return value
+    short = float(f"{value:.9g}") if abs(value) >= 1e3 else float(f"{value:.6g}")
+    return int(short) if short.is_integer() else short

@@ -19,20 +19,9 @@ CONDITIONS = (
     "task", "model", "path", "parameters", "steps", "lr", "nproc",
     "transformer", "arithmetic", "text", "warm_start",
 )  # fmt: skip
-_PAPER: dict[str, Any] = {
-    "method": "pulseloco",
-    "outer_lr": 0.7,
-    "outer_momentum": 0.9,
-    "nesterov": True,
-    "gate": "bf16",
-    "gate_gain": 1.0,
-    "gate_margin": 0.0,
-    "value_steps": None,
-    "error_feedback": True,
-    "momentum_before_gate": False,
-    "late_gate_gain": None,
-    "whole_ulps": False,
-}
+INTERVALS = ("final", "gain", "minus", "share", "share_second")  # of a row
+_MEANS = ("sent_bytes", "received_bytes", "one_step_density", "exchange_seconds", "round_seconds")
+_STEADY = ("density", "union_density", "visible", "residual_norm", "age")
 
 
 @dataclass(frozen=True, eq=False)  # one is itself: to compare all that was measured would take long
@@ -49,12 +38,6 @@ class Group:
     @property
     def method(self) -> str:
         return self.results[0].method
-
-    @property
-    def is_paper(self) -> bool:
-        """Whether it is PULSELoCo as its paper has it."""
-        # A run that was stored before there was a setting has it as it was then: off.
-        return all(self.config.get(key, value) == value for key, value in _PAPER.items())
 
     @property
     def is_dense(self) -> bool:
@@ -206,15 +189,10 @@ class Comparison:
     def rows(self) -> tuple[Row, ...]:
         return tuple(self._row(group) for group in self.groups)
 
-    def row(self, group: Group) -> Row:
-        return self.rows[self.groups.index(group)]
-
     def _row(self, group: Group) -> Row:
         reference, ddp, one = self.reference_of(group), self.ddp_of(group), group.results[0]
         other = reference if reference is not group else None
-        names = ("sent_bytes", "received_bytes", "one_step_density", "exchange_seconds", "round_seconds")
-        means = {name: fmean(getattr(r, name) for r in group.results) for name in names}
-        rounds = ("density", "union_density", "visible", "residual_norm", "age")
+        means = {name: fmean(getattr(r, name) for r in group.results) for name in _MEANS}
         payload = group.mean(lambda result: result.payload_per_parameter)
         final = of_mean([r.final for r in group.results])
         interval_of = "seeds" if final.half is not None else None
@@ -244,7 +222,7 @@ class Comparison:
                 rate: fmean(r.projected_hours(bits, step_seconds=self.step_seconds) for r in group.results)
                 for rate, bits in RATES.items()
             },
-            **{name: group.mean(lambda result, name=name: result.steady(name)) for name in rounds},
+            **{name: group.mean(lambda result, name=name: result.steady(name)) for name in _STEADY},
             **means,
         )
 
