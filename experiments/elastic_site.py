@@ -88,7 +88,12 @@ def train(config: ElasticConfig) -> None:
         nesterov=config.nesterov,
         topology=topology,
     )
-    _say(event="joined", round=optimizer.round, held_out=held_out())
+
+    def say(event: str, **what: Any) -> None:
+        about = {"time": time.time(), "site": config.site, "event": event, "round": optimizer.round}
+        print(json.dumps(about | what), flush=True)
+
+    say("joined", held_out=held_out())
 
     # The number of rounds is the run's: a site that comes back goes on where the others are.
     while optimizer.round * config.sync_every < config.steps:
@@ -103,20 +108,15 @@ def train(config: ElasticConfig) -> None:
             optimizer.step()
         report = optimizer.last_report
         assert report is not None
-        _say(
-            event="given" if report.exchange == "rejoin" else "round",
-            round=optimizer.round,
+        say(
+            "given" if report.exchange == "rejoin" else "round",
             sites=topology.num_sites,
             loss=fmean(losses),
             held_out=held_out(),
             sent_bytes=report.sent_bytes,
         )
-    _say(event="end", round=optimizer.round, digest=digest_of(optimizer.outer_state.anchor))
+    say("end", digest=digest_of(optimizer.outer_state.anchor))
     topology.close()
-
-
-def _say(**what: Any) -> None:
-    print(json.dumps({"time": time.time(), **what}), flush=True)
 
 
 def main() -> int:

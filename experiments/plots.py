@@ -234,8 +234,7 @@ def _number(figure: Figure, axis: Axes, points: Points, *, bold: Sequence[int]) 
 _OF_A_COMPARISON: dict[Callable[[Comparison], Figure | None], str] = {
     score_by_step: "Score on held-out data by inner steps. Colour tells the method; of each one label is "
     "broad. The legend is in the order of the lines' ends.",
-    score_by_bytes: "The same by what a rank has sent so far: further left is cheaper. Grey: the warm "
-    "start.",
+    score_by_bytes: "The same by what a rank has sent so far: further left is cheaper. Grey: the warm start.",
     frontier: "What fewer bytes cost: up is more of the reference's gain, right is fewer. No label beats "
     "the joined, filled ones in both.",
     gate: "What PULSELoCo's gate sends in each round, and what it withholds.",

@@ -11,9 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import loco
-from experiments.observer import Seen
-
 RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}  # bits per second, each way
 
 
@@ -42,24 +39,15 @@ class Round:
     age: float | None = None
 
     @staticmethod
-    def joined(
-        step: int, reports: Sequence[loco.SyncReport], seen: Sequence[Seen | None], *, sites: int
-    ) -> Round:
-        """One round from what all ranks report and saw."""
-        watched = [one for one in seen if one is not None]
-        sizes = ("payload_bytes", "sent_bytes", "received_bytes")
-        means = {name: fmean(getattr(r, name) for r in reports) for name in sizes}
-        for name in ("union_density", "visible", "age") if watched else ():
-            means[name] = fmean(getattr(one, name) for one in watched)
-        return Round(
-            round=reports[0].round,
-            step=step,
-            density=sum(r.entries for r in reports) / max(1, sum(r.numel for r in reports)),
-            # The ranks of a site hold parts of one residual: their squares add up.
-            residual_norm=math.sqrt(sum(r.residual_norm**2 for r in reports) / sites),
-            exchange=reports[0].exchange,
-            **means,
-        )
+    def joined(ranks: Sequence[dict[str, Any]], *, sites: int) -> Round:
+        """One round from what all ranks measured of it."""
+        names = ("payload_bytes", "sent_bytes", "received_bytes", "union_density", "visible", "age")
+        given: dict[str, Any] = {name: ranks[0][name] for name in ("round", "step", "exchange")}
+        given |= {name: fmean(one[name] for one in ranks) for name in names if name in ranks[0]}
+        given["density"] = sum(one["entries"] for one in ranks) / max(1, sum(one["numel"] for one in ranks))
+        # The ranks of a site hold parts of one residual: their squares add up.
+        given["residual_norm"] = math.sqrt(sum(one["residual_norm"] ** 2 for one in ranks) / sites)
+        return Round(**given)
 
 
 @dataclass(frozen=True, kw_only=True)

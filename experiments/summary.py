@@ -150,15 +150,17 @@ class Comparison:
     @cached_property
     def reference(self) -> Group | None:
         """The first DiLoCo that sends FP32 and has outer momentum; without one, the first DiLoCo."""
-        dense = [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
-        return next(iter(dense + [g for g in self.groups if g.method == "diloco"]), None)
+        return next(iter(self._dense or [g for g in self.groups if g.method == "diloco"]), None)
+
+    @cached_property
+    def _dense(self) -> list[Group]:
+        return [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
 
     def reference_of(self, group: Group) -> Group | None:
         """The reference, but of the same learning rate, steps, … where there is a DiLoCo for that."""
         if group.method == "diloco" and self.reference is not None and _alike(group, self.reference):
             return self.reference
-        dense = [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
-        return next((g for g in dense if _alike(g, group)), self.reference)
+        return _most_like(group, self._dense) or self.reference
 
     def _gainer(self, reference: Group | None, score: str) -> Group | None:
         """It, if there is a gain by that score of which others can have a share."""
@@ -168,14 +170,14 @@ class Comparison:
 
     def ddp_of(self, group: Group) -> Group | None:
         found = [g for g in self.groups if g.method == "ddp"]
-        return next((g for g in found if _alike(g, group)), found[0] if found else None)
+        return _most_like(group, found) or next(iter(found), None)
 
     @cached_property
     def pulse(self) -> Group | None:
         """The PULSELoCo that stands out: the first, if possible of the reference's conditions."""
         found = [g for g in self.groups if g.method == "pulseloco"]
-        alike = [g for g in found if self.reference is not None and _alike(g, self.reference)]
-        return next(iter(alike + found), None)
+        alike = _most_like(self.reference, found) if self.reference is not None else None
+        return alike or next(iter(found), None)
 
     @cached_property
     def main(self) -> tuple[Group, ...]:
@@ -239,6 +241,11 @@ def _differing(one: Group, other: Group) -> tuple[str, ...]:
 
 def _alike(one: Group, other: Group) -> bool:
     return not _differing(one, other)
+
+
+def _most_like(group: Group, found: Sequence[Group]) -> Group | None:
+    """The first of the same conditions."""
+    return next((g for g in found if _alike(g, group)), None)
 
 
 def _kernel_beyond(result: Result) -> float | None:

@@ -32,7 +32,6 @@ class Scripted:
     def kill(self, number: int) -> None:
         self.done.append(("kill", number))
         self.running.discard(number)
-        self.said.append({"site": f"site-{number}", "event": "gone", "process": None, "time": time.time()})
 
     def say(self, number: int, event: str, **more: Any) -> None:
         self.said.append(
