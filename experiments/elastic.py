@@ -66,7 +66,8 @@ class Processes:
     def next(self) -> Event:
         """What a site says next."""
         deadline = time.monotonic() + _SILENCE
-        while not (line := self._events.readline()):
+        line = self._events.readline()
+        while not line.endswith("\n"):  # nothing yet, or a line of which a site is about to write the rest
             for name, process in self._sites.items():
                 if process.poll() not in (None, 0, -signal.SIGKILL):
                     log = self._folder / f"{name}.log"
@@ -75,6 +76,7 @@ class Processes:
             if time.monotonic() > deadline:
                 raise ExperimentError(f"no site has said anything for {_SILENCE:g} s; see {self._folder}")
             time.sleep(0.05)
+            line += self._events.readline()
         return json.loads(line)
 
     def _run(self, command: list[str], name: str, *, out: IO[str] | None = None) -> subprocess.Popen[Any]:

@@ -61,7 +61,7 @@ def train(
                     found.rewards.append(reward)
             # One step before the last, because the last one may end a round.
             seen_before = bf16_weights(model) if step == max(1, config.steps - 1) else None
-            take_step(step, run, task, trainee, model, meter)
+            take_step(step, config, task, trainee, model, meter)
             if seen_before is not None:
                 found.one_step_density = (bf16_weights(model) != seen_before).sum().item() / numel
             if step % config.eval_every == 0 or step == config.steps:
@@ -99,14 +99,17 @@ def train(
     )
 
 
-def take_step(step: int, run: Run, task: Task, trainee: Trainee, model: nn.Module, meter: Meter) -> None:
-    """One inner step, and the round that it may end."""
-    config, optimizer = run.config, trainee.optimizer
+def take_step(
+    step: int, config: RunConfig, task: Task, trainee: Trainee, model: nn.Module, meter: Meter
+) -> Tensor:
+    """One inner step, and the round that it may end. Returns the step's loss."""
+    optimizer = trainee.optimizer
     warm_up(optimizer, step, config)
     before = getattr(optimizer, "last_report", None)
     meter.begin()
     optimizer.zero_grad()
-    task.loss(trainee.module, step).backward()
+    loss = task.loss(trainee.module, step)
+    loss.backward()
     waited = trainee.wait.seconds() if trainee.wait else 0.0
     nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimizer.step()
@@ -117,6 +120,7 @@ def take_step(step: int, run: Run, task: Task, trainee: Trainee, model: nn.Modul
         meter.found.rounds[-1] |= {"step": step} | (
             trainee.observer.after_round() if trainee.observer else {}
         )
+    return loss.detach()
 
 
 def warm_up(optimizer: torch.optim.Optimizer, step: int, config: RunConfig) -> None:

@@ -73,7 +73,7 @@ class Meter:
         exchange = work = 0.0
         if report is not None:
             found.rounds.append({name: getattr(report, name) for name in _REPORTED})
-            exchange = report.seconds["exchange"]
+            exchange = report.seconds.get("exchange", 0.0)  # a site that rejoins has none
             work = sum(report.seconds.values()) - exchange - watched
         found.exchange_seconds += waited + exchange
         found.round_seconds += work
