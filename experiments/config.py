@@ -96,12 +96,16 @@ class TextConfig:
 class SparseLoCoConfig:
     """See `experiments.sparseloco.SparseLoCo`; outer_lr is the shared one."""
 
-    k: int = 64  # of a chunk of 4096
-    decay: float = 0.95
-    average: str = "sites"  # or senders
-    quantiser: str = "uniform"  # or signed
+    k: int = 64  # entries sent of a chunk of 4096
+    decay: float = 0.95  # β
+    # What g divides by: "sites" is the paper's R; "senders", in the authors' code, is how many sites sent an
+    # element, and so the larger step.
+    average: str = "sites"
+    quantiser: str = "uniform"  # the authors'; "signed" errs less
 
     def __post_init__(self) -> None:
+        require(1 <= self.k <= 4096, f"sparseloco.k must be between 1 and 4096, got {self.k}")
+        require(0 <= self.decay <= 1, f"sparseloco.decay must be in [0, 1], got {self.decay}")
         _one_of(self, "average", ("sites", "senders"), part="sparseloco.")
         _one_of(self, "quantiser", ("uniform", "signed"), part="sparseloco.")
 

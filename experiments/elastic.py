@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from experiments.elastic_site import VICTIM, ElasticConfig
 from experiments.errors import ExperimentError
@@ -44,8 +42,9 @@ class Processes:
 
     def __init__(self, folder: Path, closing: ExitStack) -> None:
         self._folder, self._closing = folder, closing
-        self._events: queue.Queue[Event] = queue.Queue()
-        self._sites: dict[str, subprocess.Popen[str]] = {}
+        self._sites: dict[str, subprocess.Popen[Any]] = {}
+        self._written = closing.enter_context((folder / "events.jsonl").open("a", encoding="utf-8"))
+        self._events = closing.enter_context((folder / "events.jsonl").open(encoding="utf-8"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
@@ -59,42 +58,35 @@ class Processes:
         name = f"site-{number}"
         own = [f"site={name}", f"data={number}", f"lighthouse={self._lighthouse}", "address=127.0.0.1"]
         command = [sys.executable, "-m", "experiments.elastic_site", *sys.argv[1:], *own]
-        process = self._sites[name] = self._run(command, name, heard=True)
-        threading.Thread(target=self._listen, args=(name, process), daemon=True).start()
+        self._sites[name] = self._run(command, name, out=self._written)
 
     def kill(self, number: int) -> None:
         self._sites[f"site-{number}"].kill()
 
     def next(self) -> Event:
         """What a site says next."""
-        try:
-            event = self._events.get(timeout=_SILENCE)
-        except queue.Empty:
-            raise ExperimentError(
-                f"no site has said anything for {_SILENCE:g} s; see {self._folder}"
-            ) from None
-        process = self._sites[event["site"]]
-        if event.get("process") is process and process.wait() not in (0, -signal.SIGKILL):
-            log = self._folder / f"{event['site']}.log"
-            *_, last = log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"]
-            raise ExperimentError(f"{event['site']} failed: {last.removeprefix('error: ')} (see {log})")
-        return event
+        deadline = time.monotonic() + _SILENCE
+        line = self._events.readline()
+        while not line.endswith("\n"):  # nothing yet, or a line of which a site is about to write the rest
+            for name, process in self._sites.items():
+                if process.poll() not in (None, 0, -signal.SIGKILL):
+                    log = self._folder / f"{name}.log"
+                    *_, last = log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"]
+                    raise ExperimentError(f"{name} failed: {last.removeprefix('error: ')} (see {log})")
+            if time.monotonic() > deadline:
+                raise ExperimentError(f"no site has said anything for {_SILENCE:g} s; see {self._folder}")
+            time.sleep(0.05)
+            line += self._events.readline()
+        return json.loads(line)
 
-    def _run(self, command: list[str], name: str, *, heard: bool = False) -> subprocess.Popen[Any]:
-        """heard: what it says is read here; the rest goes to its log."""
+    def _run(self, command: list[str], name: str, *, out: IO[str] | None = None) -> subprocess.Popen[Any]:
+        """`out` takes what it says, and its log the rest."""
         log = self._closing.enter_context((self._folder / f"{name}.log").open("a", encoding="utf-8"))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        out = subprocess.PIPE if heard else log
-        process = subprocess.Popen(through(command), stdout=out, stderr=log, env=environment, text=True)
+        process = subprocess.Popen(through(command), stdout=out or log, stderr=log, env=environment)
         self._closing.callback(process.wait)
         self._closing.callback(process.kill)
         return process
-
-    def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._events.put({"site": name, **json.loads(line)})
-        self._events.put({"site": name, "event": "gone", "process": process, "time": time.time()})
 
 
 @contextmanager
@@ -105,9 +97,8 @@ def processes(folder: Path) -> Iterator[Processes]:
 
 def run(config: ElasticConfig, folder: Path, *, disturbed: bool) -> list[Event]:
     """Everything that the sites said, and when one was killed and started again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for log in folder.glob("*.log"):
-        log.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     title = "with a site that dies and comes back" if disturbed else "undisturbed"
     print(f"{config.sites} sites, {title}", flush=True)
     events: list[Event] = []
@@ -118,10 +109,9 @@ def run(config: ElasticConfig, folder: Path, *, disturbed: bool) -> list[Event]:
         ended, round = set(), 0
         while len(ended) < config.sites:
             event = running.next()
-            if event["event"] == "gone":
-                continue
             events.append(event)
-            _show(event, config, first=event["round"] > round)
+            if event["event"] != "round" or (event["round"] > round and event["round"] % 10 == 0):
+                _show(event)
             round = max(round, event["round"])
             if event["event"] == "end":
                 ended.add(event["site"])
@@ -129,7 +119,7 @@ def run(config: ElasticConfig, folder: Path, *, disturbed: bool) -> list[Event]:
                 done, _ = plan.pop(0)
                 (running.kill if done == "killed" else running.start)(VICTIM)
                 events.append({"site": f"site-{VICTIM}", "event": done, "time": time.time(), "round": round})
-                _show(events[-1], config)
+                _show(events[-1])
     return events
 
 
@@ -162,21 +152,9 @@ def results(config: ElasticConfig, disturbed: list[Event], undisturbed: list[Eve
     }
 
 
-def _show(event: Event, config: ElasticConfig, *, first: bool = True) -> None:
-    what, round = event["event"], event["round"]
-    if what == "round":
-        if first and round % 10 == 0:
-            progress = f"round {round}/{config.steps // config.sync_every}"
-            print(f"  {progress}: {event['sites']} sites, loss {event['held_out']:.3f}", flush=True)
-        return
-    words = {
-        "joined": f"joined at round {round}",
-        "given": f"was given round {round}",
-        "killed": f"is killed after round {round}",
-        "started": f"is started again in round {round}",
-        "end": f"ends at round {round} with θ {event.get('digest')}",
-    }
-    print(f"  {event['site']} {words[what]}", flush=True)
+def _show(event: Event) -> None:
+    more = f": {event['sites']} sites, loss {event['held_out']:.3f}" if event["event"] == "round" else ""
+    print(f"  round {event['round']}, {event['site']}: {event['event']}{more}", flush=True)
 
 
 def _lighthouse_command() -> str:

@@ -18,13 +18,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
 
 import loco
 from experiments.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, require
 from experiments.errors import ExperimentError
-from experiments.loop import evaluate, warm_up
+from experiments.loop import evaluate, take_step
 from experiments.merging import load
+from experiments.meter import Meter
+from experiments.methods import Trainee
 from experiments.tasks import Seat, task_of
 from loco.round.state import digest_of
 
@@ -88,35 +89,34 @@ def train(config: ElasticConfig) -> None:
         nesterov=config.nesterov,
         topology=topology,
     )
-    _say(event="joined", round=optimizer.round, held_out=held_out())
+
+    trainee, meter = Trainee(model, optimizer, None, None), Meter(cpu, computed_bytes_per_step=0)
+
+    def say(event: str, **what: Any) -> None:
+        about = {"time": time.time(), "site": config.site, "event": event, "round": optimizer.round}
+        sys.stdout.write(
+            json.dumps(about | what) + "\n"
+        )  # in one piece: other sites may write to the same file
+        sys.stdout.flush()
+
+    say("joined", held_out=held_out())
 
     # The number of rounds is the run's: a site that comes back goes on where the others are.
     while optimizer.round * config.sync_every < config.steps:
         first, losses = optimizer.round * config.sync_every + 1, []
         for step in range(first, first + config.sync_every):
-            warm_up(optimizer, step, config)
-            optimizer.zero_grad()
-            loss = task.loss(model, step)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-            losses.append(loss.item())
-            optimizer.step()
+            losses.append(take_step(step, config, task, trainee, model, meter).item())
         report = optimizer.last_report
         assert report is not None
-        _say(
-            event="given" if report.exchange == "rejoin" else "round",
-            round=optimizer.round,
+        say(
+            "given" if report.exchange == "rejoin" else "round",
             sites=topology.num_sites,
             loss=fmean(losses),
             held_out=held_out(),
             sent_bytes=report.sent_bytes,
         )
-    _say(event="end", round=optimizer.round, digest=digest_of(optimizer.outer_state.anchor))
+    say("end", digest=digest_of(optimizer.outer_state.anchor))
     topology.close()
-
-
-def _say(**what: Any) -> None:
-    print(json.dumps({"time": time.time(), **what}), flush=True)
 
 
 def main() -> int:

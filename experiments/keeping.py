@@ -11,7 +11,7 @@ import os
 import pickle
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 import loco
 from experiments.errors import ExperimentError
 from experiments.gathering import from_all
-from experiments.meter import Meter
+from experiments.meter import Measured, Meter
 from experiments.methods import Trainee
 from experiments.plan import Run
 from experiments.tasks import Seat
@@ -44,22 +44,6 @@ def newest_round(folder: Path, *, sync_every: int) -> int | None:
     return max(found, default=None)
 
 
-@dataclass(kw_only=True)
-class Measured:
-    """What a run has found so far, beside what its meter counts."""
-
-    step: int = 0  # steps done
-    seconds: float = 0.0  # by then
-    evaluations: list[dict[str, float]] = field(default_factory=list)
-    curve: list[tuple[int, int]] = field(default_factory=list)  # (step, bytes sent by then) of each
-    rewards: list[float] = field(default_factory=list)
-    one_step_density: float = 0.0
-
-    def add(self, step: int, scores: dict[str, float], *, sent_bytes: int) -> None:
-        self.evaluations.append(scores)
-        self.curve.append((step, sent_bytes))
-
-
 class Keeper:
     """Saves a run at the ends of rounds, and takes it up again. Every rank builds it and calls it together.
 
@@ -67,17 +51,10 @@ class Keeper:
     """
 
     def __init__(
-        self,
-        saving: Saving,
-        run: Run,
-        trainee: Trainee,
-        model: nn.Module,
-        seat: Seat,
-        meter: Meter,
-        measured: Measured,
+        self, saving: Saving, run: Run, trainee: Trainee, model: nn.Module, seat: Seat, meter: Meter
     ) -> None:
         self._saving, self._run = saving, run
-        self._meter, self._measured, self._observer = meter, measured, trainee.observer
+        self._meter, self._observer = meter, trainee.observer
         if not saving.resume:
             if int(os.environ.get("LOCAL_RANK", "0")) == 0:
                 shutil.rmtree(saving.folder, ignore_errors=True)
@@ -107,12 +84,10 @@ class Keeper:
                 f"{self._saving.folder} is of a run that was configured otherwise ({', '.join(differing)}): "
                 f"go on with the same settings, or give this run another name="
             )
-        for name, value in kept["measured"].items():
-            setattr(self._measured, name, value)
-        self._meter.resume(kept["meter"])
+        self._meter.found = Measured(**kept["measured"])
         if self._observer is not None:
             self._observer.resume(kept["seen"])
-        self._say(f"goes on from round {self._measured.step // self._run.config.sync_every}")
+        self._say(f"goes on from round {self._meter.found.step // self._run.config.sync_every}")
         return True
 
     def _say(self, sentence: str) -> None:
@@ -120,12 +95,11 @@ class Keeper:
             print(f"{self._run.label}: {sentence}", file=sys.stderr, flush=True)
 
     def after_step(self) -> None:
-        if self._measured.step % (self._saving.every * self._run.config.sync_every):
+        if self._meter.found.step % (self._saving.every * self._run.config.sync_every):
             return
         extra = {
             "config": self._run.stored(),
-            "measured": dataclasses.asdict(self._measured),
-            "meter": self._meter.state(),
+            "measured": dataclasses.asdict(self._meter.found),
             "seen": self._observer.state() if self._observer is not None else None,
         }
         self._files.save(self._optimizer, extra)

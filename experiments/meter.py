@@ -1,11 +1,12 @@
-"""Time and bytes of the training steps, and of nothing else: no evaluation, no barrier, no set-up."""
+"""What a rank measures of its run: scores, rounds, and the time and bytes of the training steps, of nothing
+else: no evaluation, no barrier, no set-up."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -13,14 +14,31 @@ import torch
 
 import loco
 from experiments.ledger import TcpBytes, tcp_bytes
-from experiments.observer import Seen
 
-_SUMS = (
-    *("_computing", "_steps", "_sent", "_received"),
-    *("rollout_seconds", "exchange_seconds", "round_seconds"),
+_REPORTED = (
+    *("round", "numel", "entries", "exchange", "residual_norm"),
+    *("payload_bytes", "sent_bytes", "received_bytes"),
 )
 
-Report = tuple[int, loco.SyncReport, Seen | None]  # (step, what the round did, what was seen of its gate)
+
+@dataclass(kw_only=True)
+class Measured:
+    """Plain data all of it, which a checkpoint keeps: a run that is resumed goes on with it."""
+
+    step: int = 0  # steps done
+    seconds: float = 0.0  # by then
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    rounds: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # what they report, and what was seen of the gate
+    one_step_density: float = 0.0
+    computing: list[float] = field(default_factory=list)  # seconds of each step's own work
+    kernel_sent: int | None = 0  # None where the kernel does not count
+    kernel_received: int = 0
+    rollout_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    round_seconds: float = 0.0
 
 
 class Meter:
@@ -29,36 +47,15 @@ class Meter:
     def __init__(self, device: torch.device, *, computed_bytes_per_step: int) -> None:
         self._device = device
         self._computed_bytes_per_step = computed_bytes_per_step  # of a gradient all-reduce; else 0
-        self._kernel: TcpBytes | None = TcpBytes(0, 0)
         self._began: tuple[float, TcpBytes | None] = (0.0, None)
-        self._computing: list[float] = []  # seconds of each step's own work
-        self._steps = 0
-        self.reports: list[Report] = []
-        self._sent = self._received = 0  # by the rounds
-        self.rollout_seconds = 0.0
-        self.exchange_seconds = 0.0
-        self.round_seconds = 0.0
-
-    def state(self) -> dict[str, Any]:
-        """All sums so far as plain data, for a run that is resumed."""
-        reports = [
-            (step, asdict(did), None if seen is None else asdict(seen)) for step, did, seen in self.reports
-        ]
-        kernel = None if self._kernel is None else asdict(self._kernel)
-        return {name: getattr(self, name) for name in _SUMS} | {"reports": reports, "kernel": kernel}
-
-    def resume(self, state: dict[str, Any]) -> None:
-        for name in _SUMS:
-            setattr(self, name, state[name])
-        self._kernel = None if state["kernel"] is None else TcpBytes(**state["kernel"])
-        self.reports = reports_of(state["reports"])
+        self.found = Measured()
 
     @contextmanager
     def rollouts(self) -> Iterator[None]:
         """Around the sampling of answers, a work of its own."""
         began = self._now()
         yield
-        self.rollout_seconds += self._now() - began
+        self.found.rollout_seconds += self._now() - began
 
     def begin(self) -> None:
         self._began = (self._now(), tcp_bytes())
@@ -66,62 +63,50 @@ class Meter:
     def end(self, *, waited: float, report: loco.SyncReport | None, watched: float = 0.0) -> None:
         """`waited` for gradients inside the step; `report` if the step ended a round, which an observer
         `watched` for so long."""
-        elapsed = self._now() - self._began[0]
+        found, elapsed = self.found, self._now() - self._began[0]
         before, after = self._began[1], tcp_bytes()
-        if self._kernel is None or before is None or after is None:
-            self._kernel = None
+        if found.kernel_sent is None or before is None or after is None:
+            found.kernel_sent = None
         else:
-            self._kernel += after - before
-        self._steps += 1
-        self.exchange_seconds += waited
-        if report is None:
-            self._computing.append(elapsed - waited)
-            return
-        self._sent += report.sent_bytes
-        self._received += report.received_bytes
-        exchange = report.seconds["exchange"]
-        work = sum(report.seconds.values()) - exchange - watched
-        self.exchange_seconds += exchange
-        self.round_seconds += work
-        self._computing.append(elapsed - waited - exchange - work - watched)
+            found.kernel_sent += after.sent - before.sent
+            found.kernel_received += after.received - before.received
+        exchange = work = 0.0
+        if report is not None:
+            found.rounds.append({name: getattr(report, name) for name in _REPORTED})
+            exchange = report.seconds.get("exchange", 0.0)  # a site that rejoins has none
+            work = sum(report.seconds.values()) - exchange - watched
+        found.exchange_seconds += waited + exchange
+        found.round_seconds += work
+        found.computing.append(elapsed - waited - exchange - work - (watched if report is not None else 0.0))
 
     @property
-    def step_seconds(self) -> float:
-        return median(self._computing)
+    def kernel_sent_bytes(self) -> int | None:
+        """None where the kernel does not count, or where the traffic is not TCP."""
+        return self.found.kernel_sent if self._device.type == "cpu" else None
 
-    @property
-    def kernel(self) -> TcpBytes | None:
-        """What the kernel counted; None where it does not, or where the traffic is not TCP."""
-        return self._kernel if self._device.type == "cpu" else None
-
-    @property
-    def source(self) -> str:
-        if not self._computed_bytes_per_step:
-            return "counted"
-        return "kernel" if self.kernel else "computed"
-
-    @property
-    def accounted_bytes(self) -> int:
-        return self._sent + self._computed_bytes_per_step * self._steps
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.kernel.sent if self.kernel and self.source == "kernel" else self.accounted_bytes
-
-    @property
-    def received_bytes(self) -> int:
-        if self.kernel and self.source == "kernel":
-            return self.kernel.received
-        return self._received + self._computed_bytes_per_step * self._steps
+    def summary(self) -> dict[str, Any]:
+        """For the whole run so far."""
+        computed = self._computed_bytes_per_step * len(self.found.computing)
+        sent, received = (
+            computed + sum(one[name] for one in self.found.rounds)
+            for name in ("sent_bytes", "received_bytes")
+        )
+        kernel = self.kernel_sent_bytes
+        by_kernel = bool(computed and kernel)
+        return {
+            "sent_bytes": kernel if by_kernel else sent,
+            "received_bytes": self.found.kernel_received if by_kernel else received,
+            "accounted_bytes": sent,
+            "bytes_source": "kernel" if by_kernel else "computed" if computed else "counted",
+            "kernel_sent_bytes": kernel,
+            "step_seconds": median(self.found.computing) if self.found.computing else 0.0,
+            **{
+                name: getattr(self.found, name)
+                for name in ("exchange_seconds", "round_seconds", "rollout_seconds", "one_step_density")
+            },
+        }
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def reports_of(state: list[tuple[int, dict[str, Any], dict[str, Any] | None]]) -> list[Report]:
-    """What `Meter.state` wrote."""
-    return [
-        (step, loco.SyncReport(**did), None if seen is None else Seen(**seen)) for step, did, seen in state
-    ]

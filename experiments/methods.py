@@ -1,6 +1,5 @@
 """What differs between the methods: which module the loop calls and which optimizer steps."""
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -87,13 +86,8 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
         )
         wait = AllReduceWait(module)
     if config.method == "sparseloco":
-        own = dataclasses.asdict(config.sparseloco)
-        try:
-            optimizer = SparseLoCo(
-                inner, sync_every=config.sync_every, outer_lr=config.outer_lr, topology=topology, **own
-            )
-        except ValueError as error:
-            raise ExperimentError(f"SparseLoCo: {error}") from error
+        own = {"outer_lr": config.outer_lr, "settings": config.sparseloco}
+        optimizer = SparseLoCo(inner, sync_every=config.sync_every, topology=topology, **own)
         return Trainee(module, optimizer, wait, None)
     outer: dict[str, Any] = {
         "sync_every": config.sync_every,

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 import loco
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    union_density: float  # share of entries that at least one site sent
-    visible: float  # share of weights whose BF16 cast this round's H steps changed, residual or not
-    age: float  # rounds since the withheld was last sent, its mean weighted by its size
 
 
 class Observer:
@@ -53,8 +45,13 @@ class Observer:
         self.seconds = time.perf_counter() - began
 
     @torch.no_grad()
-    def after_round(self) -> Seen:
-        """Of the round that has just ended; its messages are not the round's."""
+    def after_round(self) -> dict[str, float]:
+        """Of the round that has just ended; its messages are not the round's.
+
+        union_density: the share of entries that at least one site sent. visible: the share of weights whose
+        BF16 cast this round's H steps changed, residual or not. age: rounds since the withheld was last sent,
+        its mean weighted by its size.
+        """
         residual = self._state.residual
         assert residual is not None
         self._age.add_(1)
@@ -67,4 +64,4 @@ class Observer:
         union[self._state.start : self._state.stop] = self._sent
         dist.all_reduce(union, dist.ReduceOp.MAX)
         density = float(union.sum(dtype=torch.int64)) / max(1, union.numel())
-        return Seen(union_density=density, visible=self._visible, age=age)
+        return {"union_density": density, "visible": self._visible, "age": age}

@@ -10,40 +10,30 @@ from typing import Any
 
 from experiments.plan import flat
 from experiments.plots import Plot
-from experiments.summary import Comparison, Group, shared
-from experiments.table import NONE, TABLES, columns_of
+from experiments.summary import Comparison, shared
+from experiments.table import MEANINGS, NONE, TABLES, columns_of
 
 _NOT_OF_THE_METHOD = ("name", "seed", "port", "timeout_s")
 _STYLE = """
-:root { color-scheme: light dark;
-  --text: #1c1c1c; --soft: #5c5c5c; --back: #fff; --line: #dcdcdc; --mark: #fdf1e7; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e6e6e6; --soft: #a6a6a6; --back: #16181b; --line: #3a3d42; --mark: #33271c; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 1280px; background: var(--back);
-  color: var(--text); font: 16px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
-h1 { font-size: 1.7rem; margin: 0 0 .4rem; }
-h2 { font-size: 1.2rem; margin: 2.6rem 0 .7rem; padding-top: .6rem; border-top: 1px solid var(--line); }
-h2, h3 { break-after: avoid; }
+:root { color-scheme: light dark; }
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 1280px;
+  font: 16px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
+h2 { font-size: 1.2rem; margin: 2.6rem 0 .7rem; padding-top: .6rem; border-top: 1px solid #8886; }
 h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
-p { max-width: 80ch; }
-.soft { color: var(--soft); font-size: .92rem; }
+p, dd, figcaption { max-width: 80ch; }
 table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; max-width: 100%; }
-th, td { padding: .3rem .42rem; text-align: right; border-bottom: 1px solid var(--line); }
-th { vertical-align: bottom; font-weight: 600; }
+th, td { padding: .3rem .42rem; text-align: right; border-bottom: 1px solid #8886; }
+th { vertical-align: bottom; }
 td { white-space: nowrap; }
 th:first-child, td:first-child, .settings th, .settings td { text-align: left; white-space: normal; }
 .settings td { overflow-wrap: anywhere; }
-tr.main td { background: var(--mark); font-weight: 600; }
+tr.main td { background: #e8730022; font-weight: 600; }
 figure { margin: 1.6rem 0; break-inside: avoid; }
-figure img { width: 100%; max-width: 1000px; height: auto; display: block; background: #fff; padding: .5rem;
-  border-radius: 6px; border: 1px solid var(--line); }
-figcaption { margin-top: .5rem; color: var(--soft); font-size: .92rem; max-width: 80ch; }
-dt { font-weight: 600; } dd { margin: 0 0 .4rem 1.2rem; max-width: 80ch; }
-pre { padding: .8rem 1rem; overflow-x: auto; border: 1px solid var(--line); border-radius: 6px;
-  font: .88rem/1.5 ui-monospace, "DejaVu Sans Mono", monospace; }
-@media print { body { max-width: none; padding: 0; font-size: 11pt; } table { font-size: 7pt; }
-  details::details-content { content-visibility: visible; } }
+figure img { width: 100%; max-width: 1000px; display: block; background: #fff; padding: .5rem; }
+dt { font-weight: 600; }
+dd { margin: 0 0 .4rem 1.2rem; }
+pre { overflow-x: auto; }
+@media print { table { font-size: 7pt; } details::details-content { content-visibility: visible; } }
 """
 READING = (
     "± is a 95% interval. Where a label has several seeds it is a t-interval over them, and differences and "
@@ -63,24 +53,20 @@ def page(comparison: Comparison, plots: Sequence[Plot], *, name: str, commands: 
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>',
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-        f'<h1>{escape(title)}</h1>\n<p class="soft">{escape(summary_line(comparison))}</p>\n<h2>Results</h2>',
+        f"<h1>{escape(title)}</h1>\n<p>{escape(summary_line(comparison))}</p>\n<h2>Results</h2>",
         *_results(comparison),
-        f'<p class="soft">{escape(READING)}</p>',
-        "<h2>Plots</h2>",
+        f"<p>{escape(READING)}</p>\n<h2>Plots</h2>",
         *(_figure(plot) for plot in plots),
-        "<h2>Columns</h2>",
-        _meanings(comparison),
-        "<h2>Settings</h2>",
+        f"<h2>Columns</h2>\n{_meanings(comparison)}\n<h2>Settings</h2>",
         *_settings(comparison),
-        "<h2>Measured on</h2>",
-        _table(_machines(comparison)),
+        f"<h2>Measured on</h2>\n{_table(_machines(comparison))}",
     ]
     if commands:
-        parts += [
-            "<h2>Run it again</h2>\n<p>From a checkout of the commit above; stored runs are not trained "
-            "again.</p>",
-            f"<pre>{escape(chr(10).join(commands))}</pre>",
-        ]
+        lines = escape("\n".join(commands))
+        parts.append(
+            "<h2>Run it again</h2>\n<p>From a checkout of the commit above; stored runs are not trained"
+        )
+        parts.append(f"again.</p>\n<pre>{lines}</pre>")
     return "\n".join([*parts, "</body>\n</html>\n"])
 
 
@@ -110,13 +96,17 @@ def _table(
     kind: str = "settings",
 ) -> str:
     """`main`: the numbers of rows to stand out."""
-    marked = ' class="main"'
-    top = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
-    body = "".join(
-        f"<tr{marked * (k in main)}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for k, row in enumerate(rows)
-    )
-    return f'<table class="{kind}">{top}<tbody>{body}</tbody></table>'
+    lines = [f'<table class="{kind}">']
+    if head:
+        lines.append(f"<thead><tr>{_cells(head, 'th')}</tr></thead>")
+    for k, row in enumerate(rows):
+        start = '<tr class="main">' if k in main else "<tr>"
+        lines.append(f"{start}{_cells(row, 'td')}</tr>")
+    return "\n".join([*lines, "</table>"])
+
+
+def _cells(texts: Sequence[str], tag: str) -> str:
+    return "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
 
 
 def _results(comparison: Comparison) -> Iterable[str]:
@@ -132,35 +122,30 @@ def _results(comparison: Comparison) -> Iterable[str]:
 
 def _figure(plot: Plot) -> str:
     data, caption = base64.b64encode(plot.path.read_bytes()).decode("ascii"), escape(plot.caption)
-    return (
-        f'<figure><img src="data:image/png;base64,{data}" alt="{caption}"/>'
-        f"<figcaption>{caption}</figcaption></figure>"
-    )
+    image = f'<img src="data:image/png;base64,{data}" alt="{caption}"/>'
+    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
 
 
 def _meanings(comparison: Comparison) -> str:
-    said = [(column.title, column.meaning) for column in columns_of(comparison) if column.meaning]
-    return f"<dl>{''.join(f'<dt>{escape(title)}</dt><dd>{escape(text)}</dd>' for title, text in said)}</dl>"
+    titles = [column.title for column in columns_of(comparison) if column.title in MEANINGS]
+    return f"<dl>{''.join(_cells([t], 'dt') + _cells([MEANINGS[t]], 'dd') for t in titles)}</dl>"
 
 
 def _settings(comparison: Comparison) -> Iterable[str]:
     """What differs by label, and below it what is the same for all."""
-    settings = [_of_the_method(group) for group in comparison.groups]
+    settings = [
+        {key: value for key, value in flat(group.config).items() if key not in _NOT_OF_THE_METHOD}
+        for group in comparison.groups
+    ]
     common = shared(settings)
     differing = list(dict.fromkeys(key for one in settings for key in one if key not in common))
     if differing:
-        rows = [
-            [group.label, *(_value(one.get(key)) for key in differing)]
-            for group, one in zip(comparison.groups, settings, strict=True)
-        ]
+        pairs = zip(comparison.groups, settings, strict=True)
+        rows = [[group.label, *(_value(one.get(key)) for key in differing)] for group, one in pairs]
         yield _table(rows, head=["label", *differing])
     yield f"<details><summary>The same for all labels: {len(common)} settings</summary>"
     yield _table([key, _value(value)] for key, value in common.items())
     yield "</details>"
-
-
-def _of_the_method(group: Group) -> dict[str, Any]:
-    return {key: value for key, value in flat(group.config).items() if key not in _NOT_OF_THE_METHOD}
 
 
 def _value(value: Any) -> str:

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import loco
 from experiments import launch
 from experiments.config import RecordConfig, check_world
 from experiments.gathering import from_all
-from experiments.loop import warm_up
+from experiments.loop import take_step
+from experiments.meter import Meter
 from experiments.methods import build
 from experiments.progress import Progress
 from experiments.recording import Recording, middles
@@ -40,7 +40,8 @@ def work(config: RecordConfig, device: torch.device) -> None:
     model = task.model()
     model.load_state_dict(warm_start(config, task, device))
     model.to(device)
-    optimizer = build(model, config).optimizer
+    trainee, meter = build(model, config), Meter(device, computed_bytes_per_step=0)
+    optimizer = trainee.optimizer
     assert isinstance(optimizer, loco.PulseLoCo)
     found: dict[str, Any] = {}
 
@@ -57,11 +58,7 @@ def work(config: RecordConfig, device: torch.device) -> None:
         for step in range(1, config.steps + 1):
             if optimizer.local_step == 0:
                 task.begin_round(model, optimizer.round)
-            warm_up(optimizer, step, config)
-            optimizer.zero_grad()
-            task.loss(model, step).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-            optimizer.step()
+            take_step(step, config, task, trainee, model, meter)
             progress.advance()
     sites = [Entries(*parts) for parts in from_all(found["entries"])]
     if seat.rank == 0:

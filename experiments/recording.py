@@ -22,13 +22,8 @@ class Recording(NamedTuple):
 
     @property
     def known(self) -> Known:
-        return Known(self.anchor, self.momentum, Gate(**self.about["gate"] | {"dtype": self._dtype}))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.about["gate"]["dtype"])
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        gate = self.about["gate"]
+        return Known(self.anchor, self.momentum, Gate(**gate | {"dtype": getattr(torch, gate["dtype"])}))
 
     def excerpt(self, runs: Sequence[slice]) -> Recording:
         """The elements of some runs, one after the other, as if they were all there is."""

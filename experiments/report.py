@@ -10,7 +10,6 @@ runs count, and in which order.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import shutil
 import sys
@@ -25,7 +24,7 @@ from experiments.merging import load, to_yaml
 from experiments.page import page, summary_line
 from experiments.plan import runs_of
 from experiments.plots import draw_all
-from experiments.results import Evaluation, Result, Round, read
+from experiments.results import Result, fields_of, of_fields, read
 from experiments.session import results_of
 from experiments.summary import Comparison, shared
 from experiments.table import as_text, figures
@@ -94,16 +93,12 @@ def merged(found: Sequence[tuple[str, Sequence[Result]]]) -> list[Result]:
 
 
 def write_document(comparison: Comparison, path: Path) -> None:
-    """results.json: every run, small enough to keep with the code. Rounds are columns, to six digits."""
-    runs = [dataclasses.asdict(result) for result in comparison.results]
+    """results.json: every run, small enough to keep with the code."""
+    runs = [fields_of(result) for result in comparison.results]
     common = {name: shared([run[name] for run in runs]) for name in _SHARED}
     for run in runs:
         for name in _SHARED:
             run[name] = {k: v for k, v in run[name].items() if k not in common[name]}
-        names = run["rounds"][0] if run["rounds"] else []
-        run["rounds"] = {name: [_short(one[name]) for one in run["rounds"]] for name in names}
-        run["evaluations"] = [[e["step"], e["scores"], _short(e["sent_bytes"])] for e in run["evaluations"]]
-        run["rewards"] = [_short(reward) for reward in run["rewards"]]
     document = {
         **common,
         "reference": comparison.reference.label if comparison.reference is not None else None,
@@ -120,24 +115,9 @@ def write_document(comparison: Comparison, path: Path) -> None:
 def read_document(path: Path) -> list[Result]:
     """The runs in a file that `write_document` wrote."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    for run in document["runs"]:
-        for name in _SHARED:
-            run[name] = document[name] | run[name]
-        rounds = zip(*run["rounds"].values(), strict=True)
-        run["rounds"] = tuple(Round(**dict(zip(run["rounds"], values, strict=True))) for values in rounds)
-        run["evaluations"] = tuple(
-            Evaluation(step=step, scores=scores, sent_bytes=sent) for step, scores, sent in run["evaluations"]
-        )
-        run["rewards"] = tuple(run["rewards"])
-    return [Result(**run) for run in document["runs"]]
-
-
-def _short(value: Any) -> Any:
-    """Bytes are whole as long as they have no more than nine digits."""
-    if not isinstance(value, float):
-        return value
-    short = float(f"{value:.9g}") if abs(value) >= 1e3 else float(f"{value:.6g}")
-    return int(short) if short.is_integer() else short
+    return [
+        of_fields(run | {name: document[name] | run[name] for name in _SHARED}) for run in document["runs"]
+    ]
 
 
 def _write(folder: Path, results: Sequence[Result], *, commands: Sequence[str]) -> None:

@@ -11,9 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import loco
-from experiments.observer import Seen
-
 RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}  # bits per second, each way
 
 
@@ -42,24 +39,15 @@ class Round:
     age: float | None = None
 
     @staticmethod
-    def joined(
-        step: int, reports: Sequence[loco.SyncReport], seen: Sequence[Seen | None], *, sites: int
-    ) -> Round:
-        """One round from what all ranks report and saw."""
-        watched = [one for one in seen if one is not None]
-        sizes = ("payload_bytes", "sent_bytes", "received_bytes")
-        means = {name: fmean(getattr(r, name) for r in reports) for name in sizes}
-        for name in ("union_density", "visible", "age") if watched else ():
-            means[name] = fmean(getattr(one, name) for one in watched)
-        return Round(
-            round=reports[0].round,
-            step=step,
-            density=sum(r.entries for r in reports) / max(1, sum(r.numel for r in reports)),
-            # The ranks of a site hold parts of one residual: their squares add up.
-            residual_norm=math.sqrt(sum(r.residual_norm**2 for r in reports) / sites),
-            exchange=reports[0].exchange,
-            **means,
-        )
+    def joined(ranks: Sequence[dict[str, Any]], *, sites: int) -> Round:
+        """One round from what all ranks measured of it."""
+        names = ("payload_bytes", "sent_bytes", "received_bytes", "union_density", "visible", "age")
+        given: dict[str, Any] = {name: ranks[0][name] for name in ("round", "step", "exchange")}
+        given |= {name: fmean(one[name] for one in ranks) for name in names if name in ranks[0]}
+        given["density"] = sum(one["entries"] for one in ranks) / max(1, sum(one["numel"] for one in ranks))
+        # The ranks of a site hold parts of one residual: their squares add up.
+        given["residual_norm"] = math.sqrt(sum(one["residual_norm"] ** 2 for one in ranks) / sites)
+        return Round(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +138,32 @@ class Result:
         return (self.steps * step_seconds + self.rollout_seconds + self.round_seconds + transfer) / 3600
 
 
+def fields_of(result: Result) -> dict[str, Any]:
+    """As JSON has it: rounds are columns, to six digits, and so are the bytes of evaluations."""
+    found = dataclasses.asdict(result)
+    names = found["rounds"][0] if found["rounds"] else []
+    found["rounds"] = {name: [_short(one[name]) for one in found["rounds"]] for name in names}
+    found["evaluations"] = [[e["step"], e["scores"], _short(e["sent_bytes"])] for e in found["evaluations"]]
+    found["rewards"] = [_short(reward) for reward in found["rewards"]]
+    return found
+
+
+def of_fields(fields: dict[str, Any]) -> Result:
+    """From what `fields_of` makes of one."""
+    columns, rest = fields["rounds"], dict(fields)
+    rounds = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    rest["rounds"] = tuple(Round(**one) for one in rounds)
+    names = ("step", "scores", "sent_bytes")
+    rest["evaluations"] = tuple(Evaluation(**dict(zip(names, e, strict=True))) for e in fields["evaluations"])
+    rest["rewards"] = tuple(fields["rewards"])
+    return Result(**rest)
+
+
 def store(result: Result, path: Path) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    # The configuration to the last digit: whether it is still the same is asked when it is read.
-    fields = _rounded(dataclasses.asdict(result)) | {"config": result.config}
-    unfinished.write_text(json.dumps(fields) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(fields_of(result)) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -165,18 +172,9 @@ def read(path: Path) -> Result:
     return of_fields(json.loads(path.read_text(encoding="utf-8")))
 
 
-def of_fields(fields: dict[str, Any]) -> Result:
-    """From what `dataclasses.asdict` makes of one."""
-    fields["evaluations"] = tuple(Evaluation(**one) for one in fields["evaluations"])
-    fields["rounds"] = tuple(Round(**one) for one in fields["rounds"])
-    fields["rewards"] = tuple(fields["rewards"])
-    return Result(**fields)
-
-
-def _rounded(value: Any) -> Any:
-    """Floats to 9 digits, which is more than any of them means; scores keep all of theirs."""
-    if isinstance(value, dict):
-        return {k: v if k == "scores" else _rounded(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(v) for v in value]
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+def _short(value: Any) -> Any:
+    """Bytes are whole as long as they have no more than nine digits."""
+    if not isinstance(value, float):
+        return value
+    short = float(f"{value:.9g}") if abs(value) >= 1e3 else float(f"{value:.6g}")
+    return int(short) if short.is_integer() else short

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from experiments.gathering import from_all
 from experiments.keeping import Saving
 from experiments.loop import train
 from experiments.plan import Run
-from experiments.results import Result, of_fields, read, store
+from experiments.results import Result, fields_of, of_fields, read, store
 from experiments.tasks import Seat, task_of
 from experiments.tracking import track
 from experiments.warm_start import warm_start
@@ -57,7 +56,7 @@ def work(runs: Sequence[Run], folder: Path, device: torch.device, *, single: boo
     seat = Seat(dist.get_rank(), dist.get_world_size(), device)
     mine = {run.key: stored(run, folder) for run in runs} if seat.rank == 0 else {}
     # The others may be on machines that do not have the files.
-    found = from_all({key: result and dataclasses.asdict(result) for key, result in mine.items()})[0]
+    found = from_all({key: result and fields_of(result) for key, result in mine.items()})[0]
     results = {key: fields and of_fields(fields) for key, fields in found.items()}
     for place, run in enumerate(runs, start=1):
         if run.ranks != seat.ranks or results[run.key] is not None:

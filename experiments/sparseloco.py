@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from itertools import count
 from typing import Any
 
 import torch
@@ -9,12 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import loco
-from experiments.topk import CHUNK, QUANTISERS, pack, plan_chunks, quantise, top_k, unpack
+from experiments.config import SparseLoCoConfig
+from experiments.topk import pack, plan_chunks, quantise, top_k, unpack
 from loco.round.handshake import agree_on_setup
 from loco.round.parameters import FlatParameters
 from loco.wrapper import Wrapper
 
-AVERAGES = ("sites", "senders")
+_built = count()  # alike on all ranks
 
 
 class SparseLoCo(Wrapper):
@@ -38,15 +41,11 @@ class SparseLoCo(Wrapper):
         sync_every: H, inner steps per round.
         outer_lr: α. The paper tunes it between 0.4 and 1; with 1, the authors' own choice for 2 bits at
             scale, θ moves by just what is sent.
-        decay: β.
-        k: entries sent of 4096.
-        average: what g divides by. "sites" is the paper's R; "senders", in the authors' code, is how many
-            sites sent that element, and so the larger step.
-        quantiser: "uniform", the authors', or "signed", which errs less.
+        settings: β, k and what else is the method's own.
         topology: who the sites are; a site must be one rank.
 
     Raises:
-        ValueError: an argument is out of range, or a parameter can't be synchronised.
+        ValueError: a parameter can't be synchronised.
         AgreementError: the sites were built differently.
     """
 
@@ -56,41 +55,24 @@ class SparseLoCo(Wrapper):
         *,
         sync_every: int = 8,
         outer_lr: float = 1.0,
-        decay: float = 0.95,
-        k: int = 64,
-        average: str = "sites",
-        quantiser: str = "uniform",
+        settings: SparseLoCoConfig | None = None,
         topology: loco.Topology | None = None,
     ) -> None:
-        if sync_every < 1 or sync_every != int(sync_every):
-            raise ValueError(f"sync_every must be a whole number >= 1, got {sync_every}")
-        if not 0 < outer_lr < float("inf"):
-            raise ValueError(f"outer_lr must be > 0 and finite, got {outer_lr}")
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay must be in [0, 1], got {decay}")
-        if not 1 <= k <= CHUNK or k != int(k):
-            raise ValueError(f"k must be a whole number from 1 to {CHUNK}, got {k}")
-        for name, value, allowed in (("average", average, AVERAGES), ("quantiser", quantiser, QUANTISERS)):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-        self.topology = topology or loco.Topology()
-        if self.topology.ranks_per_site != 1:
-            raise ValueError(f"ranks_per_site must be 1 here, got {self.topology.ranks_per_site}")
         super().__init__(inner)
-        self.sync_every, self.outer_lr, self.decay = int(sync_every), float(outer_lr), float(decay)
-        self.k, self.average, self.quantiser = int(k), average, quantiser
+        self.topology = topology or loco.Topology()
+        self.settings = settings or SparseLoCoConfig()
+        self.sync_every, self.outer_lr = sync_every, outer_lr
         self.local_step = 0  # inner steps since the last round
         self.round = 0  # rounds done
         self.last_report: loco.SyncReport | None = None
 
         self._layout = FlatParameters(inner)
-        settings = ("sync_every", "outer_lr", "decay", "k", "average", "quantiser")
-        setup = {"kind": "SparseLoCo"} | {name: getattr(self, name) for name in settings}
-        setup["parameters"] = self._layout.describe()
+        setup = {"kind": "SparseLoCo", "sync_every": sync_every, "outer_lr": outer_lr}
+        setup |= asdict(self.settings) | {"parameters": self._layout.describe()}
         agree_on_setup(self.topology.everyone(), 1, setup)
         device = self._layout.device
-        self._plan = plan_chunks(self._layout.shapes, self.k, device)
-        self._across, _ = self.topology.connect(device, "SparseLoCo/0")
+        self._plan = plan_chunks(self._layout.shapes, self.settings.k, device)
+        self._across, _ = self.topology.connect(device, f"SparseLoCo {next(_built)}/0")
         self.anchor = torch.zeros(self._layout.numel, device=device)  # θ
         self.residual = torch.zeros_like(self.anchor)  # e
         with torch.no_grad(), self._layout.pieces(0, self._layout.numel, write=True) as weights:
@@ -119,10 +101,10 @@ class SparseLoCo(Wrapper):
         encoding = time.perf_counter()
         self._layout.check_unchanged(self.inner)
         with self._layout.pieces(0, numel, write=True) as weights:
-            update = self.residual * self.decay + self._pseudo_grad(weights)
+            update = self.residual * self.settings.decay + self._pseudo_grad(weights)
             indices = top_k(update, plan)
             chosen = update[plan.to_flat(indices)]
-            codes, levels = quantise(chosen, plan.tensor_of, plan.num_tensors, self.quantiser)
+            codes, levels = quantise(chosen, plan.tensor_of, plan.num_tensors, self.settings.quantiser)
             payload = pack(indices, codes, levels).to(across.device)
 
             exchanging = time.perf_counter()
@@ -131,7 +113,7 @@ class SparseLoCo(Wrapper):
             across.swap(dict.fromkeys(across.peers, payload), incoming, phase=phase)
 
             applying = time.perf_counter()
-            payloads = [incoming.get(site, payload).to(update.device) for site in range(across.size)]
+            payloads = [incoming.get(site, payload) for site in range(across.size)]
             self.anchor -= self._mean(payloads, update).mul_(self.outer_lr)
             self.residual = update
             self._write(weights)
@@ -178,7 +160,7 @@ class SparseLoCo(Wrapper):
             if not bool(levels.isfinite().all()):
                 raise loco.NonFiniteError(f"round {self.round + 1}: site {site}'s update is infinite or NaN")
         total = torch.zeros_like(update)
-        senders = torch.zeros_like(update) if self.average == "senders" else None
+        senders = torch.zeros_like(update) if self.settings.average == "senders" else None
         for site, (indices, codes, levels) in enumerate(decoded):
             # No position comes twice from one site, so that the sums have one order on any device.
             at, values = self._plan.to_flat(indices), levels[self._plan.tensor_of, codes]

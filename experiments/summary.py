@@ -19,20 +19,9 @@ CONDITIONS = (
     "task", "model", "path", "parameters", "steps", "lr", "nproc",
     "transformer", "arithmetic", "text", "warm_start",
 )  # fmt: skip
-_PAPER: dict[str, Any] = {
-    "method": "pulseloco",
-    "outer_lr": 0.7,
-    "outer_momentum": 0.9,
-    "nesterov": True,
-    "gate": "bf16",
-    "gate_gain": 1.0,
-    "gate_margin": 0.0,
-    "value_steps": None,
-    "error_feedback": True,
-    "momentum_before_gate": False,
-    "late_gate_gain": None,
-    "whole_ulps": False,
-}
+INTERVALS = ("final", "gain", "minus", "share", "share_second")  # of a row
+_MEANS = ("sent_bytes", "received_bytes", "one_step_density", "exchange_seconds", "round_seconds")
+_STEADY = ("density", "union_density", "visible", "residual_norm", "age")
 
 
 @dataclass(frozen=True, eq=False)  # one is itself: to compare all that was measured would take long
@@ -49,12 +38,6 @@ class Group:
     @property
     def method(self) -> str:
         return self.results[0].method
-
-    @property
-    def is_paper(self) -> bool:
-        """Whether it is PULSELoCo as its paper has it."""
-        # A run that was stored before there was a setting has it as it was then: off.
-        return all(self.config.get(key, value) == value for key, value in _PAPER.items())
 
     @property
     def is_dense(self) -> bool:
@@ -167,15 +150,17 @@ class Comparison:
     @cached_property
     def reference(self) -> Group | None:
         """The first DiLoCo that sends FP32 and has outer momentum; without one, the first DiLoCo."""
-        dense = [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
-        return next(iter(dense + [g for g in self.groups if g.method == "diloco"]), None)
+        return next(iter(self._dense or [g for g in self.groups if g.method == "diloco"]), None)
+
+    @cached_property
+    def _dense(self) -> list[Group]:
+        return [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
 
     def reference_of(self, group: Group) -> Group | None:
         """The reference, but of the same learning rate, steps, … where there is a DiLoCo for that."""
         if group.method == "diloco" and self.reference is not None and _alike(group, self.reference):
             return self.reference
-        dense = [g for g in self.groups if g.is_dense and g.config["outer_momentum"] > 0]
-        return next((g for g in dense if _alike(g, group)), self.reference)
+        return _most_like(group, self._dense) or self.reference
 
     def _gainer(self, reference: Group | None, score: str) -> Group | None:
         """It, if there is a gain by that score of which others can have a share."""
@@ -185,14 +170,14 @@ class Comparison:
 
     def ddp_of(self, group: Group) -> Group | None:
         found = [g for g in self.groups if g.method == "ddp"]
-        return next((g for g in found if _alike(g, group)), found[0] if found else None)
+        return _most_like(group, found) or next(iter(found), None)
 
     @cached_property
     def pulse(self) -> Group | None:
         """The PULSELoCo that stands out: the first, if possible of the reference's conditions."""
         found = [g for g in self.groups if g.method == "pulseloco"]
-        alike = [g for g in found if self.reference is not None and _alike(g, self.reference)]
-        return next(iter(alike + found), None)
+        alike = _most_like(self.reference, found) if self.reference is not None else None
+        return alike or next(iter(found), None)
 
     @cached_property
     def main(self) -> tuple[Group, ...]:
@@ -206,15 +191,10 @@ class Comparison:
     def rows(self) -> tuple[Row, ...]:
         return tuple(self._row(group) for group in self.groups)
 
-    def row(self, group: Group) -> Row:
-        return self.rows[self.groups.index(group)]
-
     def _row(self, group: Group) -> Row:
         reference, ddp, one = self.reference_of(group), self.ddp_of(group), group.results[0]
         other = reference if reference is not group else None
-        names = ("sent_bytes", "received_bytes", "one_step_density", "exchange_seconds", "round_seconds")
-        means = {name: fmean(getattr(r, name) for r in group.results) for name in names}
-        rounds = ("density", "union_density", "visible", "residual_norm", "age")
+        means = {name: fmean(getattr(r, name) for r in group.results) for name in _MEANS}
         payload = group.mean(lambda result: result.payload_per_parameter)
         final = of_mean([r.final for r in group.results])
         interval_of = "seeds" if final.half is not None else None
@@ -244,7 +224,7 @@ class Comparison:
                 rate: fmean(r.projected_hours(bits, step_seconds=self.step_seconds) for r in group.results)
                 for rate, bits in RATES.items()
             },
-            **{name: group.mean(lambda result, name=name: result.steady(name)) for name in rounds},
+            **{name: group.mean(lambda result, name=name: result.steady(name)) for name in _STEADY},
             **means,
         )
 
@@ -261,6 +241,11 @@ def _differing(one: Group, other: Group) -> tuple[str, ...]:
 
 def _alike(one: Group, other: Group) -> bool:
     return not _differing(one, other)
+
+
+def _most_like(group: Group, found: Sequence[Group]) -> Group | None:
+    """The first of the same conditions."""
+    return next((g for g in found if _alike(g, group)), None)
 
 
 def _kernel_beyond(result: Result) -> float | None:

@@ -10,13 +10,14 @@ A payload's size is known before it travels, so no headers go with it:
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 SIDE = 64
-CHUNK = SIDE * SIDE  # elements; 12 bits name one
+CHUNK = SIDE * SIDE  # elements
 LEVELS = 4
+INDEX_BITS, CODE_BITS = 12, 2
 RANGE_IN_SIGMAS = 6  # the authors' setting for any number of levels
 
 
@@ -42,13 +43,10 @@ class Plan:
         return self.tensor_of.numel()
 
     @property
-    def payload_bytes(self) -> int:
-        return sum(self.parts)
-
-    @property
     def parts(self) -> tuple[int, int, int]:
         """Bytes of the levels, the indices and the codes."""
-        return 4 * LEVELS * self.num_tensors, _index_bytes(self.entries), (self.entries + 3) // 4
+        indices, codes = (-(-bits * self.entries // 8) for bits in (INDEX_BITS, CODE_BITS))
+        return 4 * LEVELS * self.num_tensors, indices, codes
 
     def to_flat(self, indices: Tensor) -> Tensor:
         """Positions in the flat vector of indices in the chunks."""
@@ -136,44 +134,34 @@ def quantise(values: Tensor, tensor_of: Tensor, num_tensors: int, quantiser: str
     return codes, (_sums(exact, cell, cells) / count.clamp(min=1)).float().view(-1, LEVELS)
 
 
-def pack_indices(indices: Tensor) -> Tensor:
-    """Numbers below 4096 -> uint8, two in 3 bytes, low bits first; a last one alone takes 2 bytes."""
-    a, b = functional.pad(indices, (0, indices.numel() % 2)).view(-1, 2).unbind(1)
-    packed = torch.stack([a & 255, (a >> 8) | ((b & 15) << 4), b >> 4], dim=1).to(torch.uint8)
-    return packed.view(-1)[: _index_bytes(indices.numel())]
+def pack_bits(numbers: Tensor, bits: int) -> Tensor:
+    """Numbers below 2^bits -> uint8, one behind the other, low bits first."""
+    apart = numbers.cpu()[:, None] >> torch.arange(bits) & 1
+    return torch.from_numpy(np.packbits(apart.to(torch.uint8).numpy(), bitorder="little"))
 
 
-def unpack_indices(packed: Tensor, count: int) -> Tensor:
-    x, y, z = functional.pad(packed, (0, count % 2)).long().view(-1, 3).unbind(1)
-    return torch.stack([x | ((y & 15) << 8), (y >> 4) | (z << 4)], dim=1).view(-1)[:count]
-
-
-def pack_codes(codes: Tensor) -> Tensor:
-    """Numbers below 4 -> uint8, four in a byte, low bits first."""
-    a, b, c, d = functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4).unbind(1)
-    return (a | (b << 2) | (c << 4) | (d << 6)).to(torch.uint8)
-
-
-def unpack_codes(packed: Tensor, count: int) -> Tensor:
-    return torch.stack([packed.long() >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).view(-1)[:count]
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    apart = np.unpackbits(packed.cpu().numpy(), count=count * bits, bitorder="little")
+    return torch.from_numpy(apart).view(count, bits).long() @ (1 << torch.arange(bits))
 
 
 def pack(indices: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
     """-> uint8, the payload as the module's docstring lays it out."""
-    return torch.cat([levels.reshape(-1).view(torch.uint8), pack_indices(indices), pack_codes(codes)])
+    packed = pack_bits(indices, INDEX_BITS), pack_bits(codes, CODE_BITS)
+    return torch.cat([levels.cpu().reshape(-1).view(torch.uint8), *packed])
 
 
 def unpack(payload: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """-> indices, codes, levels, as `pack` was given them."""
     levels, indices, codes = payload.split(plan.parts)
-    levels = levels.clone().view(torch.float32).view(-1, LEVELS)
-    return unpack_indices(indices, plan.entries), unpack_codes(codes, plan.entries), levels
+    device = plan.tensor_of.device
+    return (
+        unpack_bits(indices, INDEX_BITS, plan.entries).to(device),
+        unpack_bits(codes, CODE_BITS, plan.entries).to(device),
+        levels.clone().view(torch.float32).view(-1, LEVELS).to(device),
+    )
 
 
 def _sums(values: Tensor, of: Tensor, count: int) -> Tensor:
     """The sum of the values that are of each number below `count`."""
     return values.new_zeros(count).index_add_(0, of, values)
-
-
-def _index_bytes(count: int) -> int:
-    return (3 * count + 1) // 2

@@ -12,22 +12,17 @@ APART = ("large",)  # needs all of a machine's memory, so it runs only by name
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        for part in PARTS:
-            _run(part, arguments)
-    elif arguments[0] in PARTS + APART:
-        _run(arguments[0], arguments[1:])
-    else:
-        print(
-            f"there is no benchmark {arguments[0]!r}; there is: {', '.join(PARTS + APART)}", file=sys.stderr
-        )
+    parts = PARTS
+    if arguments and not arguments[0].startswith("-"):
+        parts, arguments = (arguments[0],), arguments[1:]
+    if parts[0] not in PARTS + APART:
+        known = ", ".join(PARTS + APART)
+        print(f"there is no benchmark {parts[0]!r}; there is: {known}", file=sys.stderr)
         return 2
+    for part in parts:
+        # Only what is asked for is imported: a part may need what another can do without.
+        importlib.import_module(f"experiments.bench.{part}").main(arguments)
     return 0
-
-
-def _run(part: str, arguments: list[str]) -> None:
-    # Only what is asked for is imported: a part may need what another can do without.
-    importlib.import_module(f"experiments.bench.{part}").main(arguments)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ bandwidth of a plain copy measured in the same minute on the same memory.
 Encode must read θ, w and e, 12 bytes per parameter, and write its entries. Apply, as loco does it, reads θ, m
 and w and e, writes them, 32 bytes, and reads the entries. A whole round is judged against 36, the least that
 any order of the work could do, and is measured as `sync()` of a single site, its report, digests and votes
-included. With more sites entries are also coded and decoded: a row of its own for the fast code, and `bench
-wire` for both. Where a CPU writes memory that is not in its cache it first reads it, which a copy's count
-leaves out; apply writes only what it has read, and can exceed this roof. The CSV also has the bandwidth of
-adding in place, which is the fastest traffic here.
+included. With more sites entries are also coded and decoded, which `bench wire` measures. Where a CPU writes
+memory that is not in its cache it first reads it, which a copy's count leaves out; apply writes only what it
+has read, and can exceed this roof. The CSV also has the bandwidth of adding in place, which is the fastest
+traffic here.
 
 Nothing is timed before its results agree with the reference, bit for bit. Scratch is what a pass takes on top
 of the state and of what it returns. Rows go to runs/bench/kernels.csv, with a plot beside it.
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,10 +29,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import loco
-from experiments.bench.measuring import append, arguments_of, close, peak_bytes, quantiles, seconds
+from experiments.bench.measuring import Row, Table, arguments_of, peak_bytes, quantiles, seconds
 from loco import kernels
-from loco.kernels import Entries, Gate, Known, OuterStep, reference
-from loco.wire.codecs import FAST
+from loco.kernels import Entries, Gate, OuterStep, reference
 
 ENCODE, APPLY, ROUND = 12, 32, 36  # bytes per parameter
 SIGMA = 0.02  # of the weights
@@ -42,6 +40,8 @@ M = 1 << 20
 SIZES = {"cpu": (M, 4 * M, 16 * M, 64 * M, 256 * M), "cuda": (M, 16 * M, 128 * M, 1024 * M, 2000 * M)}
 REFERENCE = "torch reference"
 OUTER = OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
+SHOWN = {"numel": ">13,", "density": ">8.2%", "pass": "<6", "by": "<30", "p50": ">9.5f"}
+SHOWN |= {"share_of_roof": ">13.1%", "scratch_bytes": ">13.3f"}
 
 
 def main(arguments: list[str]) -> None:
@@ -50,37 +50,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--numel", type=int, nargs="+", help="parameters; 1M to 256M, on a GPU to 2B")
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    home = kernels.home(device.type)
-    if home is reference:
+    if kernels.home(device.type) is reference:
         sys.exit("the kernels can't be used here (the warning above says why): there is nothing to measure")
-
-    print(f"{'parameters':>13} {'density':>8}  {'':<28} {'p50':>10} {'of the roof':>12} {'scratch':>10}")
-    table = options.out / "kernels.csv"
+    table = Table(options.out / "kernels.csv", device, SHOWN)
     for numel in options.numel or SIZES[device.type]:
         for density in options.densities:
-            rows = list(measure(device, numel, density, options.repeats))
-            for row in rows:
-                show(row)
-            append(table, rows, device)
-    close(table)
+            table.add(list(measure(device, numel, density, options.repeats)))
+    table.close()
 
 
-def show(row: dict[str, Any]) -> None:
-    share = f"{row['share_of_roof']:.1%}" if row["share_of_roof"] else ""
-    scratch = f"{row['scratch_bytes']:.3f} B/el" if row["scratch_bytes"] != "" else ""
-    name = f"{row['pass']} {row['by']}"
-    print(
-        f"{row['numel']:>13,} {row['density']:>8.2%}  {name:<28} {row['p50'] * 1e3:>7.2f} ms {share:>12} "
-        f"{scratch:>10}",
-        flush=True,
-    )
-
-
-def measure(device: torch.device, numel: int, density: float, repeats: int) -> Iterator[dict[str, Any]]:
-    """All passes and baselines on one state."""
+def measure(device: torch.device, numel: int, density: float, repeats: int) -> Iterator[Row]:
+    """All passes, and what others do in their place, on one state."""
     state = State(device, numel, density)
     entries = check(state)
     own_bytes = _bytes(entries)
@@ -100,7 +82,7 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
 
     def row(
         name: str, by: str, call: Callable[[], object], moved: float | None = None, returns: int | None = None
-    ) -> dict[str, Any]:
+    ) -> Row:
         """moved: bytes per parameter, for the share of the roof; returns: bytes that are no scratch."""
         scratch: Any = ""
         if returns is not None:
@@ -119,14 +101,10 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     yield row("apply", "loco", lambda: kernels.apply(*applied), apply, 0)
     payload = 2 * own_bytes  # the entries, and the same as the wire has them
     yield row("round", "loco", state.optimizer.sync, ROUND, payload)
-    known, k = Known(anchor, state.momentum, gate), entries.values.numel()
-    body = FAST.encode(entries, known)
-    yield row("decode", "loco, one peer's payload", lambda: FAST.decode(body, k, known))
     yield row("encode", REFERENCE, lambda: reference.encode(*encoded), encode)
     yield row("apply", REFERENCE, lambda: reference.apply(*applied), apply)
-    baselines = Baselines(state)
-    yield row("select", "top-k of chunks, as SparseLoCo", baselines.top_k)
-    yield row("cast", "dense BF16: cast and copy", baselines.bf16_copy)
+    update = torch.empty_like(anchor)
+    yield row("select", "top-k of chunks, as SparseLoCo", lambda: top_k(state, update))
 
 
 class State:
@@ -212,31 +190,12 @@ def _bytes(entries: Entries) -> int:
     return sum(t.numel() * t.element_size() for t in entries if t is not None)
 
 
-class Baselines:
-    """What others do in the place of encode, into memory that they keep. The same update, Δ + e or Δ."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._parts = [w.numel() for w in state.weights]
-        self._update = torch.empty_like(state.anchor)
-        self._bf16 = torch.empty_like(state.anchor, dtype=torch.bfloat16)
-        self._sent = torch.empty_like(self._bf16)
-
-    def _pseudo_grad(self) -> None:
-        parts = zip(self._update.split(self._parts), self._state.anchor.split(self._parts), strict=True)
-        for (update, anchor), w in zip(parts, self._state.weights, strict=True):
-            torch.sub(anchor, w, out=update)
-
-    def top_k(self) -> tuple[Tensor, Tensor]:
-        """SparseLoCo's choice: of every 64 × 64 updates the 64 largest."""
-        self._pseudo_grad()
-        self._update += self._state.residual
-        chunks = self._update[: self._update.numel() // 4096 * 4096].view(-1, 4096)
-        indices = chunks.abs().topk(64, dim=1).indices
-        return indices, chunks.gather(1, indices)
-
-    def bf16_copy(self) -> None:
-        """What a dense exchange in BF16 does before its first byte leaves."""
-        self._pseudo_grad()
-        self._bf16.copy_(self._update)
-        self._sent.copy_(self._bf16)
+def top_k(state: State, update: Tensor) -> tuple[Tensor, Tensor]:
+    """SparseLoCo's choice, in the place of encode: of every 64 × 64 updates Δ + e the 64 largest."""
+    sizes = [w.numel() for w in state.weights]
+    for part, anchor, w in zip(update.split(sizes), state.anchor.split(sizes), state.weights, strict=True):
+        torch.sub(anchor, w, out=part)
+    update += state.residual
+    chunks = update[: update.numel() // 4096 * 4096].view(-1, 4096)
+    indices = chunks.abs().topk(64, dim=1).indices
+    return indices, chunks.gather(1, indices)

@@ -12,14 +12,13 @@ need, and refuses when there is less. Rows go to runs/bench/large.csv.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import loco
-from experiments.bench.measuring import append, arguments_of
+from experiments.bench.measuring import append, arguments_of, kernel_bytes
 from experiments.bench.sites import Sites
 
 GIB = 1 << 30
@@ -63,7 +62,7 @@ class LargeSite:
     def round(self) -> dict[str, Any]:
         self._inner.step()
         report = self._optimizer.sync()
-        return {"report": report, "peak": 1024 * int(_line("/proc/self/status", "VmHWM").split()[1])}
+        return {"report": report, "peak": kernel_bytes("VmHWM")}
 
 
 def main(arguments: list[str]) -> None:
@@ -73,12 +72,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of each site")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args(arguments)
 
     each = 2 + 4 + 4 + (4 if options.momentum else 0)
     needed = options.sites * (options.numel * (each + _ROUND) + _PROCESS)
-    there = 1024 * int(_line("/proc/meminfo", "MemAvailable").split()[1])
+    there = kernel_bytes("MemAvailable", "/proc/meminfo")
     print(
         f"{options.sites} sites x {options.numel:,} parameters x ({each} bytes of state + {_ROUND} for a "
         f"round) = {needed / GIB:.1f} GiB; {there / GIB:.1f} GiB are free",
@@ -98,8 +96,4 @@ def main(arguments: list[str]) -> None:
             row |= {name: getattr(report, name) for name in ("round", "density", "sent_bytes")}
             row |= {f"{phase}_seconds": took for phase, took in report.seconds.items()}
             rows.append(row | {"peak_bytes_of_a_site": peak})
-    append(options.out / "large.csv", rows, torch.device("cpu"))
-
-
-def _line(path: str, word: str) -> str:
-    return next(line for line in Path(path).read_text().splitlines() if line.startswith(word))
+    append(options.out / "large.csv", rows)

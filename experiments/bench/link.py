@@ -10,9 +10,8 @@ last site is ready to when the last has everything. Rates are Mbit/s in each dir
 carries.
 
 The sites share this machine's cores, and so code more slowly than sites that have their own. The seconds of
-coding, and the share of a core that a site got, are kept beside, and projection.py corrects for them. DDP's
-rows are by arithmetic (source: model).
-Needs root, for the namespaces; where they are not allowed all rows are by arithmetic.
+coding, and the share of a core that a site got, are kept beside, and projection.py corrects for them.
+Needs root, for the namespaces.
 
 Rows go to experiments/results/bench/link.csv, with a plot beside it.
 """
@@ -23,152 +22,102 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
-from experiments.bench.measuring import append, arguments_of, close, quantiles, rate_name
-from experiments.bench.model import ddp, modelled
+from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
 from experiments.bench.namespaces import MBIT, why_not
 from experiments.bench.sites import Sites
 from experiments.bench.trainer import METHODS, Trainer
 from experiments.noise import WARM_UP
 from experiments.progress import Progress
 
-RESULTS = Path("experiments/results/bench")
 NUMEL, QUICK = 4_000_000, 500_000
-BASELINE = "DiLoCo float32"
 _UNMEASURED = 2  # rounds of each cell: connections open up, and "auto" learns
 _FRAMING = 66  # bytes: Ethernet, IPv4 and TCP with timestamps
+_MEANS = (  # over sites
+    *("encode_s", "apply_s", "coding_cpu_s", "core_share", "cpu_s", "density"),
+    *("sent_bytes", "received_bytes", "dense_bytes", "interface_bytes", "interface_packets"),
+)
+SHOWN = {"sites": ">5", "rate_mbit": ">9", "method": "<22", "exchange": "<8", "wire": "<8", "p50": ">7.3f"}
+SHOWN |= {
+    "exchange_s": ">10.3f",
+    "coding_cpu_s": ">12.3f",
+    "sent_bytes": ">11,.0f",
+    "interface_bytes": ">15,.0f",
+}
 
 
 def main(arguments: list[str]) -> None:
-    parser = arguments_of("link", __doc__)
+    parser = arguments_of("link", __doc__, RESULTS)
     parser.add_argument("--numel", type=int, help=f"parameters; {NUMEL:,}")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 1000, 0], help="Mbit/s; 0: unshaped")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK:,} parameters, 3 rounds")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     numel = options.numel or (QUICK if options.quick else NUMEL)
     rounds = min(options.rounds, 3) if options.quick else options.rounds
-    rates = [rate * MBIT or None for rate in options.rates]
+    if (reason := why_not()) is not None:
+        sys.exit(f"no links can be measured: {reason}")
 
-    table = options.out / "link.csv"
-    run = f"{int(time.time())}"
-    reason = why_not()
-    if reason is not None:
-        print(f"no links are measured: {reason}. All rows are by arithmetic (source: model)", file=sys.stderr)
-    print(HEADINGS)
+    table = Table(options.out / "link.csv", CPU, SHOWN)
+    run = {"run": int(time.time())}
     for sites in options.sites:
-        if reason is None:
-            rows = measure(sites, numel, rates, options.methods, rounds)
-        else:
-            rows = modelled(sites, numel, rates, options.methods, options.out)
-        for cell in rows:
-            show(cell)
-            append(table, [{"run": run} | row for row in cell], torch.device("cpu"))
-    close(table)
+        for row in measure(sites, numel, options.rates, options.methods, rounds):
+            table.add([run | row])
+    table.close()
 
 
-def measure(
-    sites: int, numel: int, rates: list[float | None], methods: list[str], rounds: int
-) -> Iterator[list[dict[str, Any]]]:
-    """The cells of one number of sites -> rows by rate, once all methods are measured."""
-    per_method = len(rates) * (rounds + _UNMEASURED)
-    total = WARM_UP + len(methods) * per_method
+def measure(sites: int, numel: int, rates: list[float], methods: list[str], rounds: int) -> Iterator[Row]:
+    """A row for each method and rate."""
+    total = WARM_UP + len(methods) * len(rates) * (rounds + _UNMEASURED)
     # Round trips of 8 sites that share two cores take their time when all of them code.
     with (
-        Sites(sites, Trainer, numel, timeout=600.0) as network,
+        Sites(sites, Trainer, numel, timeout=600.0) as running,
         Progress(f"{sites} sites", total=total) as progress,
     ):
         for _ in range(WARM_UP):
-            densities = network.call("warm_up")
+            densities = running.call("warm_up")
             progress.advance(f"warm-up, density {fmean(densities):.2%}")
-        network.call("remember")
-        found: dict[float | None, list[dict[str, Any]]] = {rate: [] for rate in rates}
+        running.call("remember")
         for method in methods:
-            for rate in rates:
-                network.network.shape(None)  # the first anchor travels once, and is not what is measured
-                network.call("choose", method)
-                network.network.shape(rate)
-                latency = max(network.call("latency"))
+            for mbit in rates:
+                rate = mbit * MBIT or None
+                running.network.shape(None)  # the first anchor travels once, and is not what is measured
+                running.call("choose", method)
+                running.network.shape(rate)
+                latency = max(running.call("latency"))
                 probe = 2_000_000 if rate is None else int(min(rate / 10, 2_000_000) / (sites - 1))
-                speed = fmean(network.call("speed", probe))
+                speed = fmean(running.call("speed", probe))
                 seen = []
-                for number in range(rounds + _UNMEASURED):
-                    ranks = network.call("round")
-                    if number >= _UNMEASURED:
-                        seen.append(ranks)
-                    progress.advance(f"{method}, {rate_name((rate or 0) / MBIT)}")
-                place = {"sites": sites, "numel": numel, "rate_mbit": (rate or 0) / MBIT}
-                link = {"latency": latency, "speed": speed}
-                found[rate].append(place | {"method": method} | _row(seen) | link)
-    for rate, rows in found.items():
-        yield [*rows, ddp(sites, numel, rate, rows[0])]
+                for _ in range(rounds + _UNMEASURED):
+                    seen.append(running.call("round"))
+                    progress.advance(f"{method}, {rate_name(mbit)}")
+                cell = {"sites": sites, "numel": numel, "rate_mbit": mbit, "method": method}
+                yield cell | _row(seen[_UNMEASURED:]) | {"latency": latency, "speed": speed}
 
 
-def _row(seen: list[list[dict[str, Any]]]) -> dict[str, Any]:
+def _row(seen: list[list[dict[str, Any]]]) -> Row:
     """Rounds of a cell, by site -> one row: medians over rounds, of means over sites where these differ."""
     whole, exchange = [], []
     for ranks in seen:
-        ready = [r["start"] + r["report"].seconds["encode"] for r in ranks]
-        done = [a + r["report"].seconds["exchange"] for a, r in zip(ready, ranks, strict=True)]
+        ready = [r["start"] + r["encode_s"] for r in ranks]
+        done = [a + r["exchange_s"] for a, r in zip(ready, ranks, strict=True)]
         whole.append(max(r["end"] for r in ranks) - min(r["start"] for r in ranks))
         exchange.append(max(done) - max(ready))
-
-    def of(value: Any) -> float:
-        return median(fmean(value(r) for r in ranks) for ranks in seen)
-
-    last = seen[-1][0]["report"]
-    sent, packets = of(lambda r: r["interface"]["sent_bytes"]), of(lambda r: r["interface"]["sent_packets"])
-    reported = of(lambda r: r["report"].sent_bytes)
+    means = {name: median(fmean(r[name] for r in ranks) for ranks in seen) for name in _MEANS}
+    carried = means["interface_bytes"] - _FRAMING * means["interface_packets"]
     return {
         "source": "measured",
-        "exchange": last.exchange,
-        "wire": last.wire,
+        "exchange": seen[-1][0]["exchange"],
+        "wire": seen[-1][0]["wire"],
         "rounds": len(seen),
         **quantiles(whole),
         "exchange_s": median(exchange),
-        "encode_s": of(lambda r: r["report"].seconds["encode"]),
-        "apply_s": of(lambda r: r["report"].seconds["apply"]),
-        "coding_cpu_s": of(lambda r: r["coding_cpu"]),
-        "core_share": of(lambda r: r["core_share"]),
-        "cpu_s": of(lambda r: r["cpu"]),
-        "density": of(lambda r: r["report"].density),
-        "sent_bytes": reported,
-        "received_bytes": of(lambda r: r["report"].received_bytes),
-        "dense_bytes": of(lambda r: r["report"].dense_bytes),
-        "interface_bytes": sent,
-        "interface_packets": packets,
+        **means,
         # What the kernel counted above the report, less what packets of their own account for.
-        "unexplained": (sent - _FRAMING * packets) / reported - 1,
+        "unexplained": carried / means["sent_bytes"] - 1,
         "cores": len(os.sched_getaffinity(0)),
     }
-
-
-HEADINGS = (
-    f"{'sites':>5} {'link':>10}  {'method':<24} {'round':>10} {'exchange':>10} {'coding':>9} "
-    f"{'sent':>10} {'on the wire':>12} {'time':>7} {'bytes':>7}  (below {BASELINE})"
-)
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    base = next((row for row in rows if row["method"] == BASELINE), None)
-    for row in rows:
-        faster = f"{base['p50'] / row['p50']:.1f}x" if base else ""
-        fewer = f"{base['sent_bytes'] / row['sent_bytes']:.1f}x" if base else ""
-        coding = f"{row['coding_cpu_s'] * 1e3:.0f} ms" if row["coding_cpu_s"] != "" else ""
-        wire = f"{row['interface_bytes'] / 1e6:.2f} MB" if row["interface_bytes"] != "" else ""
-        how = f"  {row['exchange']}, {row['wire']}" if row["method"].endswith("auto") else ""
-        how += "  (model)" if row["source"] == "model" else ""
-        print(
-            f"{row['sites']:>5} {rate_name(row['rate_mbit']):>10}  {row['method']:<24} "
-            f"{row['p50'] * 1e3:>7.0f} ms {row['exchange_s'] * 1e3:>7.0f} ms {coding:>9} "
-            f"{row['sent_bytes'] / 1e6:>7.2f} MB {wire:>12} {faster:>7} {fewer:>7}{how}",
-            flush=True,
-        )

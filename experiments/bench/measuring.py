@@ -1,4 +1,4 @@
-"""Times and memory, for any device."""
+"""What the benchmarks share: times and memory on any device, and tables of what was measured."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 import csv
 import ctypes
 import gc
-import importlib
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,20 @@ import torch
 
 from experiments import machine
 
+CPU = torch.device("cpu")
+RESULTS = "experiments/results/bench"  # tables that are kept with the code
+Row = dict[str, Any]
+_WIDTH = re.compile(r"[<>]\d+")
 
-def arguments_of(name: str, about: str | None) -> argparse.ArgumentParser:
-    """`about` is the benchmark's docstring."""
+
+def arguments_of(name: str, about: str | None, out: str = "runs/bench") -> argparse.ArgumentParser:
+    """`about` is the benchmark's docstring; `out` the folder of its table."""
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         f"python -m experiments.bench {name}", description=about, formatter_class=form
     )
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser
 
 
 def seconds(
@@ -65,24 +71,62 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed before would be used, and not be seen
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    before = _pages("VmRSS")
+    before = kernel_bytes("VmRSS")
     result = call()
-    peak = _pages("VmHWM") - before
+    peak = kernel_bytes("VmHWM") - before
     del result
     return max(peak, 0)
 
 
-def _pages(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}")
+def kernel_bytes(name: str, path: str = "/proc/self/status") -> int:
+    """A figure of memory that the kernel knows: of this process, or another one in a file of such lines."""
+    lines = Path(path).read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def append(path: Path, rows: Sequence[dict[str, Any]], device: torch.device) -> None:
-    """Add rows to a CSV, each with what it was measured on."""
+class Table:
+    """A benchmark's CSV file. Rows are shown when they are added, and drawn at the end.
+
+    Args:
+        shown: how each column is shown that is, by its name: a width and a format.
+    """
+
+    def __init__(self, path: Path, device: torch.device, shown: Mapping[str, str]) -> None:
+        self.path, self._device, self._shown = path, device, shown
+        names = ((name, _WIDTH.match(form)) for name, form in shown.items())
+        print("  ".join(format(name, width[0] if width else "") for name, width in names), flush=True)
+
+    def show(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            print("  ".join(_cell(row.get(name), form) for name, form in self._shown.items()), flush=True)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self.show(rows)
+        append(self.path, rows, self._device)
+
+    def close(self) -> None:
+        """Say where the rows are and who else was on the machine, and draw them."""
+        print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
+        print(f"rows appended to {self.path}")
+        try:  # measuring goes without matplotlib
+            from experiments.bench import plots
+        except (ImportError, SystemExit):
+            print("no plot: matplotlib is not installed (pip install 'loco[experiments]')")
+        else:
+            print(f"plot: {plots.DRAW[self.path.stem](self.path)}")
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None or isinstance(value, str):
+        width = _WIDTH.match(form)
+        return format(value or "", width[0] if width else "")
+    return format(value, form)
+
+
+def append(path: Path, rows: Sequence[Row], device: torch.device = CPU) -> None:
+    """Add rows to a CSV file, each with what it was measured on. What one has not is empty."""
     where = machine.describe(device)
-    columns = [*where, *rows[0]]
+    columns = list(dict.fromkeys(name for row in [where, *rows] for name in row))
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.read_text().partition("\n")[0] != ",".join(columns):
         path.rename(path.with_name(f"{path.stem}-{int(path.stat().st_mtime)}.csv"))  # of an older benchmark
@@ -94,13 +138,13 @@ def append(path: Path, rows: Sequence[dict[str, Any]], device: torch.device) -> 
         writer.writerows(where | row for row in rows)
 
 
-def read(table: Path) -> list[dict[str, Any]]:
+def read(table: Path) -> list[Row]:
     """The rows of a CSV; numbers as numbers, nothing as None."""
     with table.open(newline="") as file:
         return [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
-def latest_run(table: Path) -> list[dict[str, Any]]:
+def latest_run(table: Path) -> list[Row]:
     rows = read(table)
     return [row for row in rows if row["run"] == rows[-1]["run"]]
 
@@ -116,19 +160,3 @@ def rate_name(mbit: float) -> str:
     if not mbit:
         return "unshaped"
     return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
-
-
-def close(table: Path) -> None:
-    """Say where the rows of a benchmark are and who else was on the machine, and draw them."""
-    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
-    print(f"rows appended to {table}")
-    plot(table, f"draw_{table.stem}")
-
-
-def plot(of: Any, function: str, *more: Any) -> None:
-    """Draw by a function of `bench.plots`. Measuring goes without matplotlib."""
-    if find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed (pip install 'loco[experiments]')")
-        return
-    draw = getattr(importlib.import_module("experiments.bench.plots"), function)
-    print(f"plot: {draw(of, *more)}")

@@ -17,7 +17,6 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 _TOOLS = ("ip", "tc", "nsenter", "unshare")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
@@ -94,16 +93,11 @@ class Network:
             self._hub.stdout.readline()  # it is in its namespace
             _inside(self._hub.pid, "ip link add bridge type bridge && ip link set bridge up")
         except BaseException:
-            self._close()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._hub.stdin is not None
         assert self._hub.stdout is not None
         self._hub.kill()

@@ -18,50 +18,39 @@ import numpy as np
 import torch
 
 from experiments.bench.crowd import Crowd, by_class
+from experiments.bench.measuring import Row
 from experiments.bench.simulator import Code, Work
 from experiments.progress import Progress
 from loco import kernels
-from loco.kernels import Entries, OuterStep
+from loco.kernels import Entries
 from loco.wire.codecs import DENSE, SPARSE
 
 SITES = (2, 4, 8, 16)
-MANY = (2, 4, 8, 16, 32, 64, 128, 256)
+MANY = (32, 64, 128, 256)  # more than are simulated: the union of their entries is by classes
 
 
-def measure(numel: int, *, repeats: int = 5) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def measure(numel: int, *, repeats: int = 5) -> tuple[list[Row], list[Row]]:
     """-> a row for each code and number of sites; a row for each number of sites with its densities"""
     threads = torch.get_num_threads()
-    coding, densities = [], []
-    model, same = None, dict[int, float]()
+    coding, densities, classes = [], [], None
     with Progress("payloads", total=len(SITES)) as progress:
-        for sites in reversed(SITES):  # the most first: the model of the densities is made of them
+        for sites in reversed(SITES):  # the most first: the classes are made of them
             torch.set_num_threads(threads)
             crowd = Crowd(sites, numel // 2 if sites > 8 else numel)
             torch.set_num_threads(1)
-            model = model or by_class(crowd)
+            classes = classes or by_class(crowd)
             coding += _coding(crowd, repeats)
-            densities.append(
-                {"sites": sites, "density": crowd.senders().sum().item() / sites / crowd.numel}
-                | {"union": crowd.sums().values.numel() / crowd.numel, "same_anchor": ""}
-                | {"by_class": model.union(sites), "independent": 1 - (1 - model.density()) ** sites}
-            )
-            if sites == SITES[-1]:
-                same = {few: crowd.sums(few).values.numel() / crowd.numel for few in SITES}
+            density = crowd.senders().sum().item() / sites / crowd.numel
+            union = crowd.sums().values.numel() / crowd.numel
+            densities.append({"sites": sites, "density": density, "union": union})
             progress.advance(f"{sites} sites")
     torch.set_num_threads(threads)
-    assert model is not None
-    for row in densities:
-        row["same_anchor"] = same[row["sites"]]
-    densities += [
-        {"sites": sites, "density": model.density(), "union": "", "same_anchor": ""}
-        | {"by_class": model.union(sites), "independent": 1 - (1 - model.density()) ** sites}
-        for sites in MANY
-        if sites not in SITES
-    ]
+    assert classes is not None
+    densities += [{"sites": n, "density": classes.density(), "union": classes.union(n)} for n in MANY]
     return coding, sorted(densities, key=lambda row: row["sites"])
 
 
-def _coding(crowd: Crowd, repeats: int) -> Iterator[dict[str, Any]]:
+def _coding(crowd: Crowd, repeats: int) -> Iterator[Row]:
     own, sums, numel = crowd.entries[0], crowd.sums(), crowd.numel
     whole = Entries.whole(torch.zeros(numel).index_put_((own.indices(),), own.values) + 1e-9)
     common = {
@@ -70,8 +59,6 @@ def _coding(crowd: Crowd, repeats: int) -> Iterator[dict[str, Any]]:
         "all_entries": sum(e.values.numel() for e in crowd.entries),
         "add": _median(lambda: kernels.add_up(crowd.entries, numel), repeats),
         "add_whole": _median(lambda: kernels.add_up([whole] * len(crowd.entries), numel), repeats),
-        "apply": _apply(crowd, crowd.entries, repeats),
-        "apply_sums": _apply(crowd, [sums], repeats),
     }
     forms = [(codec, of, e) for codec in SPARSE.values() for of, e in (("one site", own), ("sums", sums))]
     forms += [(codec, "all", whole) for codec in DENSE.values()]
@@ -97,15 +84,6 @@ def _coding(crowd: Crowd, repeats: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _apply(crowd: Crowd, contributions: list[Entries], repeats: int) -> float:
-    anchor, momentum = crowd.known.anchor, crowd.known.momentum
-    assert momentum is not None
-    anchor, momentum, weight, residual = anchor.clone(), momentum.clone(), anchor.clone(), momentum.clone()
-    outer = OuterStep(num_sites=len(crowd.entries), lr=0.7, momentum=0.9, nesterov=True)
-    applied = (anchor, momentum, [weight], residual, crowd.entries[0], contributions, outer)
-    return _median(lambda: kernels.apply(*applied), repeats)
-
-
 def _median(call: Any, repeats: int) -> float:
     """Of the core's own seconds, which others on the machine don't lengthen; after one call to warm up."""
     taken = []
@@ -116,14 +94,13 @@ def _median(call: Any, repeats: int) -> float:
     return median(taken[1:])
 
 
-def codes(rows: list[dict[str, Any]]) -> tuple[dict[str, Code], dict[str, Work]]:
+def codes(rows: list[Row]) -> tuple[dict[str, Code], dict[str, Work]]:
     """-> the codes, and what adding up takes, of sparse and of whole vectors"""
     found = {}
     for name in dict.fromkeys(row["code"] for row in rows):
         mine = [row for row in rows if row["code"] == name]
-        sizes = {row["entries"] / row["numel"]: row["bytes"] / row["entries"] for row in mine}
         found[name] = Code(
-            sizes=sizes,
+            sizes={row["entries"] / row["numel"]: row["bytes"] / row["entries"] for row in mine},
             seal=_fit([(r["numel"], r["entries"], r["seal"]) for r in mine]),
             open=_fit([(r["numel"], r["entries"], r["open"]) for r in mine]),
             rounds=name in ("bfloat16", "int8"),

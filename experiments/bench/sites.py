@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import pickle
 import signal
 import tempfile
-import time
-import traceback
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from experiments.bench.namespaces import Network, leave_network
-from experiments.orphans import die_with_parent
 
 # Forked from a server that has torch loaded, a site starts in a tenth of a second.
 _context = mp.get_context("forkserver")
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "loco"]
+_actor: Any = None  # of this process, if it is a site
 
 
 class Sites:
@@ -36,38 +33,24 @@ class Sites:
     """
 
     def __init__(self, count: int, actor: Callable[..., Any], *args: Any, timeout: float = 120.0) -> None:
-        self.count = count
-        self._actor = actor
-        self._args = args
+        self._count, self._actor, self._args = count, actor, args
         self._timeout = timeout
         self.network = Network()
-        self.processes: list[Any] = []
-        self._ends: list[Connection] = []
 
     def __enter__(self) -> Sites:
         _start_server()
-        self._folder = tempfile.TemporaryDirectory()
-        self.network.__enter__()
-        try:
-            meeting = str(Path(self._folder.name) / "meeting")
-            for site in range(self.count):
-                ours, theirs = _context.Pipe()
-                process = _context.Process(
-                    target=_live,
-                    args=(site, self.count, meeting, theirs, self._actor, self._args),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                self._ends.append(ours)
-                self.processes.append(process)
-            for site, pid in enumerate(self._answers(self._timeout)):
+        with ExitStack() as closing:
+            folder = closing.enter_context(tempfile.TemporaryDirectory())
+            closing.enter_context(self.network)
+            self._pools = [
+                closing.enter_context(ProcessPoolExecutor(1, _context, _be_alone)) for _ in range(self._count)
+            ]
+            for pid in self._answers([pool.submit(os.getpid) for pool in self._pools]):
+                closing.callback(_kill, pid)
                 self.network.attach(pid)
-                self._ends[site].send_bytes(b"attached")
-            self._answers(self._timeout)
-        except BaseException:
-            self._close()
-            raise
+            more = (self._count, str(Path(folder) / "meeting"), self._actor, self._args)
+            self._answers([pool.submit(_begin, site, *more) for site, pool in enumerate(self._pools)])
+            self._closing = closing.pop_all()
         return self
 
     def call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
@@ -76,50 +59,27 @@ class Sites:
             RuntimeError: a site failed, with its traceback, or died.
             TimeoutError: some have not answered in time.
         """
-        message = pickle.dumps((method, args))
-        for end in self._ends:
-            end.send_bytes(message)
-        return self._answers(self._timeout if timeout is None else timeout)
+        asked = [pool.submit(_call, method, args) for pool in self._pools]
+        return self._answers(asked, timeout)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         # A second Ctrl-C must not keep the processes alive.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            for process in self.processes:
-                process.kill()
-            for process in self.processes:
-                process.join()
-            for end in self._ends:
-                end.close()
-            self.network.__exit__(None, None, None)
-            self._folder.cleanup()
+            self._closing.close()
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _answers(self, timeout: float) -> list[Any]:
-        answers: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout
-        while len(answers) < self.count:
-            waiting = {end: site for site, end in enumerate(self._ends) if site not in answers}
-            ready = wait(list(waiting), max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                raise TimeoutError(f"no answer from sites {sorted(waiting.values())} within {timeout:g} s")
-            for end in ready:
-                assert isinstance(end, Connection)
-                site = waiting[end]
-                try:
-                    fine, answer = pickle.loads(end.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    raise RuntimeError(f"site {site} died without a word") from None
-                if not fine:
-                    raise RuntimeError(f"site {site} failed:\n{answer}")
-                answers[site] = answer
-        return [answers[site] for site in range(self.count)]
+    def _answers(self, asked: Sequence[Future[Any]], timeout: float | None = None) -> list[Any]:
+        timeout = timeout or self._timeout
+        done, waiting = wait(asked, timeout, FIRST_EXCEPTION)
+        for site, one in enumerate(asked):
+            if one in done and (error := one.exception()) is not None:
+                raise RuntimeError(f"site {site} failed: {error}") from error
+        if waiting:
+            late = [site for site, one in enumerate(asked) if one in waiting]
+            raise TimeoutError(f"no answer from sites {late} within {timeout:g} s")
+        return [one.result() for one in asked]
 
 
 def _start_server() -> None:
@@ -134,31 +94,36 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _live(
-    site: int, count: int, meeting: str, end: Connection, actor: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    die_with_parent()
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+# ---- in a site's process ----
+
+
+def _be_alone() -> None:
+    leave_network()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # A core is shared by several sites as it is: one thread each.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    try:
-        leave_network()
-        _answer(end, os.getpid())
-        end.recv_bytes()
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=site, world_size=count)
-        me = actor(site, *args)
-        _answer(end, None)
-        while True:
-            method, arguments = pickle.loads(end.recv_bytes())
-            _answer(end, getattr(me, method)(*arguments))
-    except (EOFError, ConnectionError):
-        os._exit(0)  # who started it has gone
-    except BaseException:
-        with suppress(OSError):
-            end.send_bytes(pickle.dumps((False, traceback.format_exc())))
-        time.sleep(3600)  # its links would break, and the others' errors hide this one
 
 
-def _answer(end: Connection, answer: Any) -> None:
-    end.send_bytes(pickle.dumps((True, answer)))
+def _end_with_parent() -> None:
+    """When the program that started the site has ended, however it did."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _begin(site: int, count: int, meeting: str, actor: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    global _actor
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=site, world_size=count)
+    _actor = actor(site, *args)
+
+
+def _call(method: str, args: tuple[Any, ...]) -> Any:
+    return getattr(_actor, method)(*args)

@@ -4,7 +4,6 @@ round with any method, from the same state."""
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -17,9 +16,9 @@ from experiments.bench.namespaces import counters
 from experiments.noise import NoisySite
 
 _SETTLE = 0.05  # seconds in which what is on its way arrives, and the links' allowance fills up
+_REPORTED = ("density", "sent_bytes", "received_bytes", "dense_bytes")
 
 RING = "torch all-reduce"  # gloo's ring of FP32, beside DiLoCo's own exchange: neither may be a weak baseline
-
 _PAPER_GATE: dict[str, Any] = {"gate_gain": 1.0}
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     RING: (None, {}),
@@ -96,37 +95,44 @@ class Trainer:
         time.sleep(_SETTLE)
         before, cpu = counters(), time.process_time()
         start = time.perf_counter()  # of one clock on all sites
-        report = self._all_reduce() if self._ring else self._optimizer.sync()
-        end, cpu = time.perf_counter(), time.process_time() - cpu
+        found = self._all_reduce() if self._ring else self._sync()
+        found |= {"start": start, "end": time.perf_counter(), "cpu_s": time.process_time() - cpu}
         time.sleep(_SETTLE)
-        interface = asdict(counters() - before)
-        found = {"start": start, "end": end, "report": report, "interface": interface, "cpu": cpu}
-        if self._ring:
-            return found | {"coding_cpu": 0.0, "core_share": 1.0}
+        sent = counters() - before
+        return found | {"interface_bytes": sent.sent_bytes, "interface_packets": sent.sent_packets}
+
+    def _sync(self) -> dict[str, Any]:
+        report = self._optimizer.sync()
         # Between its messages the thread codes. Its share of a core shows where it only computes.
-        coding = self._took("encoded", "received")[1]
         work = [self._took("begun", "encoded"), self._took("committed", "applied")]
         share = sum(own for _, own in work) / sum(wall for wall, _ in work)
-        return found | {"coding_cpu": coding, "core_share": min(share, 1.0)}
+        return {
+            **{name: getattr(report, name) for name in ("exchange", "wire", *_REPORTED)},
+            **{f"{phase}_s": seconds for phase, seconds in report.seconds.items()},
+            "coding_cpu_s": self._took("encoded", "received")[1],
+            "core_share": min(share, 1.0),
+        }
 
     def _took(self, first: str, last: str) -> tuple[float, float]:
         """Seconds between two phases of the round: wall, this thread's core."""
         (wall, own), (wall_then, own_then) = self._clocks[last], self._clocks[first]
         return wall - wall_then, own - own_then
 
-    def _all_reduce(self) -> loco.SyncReport:
+    def _all_reduce(self) -> dict[str, Any]:
         """What a ring takes for the same vector, without a round around it."""
         numel, sites = self._weight.numel(), self._topology.num_sites
         vector = torch.zeros(numel)
         start = time.perf_counter()
         dist.all_reduce(vector)
-        seconds = {"encode": 0.0, "exchange": time.perf_counter() - start, "apply": 0.0}
-        ring = 2 * (sites - 1) * 4 * numel // sites
-        sizes = dict.fromkeys(("sent_bytes", "received_bytes", "dense_bytes"), ring)
-        zeros: dict[str, Any] = {"round": 0, "site_bytes": 0, "residual_norm": 0.0}
-        zeros |= {"update_norms": (), "left_out": ()}
-        whole: dict[str, Any] = {"numel": numel, "entries": numel, "density": 1.0, "payload_bytes": 4 * numel}
-        return loco.SyncReport(wire="float32", exchange="ring", seconds=seconds, **sizes, **zeros, **whole)
+        found = {"exchange": "ring", "wire": "float32", "exchange_s": time.perf_counter() - start}
+        found |= dict.fromkeys(_REPORTED, 2 * (sites - 1) * 4 * numel // sites)
+        return found | {
+            "encode_s": 0.0,
+            "apply_s": 0.0,
+            "coding_cpu_s": 0.0,
+            "core_share": 1.0,
+            "density": 1.0,
+        }
 
     def _state(self) -> dict[str, Tensor]:
         """By reference. DiLoCo has no residual."""

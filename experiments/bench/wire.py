@@ -15,33 +15,45 @@ runs/bench/wire.csv, with a plot beside it.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from experiments.bench import coding, plain_codes, wire_speed
+from experiments.bench import coding
 from experiments.bench.floors import Floor, floor
-from experiments.bench.measuring import append, arguments_of, close
+from experiments.bench.measuring import CPU, Row, Table, arguments_of, quantiles, seconds
 from experiments.noise import Noise, simulate
 from experiments.recording import Recording
 from loco import kernels
-from loco.kernels import Entries, Gate, Known
-from loco.wire.codecs import SPARSE, WHOLE
+from loco.kernels import BLOCK, Entries, Gate, Known
+from loco.wire.codecs import FAST, SPARSE, WHOLE
 
 LRS = (1.5e-8, 7.5e-8, 1.5e-7, 3e-7, 1e-6, 2e-6, 3e-6)  # densities of 0.1, 0.5, 1, 2, 6.5, 12 and 17%
-ECONOMIES: tuple[dict[str, Any], ...] = ({"value_steps": 16}, {"value_steps": 8, "margin": 0.5})
-RECORDED = (Path("experiments/results/recorded"), Path("runs/recorded"))
-FLOOR, FLOOR_M = "floor", "floor, m known too"
+ECONOMIES = (Gate(value_steps=16), Gate(value_steps=8, margin=0.5))
+RECORDED = {"excerpt": Path("experiments/results/recorded"), "recording": Path("runs/recorded")}
+FLOORS = {"floor": False, "floor, m known too": True}
+ONE_PIECE = "fast, one piece"  # without what each frame costs in Python
+_WORKS = ("encode", "decode")
 # Every row has all of these; what does not apply is empty.
 COLUMNS = (
     *("data", "lr", "value_steps", "margin", "numel", "density", "of", "by", "entries"),
     *("bytes", "bytes_per_entry", "below_fp32", "blind_bits", "place_bits", "sign_bits", "value_bits"),
-    *wire_speed.COLUMNS,
+    *("timed_numel", "timed_entries", "copy_bytes_per_s"),
+    *(f"{work}_{q}" for work in _WORKS for q in ("p20", "p50", "p80")),  # seconds
+    *(f"{work}_share_of_roof" for work in _WORKS),
 )
+SHOWN = {
+    "data": "<38",
+    "lr": ">8.2g",
+    "density": ">8.2%",
+    "of": "<7",
+    "by": "<31",
+    "bytes_per_entry": ">15.3f",
+}
+SHOWN |= {"below_fp32": ">10.1f", "encode_p50": ">10.4f", "decode_p50": ">10.4f"}
 
 
 class Data(NamedTuple):
@@ -58,7 +70,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--numel", type=int, help="elements of noise; 2M")
     parser.add_argument("--speed-numel", type=int, help="elements that are timed; 16M")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args(arguments)
     lrs = options.lrs or (LRS[4:5] if options.quick else LRS)
     numel = options.numel or (1 << 18 if options.quick else 1 << 21)
@@ -67,102 +78,91 @@ def main(arguments: list[str]) -> None:
         parser.exit(1, "the tight code is not compiled here: there is nothing to measure\n")
 
     torch.set_num_threads(1)
-    table, device = options.out / "wire.csv", torch.device("cpu")
+    table = Table(options.out / "wire.csv", CPU, SHOWN)
     for data in all_data(lrs, numel, quick=options.quick):
-        rows = list(measure(data))
+        rows = list(sizes(data))
         if data.name == "noise":
-            rows += wire_speed.measure(data.known, data.sites[0], timed, options.repeats)
-        rows = [_row(data, row) for row in rows]
-        for row in rows:
-            show(row)
-        append(table, rows, device)
-    close(table)
+            rows += speeds(data.known, data.sites[0], timed, options.repeats)
+        gate = data.known.gate
+        about = {"data": data.name, "lr": data.lr, "value_steps": gate.value_steps, "margin": gate.margin}
+        about["numel"] = data.known.anchor.numel()
+        table.add([dict.fromkeys(COLUMNS) | about | row for row in rows])
+    table.close()
 
 
 def all_data(lrs: tuple[float, ...], numel: int, *, quick: bool) -> Iterator[Data]:
     for lr in lrs:
-        known, sites = simulate(Noise(lr=lr, numel=numel))
-        yield Data("noise", lr, known, sites)
-    # A gate without these fields has no economies: there is nothing to measure then.
-    fields = {field.name for field in dataclasses.fields(Gate)}
-    economies = [Gate(**economy) for economy in ECONOMIES] if "value_steps" in fields else []
-    if not economies:
-        print("this version's gate has no value_steps: no rows for economies")
-    for gate in economies:
+        yield Data("noise", lr, *simulate(Noise(lr=lr, numel=numel)))
+    for gate in ECONOMIES:
+        margin = f", margin {gate.margin:g}" if gate.margin else ""
         for lr in (1e-6,) if quick else (1e-6, 3e-6):
-            known, sites = simulate(Noise(lr=lr, numel=numel, gate=gate))
-            yield Data("noise, " + wording(gate), lr, known, sites)
-    for folder, kind in zip(RECORDED, ("excerpt", "recording"), strict=True):
+            found = simulate(Noise(lr=lr, numel=numel, gate=gate))
+            yield Data(f"noise, 1/{gate.value_steps} ulp{margin}", lr, *found)
+    for kind, folder in RECORDED.items():
         for path in sorted(folder.glob("*.npz")):
             recording = Recording.load(path)
             yield Data(f"{kind} {path.stem}", recording.about["lr"], recording.known, recording.sites)
 
 
-def wording(gate: Gate) -> str:
-    """A gate's economies, for people."""
-    margin = f", margin {gate.margin:g}" if gate.margin else ""
-    return f"1/{getattr(gate, 'value_steps', None)} ulp{margin}"
-
-
-def measure(data: Data) -> Iterator[dict[str, Any]]:
+def sizes(data: Data) -> Iterator[Row]:
     """Bytes of the sites' entries and of their sums, by every code, beside the floors."""
     known = data.known
     numel = known.anchor.numel()
-    sums = kernels.add_up(data.sites, numel)
-    for of, parts in (("entries", data.sites), ("sums", [sums])):
-        entries = sum(part.values.numel() for part in parts)
-
-        row = partial(_size_row, of, entries, numel * len(parts))
+    for of, parts in (("entries", data.sites), ("sums", [kernels.add_up(data.sites, numel)])):
+        entries, all_of = sum(part.values.numel() for part in parts), numel * len(parts)
+        found: dict[str, tuple[float, Row]] = {}
         for codec in SPARSE.values():
             coded = [body for part in parts for body in coding.checked(codec, known, part)]
-            yield row(codec.name, sum(body.raw.numel() for body in coded))
-        yield row(WHOLE.name, 4 * numel * len(parts))
-        for name, size in plain_codes.sizes(parts).items():
-            yield row(name, size)
-        for name, momentum in ((FLOOR, False), (FLOOR_M, True)):
-            if momentum and known.momentum is None:
-                continue
-            found = sum((floor(known, part, momentum=momentum) for part in parts), Floor(0, 0, 0, 0))
-            bits = {f"{kind}_bits": bits / entries for kind, bits in found._asdict().items()}
-            yield row(name, found.total / 8) | bits
+            found[codec.name] = sum(body.raw.numel() for body in coded), {}
+        found[WHOLE.name] = 4 * all_of, {}
+        found |= {name: (size, {}) for name, size in coding.plain_sizes(parts).items()}
+        for name, momentum in FLOORS.items():
+            if not momentum or known.momentum is not None:
+                bits = sum((floor(known, part, momentum=momentum) for part in parts), Floor(0, 0, 0, 0))
+                by_kind = {f"{kind}_bits": value / entries for kind, value in bits._asdict().items()}
+                found[name] = bits.total / 8, by_kind
+        for by, (size, bits) in found.items():
+            row = {"of": of, "by": by, "density": entries / all_of, "entries": entries, "bytes": round(size)}
+            yield row | {"bytes_per_entry": size / entries, "below_fp32": 4 * all_of / size} | bits
 
 
-def _size_row(of: str, entries: int, numel: int, by: str, size: float) -> dict[str, Any]:
-    return {
-        "of": of,
-        "by": by,
-        "density": entries / numel,
-        "entries": entries,
-        "bytes": round(size),
-        "bytes_per_entry": size / entries,
-        "below_fp32": 4 * numel / size,
-    }
+def speeds(known: Known, entries: Entries, numel: int, repeats: int) -> Iterator[Row]:
+    """How fast a core codes and reads about `numel` elements: the given ones, as often as it takes."""
+    copies = max(numel // known.anchor.numel(), 1)
+    if copies > 1 and known.anchor.numel() % BLOCK:
+        raise ValueError(f"only whole blocks can be tiled, got {known.anchor.numel()} elements")
+    momentum = None if known.momentum is None else known.momentum.repeat(copies)
+    known = Known(known.anchor.repeat(copies), momentum, known.gate)
+    entries = Entries.join([entries] * copies)
+    numel, k = known.anchor.numel(), entries.values.numel()
+    # Of an entry's 5 bytes and a block's start and count: encode reads and writes them; decode reads and
+    # checks them, and writes the starts.
+    moved = {"encode": 10 * k + 9 * numel / BLOCK, "decode": 5 * k + 9 * numel / BLOCK}
+
+    before, rows = _copy_bytes_per_s(numel, repeats), []
+    body = FAST.encode(entries, known)
+    for name, codec in (*SPARSE.items(), (ONE_PIECE, FAST)):
+        bodies = coding.checked(codec, known, entries)
+        calls: tuple[Callable[[], object], ...] = (
+            lambda codec=codec: list(coding.encode(codec, known, entries)),
+            lambda bodies=bodies: list(coding.decode(bodies, known)),
+        )
+        if name == ONE_PIECE:
+            calls = (lambda: FAST.encode(entries, known), lambda: FAST.decode(body, k, known))
+        row: dict[str, Any] = {"of": "speed", "by": name, "density": k / numel}
+        row |= {"timed_numel": numel, "timed_entries": k}
+        for work, call in zip(_WORKS, calls, strict=True):
+            row |= {f"{work}_{q}": time for q, time in quantiles(seconds(call, CPU, repeats)).items()}
+        rows.append(row)
+    # Other work on the machine only ever slows a copy down.
+    copy = max(before, _copy_bytes_per_s(numel, repeats))
+    for row in rows:
+        if row["by"] != "tight":
+            row |= {f"{work}_share_of_roof": moved[work] / row[f"{work}_p50"] / copy for work in _WORKS}
+        yield row | {"copy_bytes_per_s": copy}
 
 
-def _row(data: Data, row: dict[str, Any]) -> dict[str, Any]:
-    gate = data.known.gate
-    about = {
-        "data": data.name,
-        "lr": data.lr,
-        "value_steps": getattr(gate, "value_steps", None),
-        "margin": gate.margin,
-        "numel": data.known.anchor.numel(),
-    }
-    return {name: (about | row).get(name, "") for name in COLUMNS}
-
-
-def show(row: dict[str, Any]) -> None:
-    name = f"{row['of']}, {row['by']}"
-    start = f"{row['data']:<38} {row['lr']:>7.2g} {row['density']:>7.2%}  {name:<42}"
-    if row["bytes"] != "":
-        split = ""
-        if row["place_bits"] != "":
-            bits = [f"{row[f'{kind}_bits']:.2f}" for kind in ("blind", "place", "sign", "value")]
-            split = "  bits: {} place blind, {} place + {} sign + {} value".format(*bits)
-        print(f"{start} {row['bytes_per_entry']:>6.3f} B {row['below_fp32']:>7.1f}x{split}", flush=True)
-        return
-    for work in ("encode", "decode"):
-        elements, entries = (row[f"timed_{of}"] / row[f"{work}_p50"] / 1e6 for of in ("numel", "entries"))
-        roof = row[f"{work}_share_of_roof"]
-        share = f", {roof:.0%} of the roof" if roof != "" else ""
-        print(f"{start} {work} {elements:,.0f} M elements/s, {entries:,.1f} M entries/s{share}", flush=True)
+def _copy_bytes_per_s(numel: int, repeats: int) -> float:
+    """Read and written."""
+    source, target = torch.ones(numel), torch.zeros(numel)
+    return 8 * numel / median(seconds(lambda: target.copy_(source), CPU, repeats))

@@ -12,8 +12,8 @@ from sites import error_of, run_ranks
 from experiments.gathering import from_all
 
 ROOT = Path(__file__).parents[2]
-# Pipes to processes that the same program has started; and an unpickler with a list of what it knows.
-ALLOWED = {"experiments/bench/sites.py": {"loads"}, "loco/checkpoints/dcp_format.py": {"load"}}
+# An unpickler with a list of what it knows.
+ALLOWED = {"loco/checkpoints/dcp_format.py": {"load"}}
 UNPICKLES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
 UNPICKLES |= {"recv_object_list", "send_object_list"}
 

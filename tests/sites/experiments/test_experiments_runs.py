@@ -134,7 +134,8 @@ def test_tensorboards_files_hold_the_scores(compared: tuple[Path, str]) -> None:
             drawn = [(event.step, event.value) for event in events.Scalars(f"score/{name}")]
             assert drawn == [(p.step, pytest.approx(p.scores[name], rel=1e-6)) for p in one.evaluations]
         rewards = [(event.step, event.value) for event in events.Scalars("reward")]
-        assert rewards == [(8 * k, pytest.approx(reward)) for k, reward in enumerate(one.rewards)]
+        # A run's file holds six digits of a reward.
+        assert rewards == [(8 * k, pytest.approx(reward, rel=1e-5)) for k, reward in enumerate(one.rewards)]
         assert ("round/density" in events.Tags()["scalars"]) == bool(one.rounds)
 
 

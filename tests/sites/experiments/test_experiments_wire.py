@@ -9,7 +9,7 @@ import torch
 from selection import BASELINES
 from test_experiments_runs import EASY, PYTHON, run
 
-from experiments.bench import coding, plain_codes
+from experiments.bench import coding
 from experiments.bench.floors import floor, half_octave
 from experiments.noise import Noise, simulate
 from experiments.recording import Recording, middles
@@ -119,12 +119,12 @@ def test_noise_is_rounds_of_the_library_and_the_same_every_time() -> None:
 def test_gap_bytes_say_where_the_entries_are() -> None:
     where = np.array([0, 1, 255, 256, 511, 512, 1023, 5000])
     found, gap = [], -1
-    for byte in plain_codes.gap_bytes(where).tolist():
+    for byte in coding.gap_bytes(where).tolist():
         gap += byte
         if byte < 255:
             found.append(gap := gap + 1)
     assert found == where.tolist()
-    assert len(plain_codes.gap_bytes(np.array([], dtype=np.int64))) == 0
+    assert len(coding.gap_bytes(np.array([], dtype=np.int64))) == 0
 
 
 def test_half_octaves_are_the_tight_codes_buckets() -> None:

@@ -1,6 +1,5 @@
 """What is seen of the gate, followed by hand, and that looking changes nothing."""
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ def watched(rank: int, steps: int, ranks_per_site: int) -> list[dict[str, float]
     for step in range(3 * steps):
         optimizer.step()
         if (step + 1) % steps == 0:
-            seen.append(asdict(observer.after_round()))
+            seen.append(observer.after_round())
     return seen
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ class Scripted:
     def kill(self, number: int) -> None:
         self.done.append(("kill", number))
         self.running.discard(number)
-        self.said.append({"site": f"site-{number}", "event": "gone", "process": None, "time": time.time()})
 
     def say(self, number: int, event: str, **more: Any) -> None:
         self.said.append(
@@ -79,6 +78,18 @@ def test_one_site_dies_and_comes_back_at_its_rounds(tmp_path: Path, monkeypatch:
     assert set(found["digests_at_the_end"]) == {f"site-{k}" for k in range(4)}
     draw_elastic(disturbed, undisturbed, tmp_path / "elastic.png")
     assert (tmp_path / "elastic.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_line_that_is_half_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic.Processes, "__init__", lambda *_: None)
+    monkeypatch.setattr(time, "sleep", lambda _: written.write('"end"}\n') and written.flush())
+    with ExitStack() as closing:
+        written = closing.enter_context((tmp_path / "events").open("a"))
+        running = elastic.Processes(tmp_path, closing)
+        running._events, running._sites = closing.enter_context((tmp_path / "events").open()), {}
+        written.write('{"event": ')
+        written.flush()
+        assert running.next() == {"event": "end"}
 
 
 def test_a_site_that_dies_must_have_rounds_to_come_back_to() -> None:

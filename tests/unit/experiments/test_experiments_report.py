@@ -20,12 +20,11 @@ from experiments.errors import ExperimentError
 from experiments.merging import load
 from experiments.page import READING
 from experiments.plan import Run
-from experiments.plots import LOOK, draw_all, pareto, reward_by_round, score_by_step
+from experiments.plots import LOOK, draw_all, pareto, score_by_bytes, score_by_step
 from experiments.report import read_document, write_document
 from experiments.results import Evaluation, Result, Round, store
 from experiments.summary import Comparison, Row
 from experiments.table import as_text, columns_of
-from loco import SyncReport
 
 FP32_PAYLOAD = 3000.0  # of 1000 parameters: one of four sites sums a quarter itself
 
@@ -164,24 +163,10 @@ def cell(results: Sequence[Result], label: str, title: str) -> str:
     return column.text(row_of(results, label))
 
 
-def reported(*, entries: int, norm: float, sent: int) -> SyncReport:
-    return SyncReport(
-        round=3,
-        numel=100,
-        entries=entries,
-        density=entries / 100,
-        wire="tight",
-        exchange="owner",
-        payload_bytes=sent,
-        sent_bytes=sent,
-        received_bytes=sent,
-        site_bytes=0,
-        dense_bytes=600,
-        update_norms=(),
-        left_out=(),
-        residual_norm=norm,
-        seconds={"encode": 0.0, "exchange": 0.0, "apply": 0.0},
-    )
+def reported(*, entries: int, norm: float, sent: int) -> dict[str, Any]:
+    sizes = dict.fromkeys(("payload_bytes", "sent_bytes", "received_bytes"), sent)
+    about = {"round": 3, "step": 8, "exchange": "owner", "numel": 100}
+    return about | sizes | {"entries": entries, "residual_norm": norm}
 
 
 def test_projected_hours_are_compute_plus_rollouts_plus_rounds_plus_bytes_over_the_rate() -> None:
@@ -201,10 +186,10 @@ def test_a_steady_figure_is_the_mean_of_the_second_half_of_the_rounds() -> None:
 
 def test_a_round_joins_sites_by_mean_and_residuals_of_one_site_by_squares() -> None:
     reports = [reported(entries=10, norm=3.0, sent=100), reported(entries=20, norm=4.0, sent=300)]
-    of_two_sites = Round.joined(8, reports, [None, None], sites=2)
+    of_two_sites = Round.joined(reports, sites=2)
     assert (of_two_sites.density, of_two_sites.sent_bytes) == (0.15, 200.0)
     assert of_two_sites.residual_norm == pytest.approx((25 / 2) ** 0.5)
-    assert Round.joined(8, reports, [None, None], sites=1).residual_norm == pytest.approx(5.0)
+    assert Round.joined(reports, sites=1).residual_norm == pytest.approx(5.0)
 
 
 def test_the_reference_is_the_first_fp32_diloco_with_momentum() -> None:
@@ -427,7 +412,7 @@ def test_the_page_is_well_formed_whole_and_names_every_label(
     assert {result.label for result in several(1)} <= cells  # unescaped by the parser
     assert "A <fast> CPU" in cells
     assert {"gate_gain", "outer_momentum"} <= {cell.text for cell in document.iter("th")}
-    assert len(list(document.iter("img"))) == len(list(tmp_path.glob("*.png"))) == 5
+    assert len(list(document.iter("img"))) == len(list(tmp_path.glob("*.png"))) == 4
     assert f"preset={tmp_path}/config.yaml" in text
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if line.startswith("PULSE & <b>"))
@@ -471,18 +456,20 @@ def test_plots_are_drawn_for_any_number_of_labels_and_seeds(tmp_path: Path, coun
         more = [made(f"Margin {n}", 0.5 + n / 100, gate_margin=n / 10, seed=seed) for n in range(1, 6)]
         results += [*labels, *more][:count]
     names = {plot.path.stem for plot in draw_all(Comparison.of(results), tmp_path)}
-    expected = {"score_by_step", "score_by_bytes", "reward_by_round"}
+    expected = {"score_by_step", "score_by_bytes"}
     expected |= {"frontier"} if count > 1 else set()
     expected |= {"gate"} if count > 3 else set()
     assert names == expected
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
 
 
-def test_one_round_of_reward_is_a_point_that_can_be_seen() -> None:
-    for rounds, marker in ((1, "o"), (30, "")):
-        figure = reward_by_round(Comparison.of([made("PULSELoCo", 0.5, rounds=rounds)]))
+def test_one_point_can_be_seen() -> None:
+    one = made("PULSELoCo", 0.5)
+    for points, marker in ((1, "o"), (30, "")):
+        evaluations = (one.evaluations[0], *(one.evaluations[-1:] * points))
+        figure = score_by_bytes(Comparison.of([dataclasses.replace(one, evaluations=evaluations)]))
         assert figure is not None
-        assert [line.get_marker() for line in figure.axes[0].lines] == [marker]
+        assert figure.axes[0].lines[0].get_marker() == marker
         plt.close(figure)
 
 
@@ -495,12 +482,11 @@ def test_the_gates_share_is_said_with_enough_digits(density: float, said: str) -
     assert cell([dataclasses.replace(one, rounds=rounds)], "PULSELoCo", "density") == said
 
 
-@pytest.mark.check(PAGES)
-def test_visibility_is_drawn_where_learning_rates_differ(tmp_path: Path) -> None:
-    rates = [made(f"lr {lr}", 0.5, lr=lr) for lr in (1e-6, 3e-6, 1e-5)]
-    assert "visibility" in {plot.path.stem for plot in draw_all(Comparison.of(rates), tmp_path)}
-    draw_all(Comparison.of(rates[:1]), tmp_path)
-    assert not (tmp_path / "visibility.png").exists()  # nor left from before
+def test_a_plot_that_has_nothing_to_show_is_not_left_from_before(tmp_path: Path) -> None:
+    draw_all(Comparison.of([made("PULSELoCo", 0.5)]), tmp_path)
+    assert (tmp_path / "gate.png").exists()
+    draw_all(Comparison.of([made("DDP", 0.5, method="ddp")]), tmp_path)
+    assert not (tmp_path / "gate.png").exists()
 
 
 @pytest.mark.check(PAGES, sample="no DiLoCo")
