@@ -61,18 +61,19 @@ class StoreClient:
         self._store = store
         self._limit = limit
         self._replaced = -_AGAIN
-        self._start()
+        connect_limit = max(limit, connect_limit)
+        self._start(connect_limit)
         try:
-            self._ask("", limit=max(limit, connect_limit))
+            self._ask("", limit=connect_limit)
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> None:
+    def _start(self, connect_limit: float) -> None:
         self._asked: _Asked = SimpleQueue()
         thread = threading.Thread(
             target=_answer,
-            args=(self._store, self._limit, self._asked),
+            args=(self._store, connect_limit, self._limit, self._asked),
             name="loco store client",
             daemon=True,
         )
@@ -122,10 +123,10 @@ class StoreClient:
             self._replaced = now
             self._end.detach()
             self._asked.put(None)
-            self._start()
+            self._start(self._limit)
 
 
-def _answer(store: Any, limit: float, asked: _Asked) -> None:
+def _answer(store: Any, connect_limit: float, limit: float, asked: _Asked) -> None:
     connection: Any = None
     while (one := asked.get()) is not None:
         answer, question, args = one  # no question: only connect
@@ -133,7 +134,8 @@ def _answer(store: Any, limit: float, asked: _Asked) -> None:
             continue
         try:
             try:
-                connection = connection or _connected(store, limit)
+                connection = connection or _connected(store, connect_limit)
+                connect_limit = limit  # of all but the first
                 found = getattr(connection, question)(*args) if question else None
             except dist.DistNetworkError:
                 connection = None
