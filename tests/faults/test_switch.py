@@ -18,7 +18,7 @@ from test_faults import MARGIN
 pytestmark = [pytest.mark.root, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
 
 # A packet that is lost five times in a row arrives after six seconds.
-SETUP = Setup(networks=True, rounds=5, dead_after=15.0)
+PATIENT = Setup(networks=True, rounds=5, dead_after=15.0)
 SILENT = r"round 2, .*: no sign of life from site 1 within 2 s"
 NO_STORE = rf"round 2, .*: {STORE} for 2 s"
 # Who waits for the sites that lack something is told so by them when they give up.
@@ -33,27 +33,33 @@ def assert_same_as_without(told: Told, setup: Setup) -> None:
 
 @pytest.mark.check(INTERRUPTIONS, sample=r"half repeated|30% reordered")
 @pytest.mark.parametrize(
-    ("conditions", "what"),
+    ("conditions", "what", "setup"),
     [
-        pytest.param(Conditions(loss=0.2), {"lost"}, id="20% lost"),
-        pytest.param(Conditions(duplication=0.5), {"repeated"}, id="half repeated"),
-        pytest.param(Conditions(reordering=0.3), {"held back"}, id="30% reordered"),
-        pytest.param(Conditions(delay=0.15), set(), id="300 ms there and back"),
+        pytest.param(Conditions(loss=0.2), {"lost"}, PATIENT, id="20% lost"),
+        pytest.param(Conditions(duplication=0.5), {"repeated"}, PATIENT, id="half repeated"),
+        pytest.param(Conditions(reordering=0.3), {"held back"}, PATIENT, id="30% reordered"),
+        pytest.param(
+            Conditions(delay=0.3),
+            set(),
+            replace(PATIENT, dead_after=2.0, rounds=2),
+            id="600 ms there and back",
+        ),
         pytest.param(
             Conditions(loss=0.05, duplication=0.2, reordering=0.2, delay=0.02),
             {"lost", "repeated", "held back"},
+            PATIENT,
             id="everything",
         ),
     ],
 )
-def test_a_bad_network_costs_time_and_no_bit(conditions: Conditions, what: set[str]) -> None:
+def test_a_bad_network_costs_time_and_no_bit(conditions: Conditions, what: set[str], setup: Setup) -> None:
     switch = Switch(conditions)
-    with Run(SETUP, switch=switch) as run:
+    with Run(setup, switch=switch) as run:
         run.finish()
         counts = switch.counts()
     assert {name for name in counts if counts[name] > 10} == {"passed"} | what, counts
     assert not any(run.told.raised.values()), run.told.raised
-    assert_same_as_without(run.told, SETUP)
+    assert_same_as_without(run.told, setup)
 
 
 def to_one_other(size: int, place: int) -> set[Cut]:
@@ -72,7 +78,7 @@ def to_one_other(size: int, place: int) -> set[Cut]:
 def test_a_link_that_carries_one_direction_only_is_noticed_and_costs_no_bit(
     cuts: Callable[[int, int], set[Cut]], others_say: str, it_says: str
 ) -> None:
-    setup = replace(SETUP, rounds=3, dead_after=2.0, timeout=4.0)
+    setup = replace(PATIENT, rounds=3, dead_after=2.0, timeout=4.0)
     with Run(setup, [Fault("cut", "payload")], switch=Switch(Conditions(), cuts=cuts)) as run:
         run.all_raised(range(setup.world))
         run.link_is_back(1)
