@@ -128,7 +128,6 @@ class Checkpoints:
         complete = [Position(round, step) for round, step, _ in held_by_all]
         if position in complete:
             return  # replacing it would put at risk what all ranks hold
-        outdated = self._outdated(directory, position, held, complete)
 
         def write(folder: Path) -> None:
             FORMATS[self.format][0](tree, folder)
@@ -136,7 +135,7 @@ class Checkpoints:
 
         def work() -> None:
             directory.sweep()
-            directory.drop(outdated)
+            directory.drop(self._outdated(directory, position, held, complete))
             directory.put(position, write, lambda: self._held(optimizer, directory))
 
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="loco-checkpoint")
