@@ -41,7 +41,7 @@ def assert_same_as_without(told: Told, setup: Setup) -> None:
         pytest.param(
             Conditions(delay=0.3),
             set(),
-            replace(PATIENT, dead_after=2.0, rounds=2),
+            replace(PATIENT, dead_after=5.0, rounds=2),
             id="600 ms there and back",
         ),
         pytest.param(

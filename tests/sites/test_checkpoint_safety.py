@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from disks import small_disk
 from selection import INTERRUPTIONS
 from sites import error_of, run_ranks
 from states import assert_same, snapshot, train
@@ -203,17 +203,9 @@ def test_a_full_disk_is_an_error_at_the_next_call_and_costs_only_that_save(
     tmp_path: Path, single_site: None
 ) -> None:
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"needs to mount a small tmpfs, which is not allowed: {mounted.stderr.strip()}")
-    try:
+    with small_disk(disk, "1500k"):
         for format in ("torch", "dcp"):
             fill(disk / format, disk, format)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def fill(folder: Path, disk: Path, format: str) -> None:
