@@ -1,9 +1,13 @@
-"""Disks that fail: a small one, to be filled or made read-only, and a C library whose calls return errors."""
+"""Disks that fail: a small one, or one whose writer is killed, and a C library whose calls fail."""
 
+import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +26,24 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+class DeadlyCall:
+    """SIGKILL comes at the `number`-th thing that this process does to the disk in a folder; 0: never."""
+
+    def __init__(self, folder: str, number: int) -> None:
+        self._folder, self._number = folder, number
+        self.done, self.counting = 0, True
+        sys.addaudithook(self.count)
+
+    def count(self, event: str, arguments: Any = ()) -> None:
+        """What is no audit event by itself may be counted, too."""
+        if not self.counting or (event == "open" and not str(arguments[0]).startswith(self._folder)):
+            return
+        if event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree", "os.fsync"):
+            self.done += 1
+            if self.done == self._number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def failing_library(folder: Path) -> Path:
