@@ -63,7 +63,9 @@ class OuterLoop:
             self.state.device, setup | {"parameters": fingerprint(parameters.describe())}
         )
         self._view: View | None = None
-        self._pending: Round | None = None  # this rank has promised it or applied it, and its end is missing
+        self._pending: Round | None = (
+            None  # this rank may have promised or applied it, and its end is missing
+        )
         self._committed = ""  # the name of the view that made the latest round
         self._start()
 
@@ -132,7 +134,7 @@ class OuterLoop:
         """
         self.state.check_whole()
         pending = self._pending
-        if pending is None:
+        if pending is None or not (pending.is_promised or pending.counts):
             return None
         if not pending.is_promised:
             raise LocoError(
@@ -223,12 +225,13 @@ class OuterLoop:
         Raises:
             Refused: by all ranks together; their links are whole.
         """
+        self._pending = current  # first: Ctrl-C may come between a promise and any line after it
         try:
             self._converse(current.run)
         except BaseException as error:
             if not current.is_promised:
+                self._pending = None
                 raise
-            self._pending = current
             if not isinstance(error, Exception):  # Ctrl-C, say: the next call settles it
                 raise
             report = self._settle(ABORT)
@@ -236,7 +239,6 @@ class OuterLoop:
                 raise
             _logger.warning("%s; the round counts all the same", error)
             return report
-        self._pending = current
         report = self._settle(COMMIT)
         if report is None:
             error = TransportError(
@@ -259,7 +261,9 @@ class OuterLoop:
         pending = self._pending
         if pending is None:
             return None
-        if pending.is_promised and not pending.commit(vote):
+        if pending.is_promised:
+            pending.commit(vote)
+        if not pending.counts:
             self._pending = None
             return None
         if pending.phase is Phase.COMMITTED:

@@ -204,6 +204,8 @@ class Round:
 
     def learn_verdict(self, *, committed: bool) -> None:
         """As `commit`, where another site has told the verdict."""
+        if committed:
+            self.phase = Phase.COMMITTED  # first: Ctrl-C may come between any two lines
         self.is_promised = False
         if committed:
             self._enter(Phase.COMMITTED)
@@ -222,26 +224,25 @@ class Round:
             nesterov=settings.nesterov,
         )
         try:
-            with (
-                state.rewriting(),
-                state.parameters.pieces(state.start, state.stop, write=True) as weights,
-            ):
-                self._residual_norm = kernels.apply(
-                    state.anchor,
-                    state.momentum,
-                    weights,
-                    state.residual,
-                    self._own,
-                    self._contributions,
-                    step,
-                )
+            with state.rewriting():
+                with state.parameters.pieces(state.start, state.stop, write=True) as weights:
+                    self._residual_norm = kernels.apply(
+                        state.anchor,
+                        state.momentum,
+                        weights,
+                        state.residual,
+                        self._own,
+                        self._contributions,
+                        step,
+                    )
+                self._ended = time.perf_counter()
+                state.took_part |= dict.fromkeys(view.site_names, self.number)
+                self.phase = Phase.APPLIED  # before the state counts as whole: no round is applied twice
+                state.rounds_done = self.number
         except BaseException:
             why = f"round {self.number} was stopped while it was being applied"
             view.liveness.leave(why, view.across.link)
             raise
-        state.rounds_done = self.number
-        state.took_part |= dict.fromkeys(view.site_names, self.number)
-        self._ended = time.perf_counter()
         self._enter(Phase.APPLIED)
 
     def share(self, view: View) -> None:
@@ -255,6 +256,11 @@ class Round:
         if view is not self.view:
             self._inside_bytes_elsewhere += view.bytes_so_far[2] - before
         self._ended = time.perf_counter()
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank knows that it does."""
+        return self.phase in (Phase.COMMITTED, Phase.APPLIED)
 
     @property
     def norms(self) -> tuple[float, ...]:
