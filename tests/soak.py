@@ -204,20 +204,21 @@ def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
             before = snapshot(optimizer)
             started = time.monotonic()
             with _befallen(fault[0] if fault and befalls else "", optimizer, link, chance.random() * took):
-                said = _attempt(optimizer, told)
+                said = _attempt(optimizer.sync, told)
             took = took if said else time.monotonic() - started
             if said and fault is not None and fault[0] in LIES:
                 told.lies[number] = said
                 assert optimizer.round == number - 1
                 assert_same(before, snapshot(optimizer))
             while optimizer.round < number:
-                if "Load the last checkpoint" in _attempt(optimizer, told):
+                if "Load the last checkpoint" in _attempt(optimizer.sync, told):
                     link.send(("say", f"Ctrl-C came while site {rank} applied round {number}"))
                     os.kill(os.getpid(), signal.SIGKILL)
             dies = fault is not None and fault[0] == "kill while saving"
             if number % SAVED_EVERY == 0 or dies:
                 call = DeadlyCall(folder, int(chance.integers(1, MOST_CALLS))) if dies and befalls else None
-                checkpoints.save(optimizer, {"count": inner.count})
+                while _attempt(lambda: checkpoints.save(optimizer, {"count": inner.count}), told):
+                    pass
                 if call is not None:
                     checkpoints.wait()
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -235,12 +236,12 @@ def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
     return told
 
 
-def _attempt(optimizer: loco.PulseLoCo, told: Told) -> str:
+def _attempt(do: Callable[[], object], told: Told) -> str:
     """-> what was raised"""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            optimizer.sync()
+            do()
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except (loco.LocoError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
