@@ -18,7 +18,7 @@ from ..report import SyncReport
 from ..wire.header import VERSION
 from ..wire.refusal import Refused
 from .handshake import agree_on_parameters, check_first_anchor, fingerprint
-from .hooks import Hooks, Phase
+from .hooks import COUNTS, Hooks, Phase
 from .inside_site import share_anchor
 from .outer_state import OuterState
 from .recovery import adopt_state, hand_over_state
@@ -134,7 +134,7 @@ class OuterLoop:
         """
         self.state.check_whole()
         pending = self._pending
-        if pending is None or not (pending.is_promised or pending.counts):
+        if pending is None or not (pending.is_promised or pending.phase in COUNTS):
             return None
         if not pending.is_promised:
             raise LocoError(
@@ -259,11 +259,9 @@ class OuterLoop:
             TransportError: it can't be settled now; the next call tries again.
         """
         pending = self._pending
-        if pending is None:
-            return None
-        if pending.is_promised:
+        if pending is not None and pending.is_promised:
             pending.commit(vote)
-        if not pending.counts:
+        if pending is None or pending.phase not in COUNTS:
             self._pending = None
             return None
         if pending.phase is Phase.COMMITTED:

@@ -180,14 +180,9 @@ class Round:
     def vote(self) -> None:
         """The last vote: has everything arrived, everywhere? If so the round is everyone's to apply."""
         self.is_promised = True
+        name_of = self.state.parameters.name_of
         try:
-            vote(
-                self.view,
-                self.problem,
-                round=self.number,
-                number=2,
-                name_of=self.state.parameters.name_of,
-            )
+            vote(self.view, self.problem, round=self.number, number=2, name_of=name_of)
         except Refused:
             self.is_promised = False  # no rank has all votes
             raise
@@ -204,8 +199,8 @@ class Round:
 
     def learn_verdict(self, *, committed: bool) -> None:
         """As `commit`, where another site has told the verdict."""
-        if committed:
-            self.phase = Phase.COMMITTED  # first: Ctrl-C may come between any two lines
+        # In this order: Ctrl-C may come between any two lines.
+        self.phase = Phase.COMMITTED if committed else self.phase
         self.is_promised = False
         if committed:
             self._enter(Phase.COMMITTED)
@@ -256,11 +251,6 @@ class Round:
         if view is not self.view:
             self._inside_bytes_elsewhere += view.bytes_so_far[2] - before
         self._ended = time.perf_counter()
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank knows that it does."""
-        return self.phase in (Phase.COMMITTED, Phase.APPLIED)
 
     @property
     def norms(self) -> tuple[float, ...]:
