@@ -4,14 +4,13 @@ PYTHONPATH=. python tests/fault_cases.py        plays all of them and prints the
 """
 
 import signal
-import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from disks import small_disk
 from fault_harness import Run, Told
 from fault_rows import AGAIN, REFUSED, RESTARTED, ROWS, Case, table
 from fault_site import Setup
@@ -39,7 +38,7 @@ def play(case: Case, folder: Path) -> Played:
     if phase in AGAIN:
         faults.insert(0, Fault("closed", "payload", rank=0))
     saves = row.afterwards == RESTARTED or phase == "checkpoint"
-    with _small_disk(folder / "1", wanted=row.what == "full disk"):
+    with small_disk(folder / "1", "256k") if row.what == "full disk" else nullcontext():
         with Run(setup, faults, folder=str(folder) if saves else "") as run:
             _go_on(run, case)
         restarted = None
@@ -78,19 +77,6 @@ def _go_on(run: Run, case: Case) -> None:
         run.end()
     else:
         run.finish()
-
-
-@contextmanager
-def _small_disk(folder: Path, *, wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 @cache

@@ -17,6 +17,7 @@ from fault_site import Raised, Setup, live
 from faulty import Fault
 from sites import context
 from states import Snapshot
+from switch import Switch
 
 from experiments.bench.namespaces import Network
 
@@ -51,12 +52,20 @@ class Run:
         faults: what befalls which rank; each strikes once, in the order given for one rank.
         folder: where checkpoints are, and are saved after each round.
         limit: seconds, after which the run counts as a hang.
+        switch: the network, if it is to be one of these.
     """
 
     def __init__(
-        self, setup: Setup, faults: Sequence[Fault] = (), *, folder: str = "", limit: float = 120.0
+        self,
+        setup: Setup,
+        faults: Sequence[Fault] = (),
+        *,
+        folder: str = "",
+        limit: float = 120.0,
+        switch: Switch | None = None,
     ) -> None:
         self.setup = setup
+        self._switch = switch
         self.told = Told(raised={r: [] for r in range(setup.world)})
         self.waiting: set[int] = set()  # ranks that have raised, and wait to be told what to do
         self.done: set[int] = set()
@@ -68,7 +77,9 @@ class Run:
 
     def __enter__(self) -> "Run":
         try:
-            self.network = self._stack.enter_context(Network()) if self.setup.networks else None
+            self.network = None
+            if self.setup.networks:
+                self.network = self._stack.enter_context(self._switch or Network())
             for rank in range(-1, self.setup.world):  # the first one hosts the store
                 ours, theirs = context.Pipe()
                 process = context.Process(target=live, args=(rank, *self._arguments, theirs), daemon=True)

@@ -3,6 +3,11 @@ nothing grow?
 
     python tests/soak.py rounds=5000 sites=3 seed=1 faults=0.2
 
+    python tests/soak.py rounds=600 faults=0 kills=0 stops=242
+    python tests/soak.py rounds=400 faults=0 kills=0 stops=0 saving_kills=90
+    python tests/soak.py rounds=400 faults=0 kills=0 stops=0 interrupts=200
+    python tests/soak.py rounds=500 faults=0 kills=0 stops=0 lies=1
+
 Sites are real processes. In a share `faults` of the rounds something happens to one of them; a kill restarts
 all from their checkpoints. Every round is checked for conservation, and the end is compared, bit for bit,
 with the same training without any fault.
@@ -17,9 +22,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,9 +34,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from disks import DeadlyCall
+from lies import LIES
 from scripted import Scripted, bits, parameters
 from sites import context
-from states import snapshot
+from states import assert_same, snapshot
 from torch._C._distributed_c10d import TCPStore
 
 import loco
@@ -40,12 +47,14 @@ from loco.round.round import Round
 from loco.wire.framing import Framing
 
 NUMEL, STEPS = 2003, 2
-DEAD_AFTER = 1.0  # seconds
+DEAD_AFTER = 1.0  # seconds, where processes are stopped
+CALM = 10.0  # where none is: on a busy machine one may not run for a second
 SAVED_EVERY = 20  # rounds
 KINDS = (
     *("memory", "unread", "hang up", "last vote sent", "last vote not sent", "interrupt"),
     *("not a number", "flipped bit", "late"),
 )
+MOST_CALLS = 30  # to the disk in a save
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,11 @@ class Plan:
     sites: int = 3
     seed: int = 1
     faults: float = 0.2  # share of rounds
-    stops: int = 10  # SIGSTOP, until the others have noticed; spread over the run
+    stops: int = 10  # SIGSTOP at any moment, until the others have noticed; spread over the run
     kills: int = 5  # SIGKILL; in the first third, so that the rest tells what one process grows by
+    saving_kills: int = 0  # SIGKILL while all save; spread over the run
+    interrupts: int = 0  # Ctrl-C at any moment of a round; spread over the run
+    lies: float = 0.0  # share of rounds in which a site lies, in each way of `lies` in turn
 
     def fault(self, number: int) -> tuple[str, int] | None:
         """What happens to whom in a round."""
@@ -65,9 +77,29 @@ class Plan:
             return "kill", victim
         if number in self._spread(self.stops, self.rounds):
             return "stop", victim
+        if number in self._spread(self.saving_kills, self.rounds):
+            return "kill while saving", victim
+        if number in self._spread(self.interrupts, self.rounds):
+            return "Ctrl-C", victim
+        if chance.random() < self.lies:
+            return list(LIES)[number % len(LIES)], victim
         if chance.random() < self.faults:
             return KINDS[int(chance.integers(len(KINDS)))], victim
         return None
+
+    def without_faults(self) -> "Plan":
+        return Plan(rounds=self.rounds, sites=self.sites, seed=self.seed, faults=0.0, stops=0, kills=0)
+
+    def not_named(self, told: Mapping[int, "Told"]) -> list[int]:
+        """The rounds in which a site lied and no other one named it."""
+        found = []
+        for number in set().union(*(one.lies for one in told.values())):
+            fault = self.fault(number)
+            assert fault is not None
+            others = [one.lies.get(number, "") for site, one in told.items() if site != fault[1]]
+            if not any(text.startswith("WireError") and f"site {fault[1]}" in text for text in others):
+                found.append(number)
+        return found
 
     def _spread(self, count: int, over: int) -> set[int]:
         return {5 + k * (over - 5) // count for k in range(count)} if count else set()
@@ -80,6 +112,7 @@ class Told:
     state: str  # a hash of θ, m, e and w
     errors: Counter[str]
     checked: int  # rounds whose conservation was checked
+    lies: dict[int, str]  # by round, of those in which a site lied: what this one said of it
     grown: list[tuple[int, int, int, int]]  # now and then: round, resident bytes, open files, threads
 
 
@@ -120,6 +153,7 @@ def _generation(plan: Plan, folder: str, tell: Callable[[str], None]) -> dict[in
                 elif isinstance(word, Exception):
                     raise word
                 elif word[0] == "stop":
+                    time.sleep(word[2])
                     os.kill(word[1], signal.SIGSTOP)
                     wake.append((time.monotonic() + 1.5 * DEAD_AFTER, word[1]))
                 else:
@@ -147,30 +181,47 @@ def _site(rank: int, port: int, plan: Plan, folder: str, link: Connection) -> No
 
 def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
     inner = Scripted(parameters(plan.seed, NUMEL), plan.seed, rank)
-    topology = loco.Topology(timeout=30.0, patience=30.0, dead_after=DEAD_AFTER)
+    repeats = 0 if plan.lies else 2  # who lies does so in every repeat
+    dead_after = DEAD_AFTER if plan.stops else CALM
+    topology = loco.Topology(timeout=30.0, patience=30.0, dead_after=dead_after, repeats=repeats)
     optimizer = loco.PulseLoCo(inner, sync_every=STEPS, topology=topology)
     checkpoints = loco.Checkpoints(folder)
     resumed = checkpoints.load(optimizer)
     inner.count = resumed.extra["count"] if resumed else 0
-    told = Told("", Counter(), 0, [])
+    told = Told("", Counter(), 0, {}, [])
     struck = Path(folder) / f"struck-{rank}"  # what has happened does not happen again after a restart
-    began = time.monotonic()
+    began, took = time.monotonic(), 0.05  # seconds of the last round
     with _conservation_checked(told, optimizer):
         while optimizer.round < plan.rounds:
             number = optimizer.round + 1
-            fault = plan.fault(number)
+            fault, chance = plan.fault(number), np.random.default_rng(number)
             befalls = fault is not None and fault[1] == rank and not Path(f"{struck}-{number}").exists()
             if fault is not None and befalls:
                 Path(f"{struck}-{number}").touch()
             for _ in range(STEPS - 1):
                 optimizer.step()
             inner.step()  # the last step, without its round
-            with _befallen(fault[0] if fault and befalls else "", optimizer, link):
-                _attempt(optimizer, told)
+            before = snapshot(optimizer)
+            started = time.monotonic()
+            with _befallen(fault[0] if fault and befalls else "", optimizer, link, chance.random() * took):
+                said = _attempt(optimizer.sync, told)
+            took = took if said else time.monotonic() - started
+            if said and fault is not None and fault[0] in LIES:
+                told.lies[number] = said
+                assert optimizer.round == number - 1
+                assert_same(before, snapshot(optimizer))
             while optimizer.round < number:
-                _attempt(optimizer, told)
-            if number % SAVED_EVERY == 0:
-                checkpoints.save(optimizer, {"count": inner.count})
+                if "Load the last checkpoint" in _attempt(optimizer.sync, told):
+                    link.send(("say", f"Ctrl-C came while site {rank} applied round {number}"))
+                    os.kill(os.getpid(), signal.SIGKILL)
+            dies = fault is not None and fault[0] == "kill while saving"
+            if number % SAVED_EVERY == 0 or dies:
+                call = DeadlyCall(folder, int(chance.integers(1, MOST_CALLS))) if dies and befalls else None
+                while _attempt(lambda: checkpoints.save(optimizer, {"count": inner.count}), told):
+                    pass
+                if call is not None:
+                    checkpoints.wait()
+                    os.kill(os.getpid(), signal.SIGKILL)
             if number % max(plan.rounds // 50, 1) == 0:
                 gc.collect()
                 told.grown.append((number, *_resources()))
@@ -185,16 +236,24 @@ def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
     return told
 
 
-def _attempt(optimizer: loco.PulseLoCo, told: Told) -> None:
+def _attempt(do: Callable[[], object], told: Told) -> str:
+    """-> what was raised"""
     try:
-        optimizer.sync()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            do()
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
     except (loco.LocoError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
         told.errors[type(error).__name__] += 1
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @contextmanager
-def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection) -> Iterator[None]:
-    """One attempt of a round, in which `kind` happens to this site."""
+def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection, moment: float) -> Iterator[None]:
+    """One attempt of a round, in which `kind` happens to this site; what comes at any moment, after `moment`
+    seconds."""
     anchor, weight = optimizer.outer_state.anchor, optimizer.outer_state.parameters.params[-1].data
     arrived, vote = Stream.arrived, Round.vote
     confirmed = False
@@ -243,8 +302,11 @@ def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection) -> Iterato
         elif kind == "late":
             time.sleep(0.1)
         elif kind == "stop":
-            link.send(("stop", os.getpid()))
-            time.sleep(0.2)  # until the parent has done it
+            link.send(("stop", os.getpid(), moment))
+        elif kind == "Ctrl-C":
+            threading.Timer(moment, os.kill, (os.getpid(), signal.SIGINT)).start()
+        elif kind in LIES:
+            LIES[kind](patch)
         elif kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         kept = weight[7].clone()
@@ -307,7 +369,7 @@ def main() -> int:
     began = time.monotonic()
     told = soak(plan, tell)
     took = time.monotonic() - began
-    clean = soak(replace(plan, faults=0.0, stops=0, kills=0))
+    clean = soak(plan.without_faults())
     happened = Counter(fault[0] for n in range(1, plan.rounds + 1) if (fault := plan.fault(n)))
     errors: Counter[str] = sum((one.errors for one in told.values()), Counter())
     print(f"{plan.rounds} rounds of {plan.sites} sites in {took / 60:.1f} min; injected {dict(happened)}")
@@ -321,7 +383,10 @@ def main() -> int:
             f"conserved in {one.checked} rounds; from round {seen[0][0]} to {seen[-1][0]} MiB {memory}; "
             f"files {seen[0][2]} to {seen[-1][2]}, threads {seen[0][3]} to {seen[-1][3]}"
         )
-    return 0 if all(one.state == clean[rank].state for rank, one in told.items()) else 1
+    lies = set().union(*(one.lies for one in told.values()))
+    not_named = plan.not_named(told)
+    print(f"{len(lies)} lies, of which the liar was not named in rounds {not_named}")
+    return 0 if not not_named and all(one.state == clean[rank].state for rank, one in told.items()) else 1
 
 
 if __name__ == "__main__":

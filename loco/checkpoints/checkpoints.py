@@ -125,14 +125,18 @@ class Checkpoints:
         complete = [Position(round, step) for round, step, _ in held_by_all]
         if position in complete:
             return  # replacing it would put at risk what all ranks hold
-        outdated = self._outdated(directory.positions(), position, [m.position for m in held], complete)
 
         def fill(folder: Path) -> None:
             FORMATS[self.format][0](tree, folder)
             manifest_of(tree["optimizer"], save=save, format=self.format, folder=folder).write(folder)
 
         def write() -> None:
-            directory.replace(outdated, position, fill, lambda: self._held(optimizer, directory))
+            directory.replace(
+                lambda found: self._outdated(found, position, [m.position for m in held], complete),
+                position,
+                fill,
+                lambda: self._held(optimizer, directory),
+            )
 
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="loco-checkpoint")
         self._writing = self._writer.submit(write)

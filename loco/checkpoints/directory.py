@@ -79,18 +79,19 @@ class CheckpointDirectory:
 
     def replace(
         self,
-        outdated: set[Position],
+        outdated: Callable[[set[Position]], set[Position]],
         position: Position,
         write: Callable[[Path], None],
         check: Callable[[], object],
     ) -> None:
-        """Remove what is outdated or was left by killed writers, and `put` a checkpoint.
+        """Remove what is outdated, of the positions there are, or was left by killed writers, and `put` a
+        checkpoint.
 
         Raises:
             CheckpointError: it could not be written. It is logged, in case nobody waits for it any more.
         """
         try:
-            self.drop(outdated)
+            self.drop(outdated(self.positions()))
             self.sweep()
             self.put(position, write, check)
         except CheckpointError as error:

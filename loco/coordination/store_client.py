@@ -64,11 +64,12 @@ class StoreClient:
         self._store = store
         self._limit = limit
         self._replaced = -_AGAIN
-        self._start()
+        connect_limit = max(limit, connect_limit)
+        self._start(connect_limit)
         try:
-            self._ask("", limit=max(limit, connect_limit))
+            self._ask("", limit=connect_limit)
             began = time.monotonic()
-            self._ask("check", ["any"], limit=max(limit, connect_limit))
+            self._ask("check", ["any"], limit=connect_limit)
             self.round_trip = time.monotonic() - began
             # A new connection, and a request over it, take some five round trips.
             self._limit = max(limit, 6 * self.round_trip)
@@ -76,11 +77,11 @@ class StoreClient:
             self.close()
             raise
 
-    def _start(self) -> None:
+    def _start(self, connect_limit: float) -> None:
         self._asked: _Asked = SimpleQueue()
         thread = threading.Thread(
             target=_answer,
-            args=(self._store, self._limit, self._asked),
+            args=(self._store, connect_limit, self._limit, self._asked),
             name="loco store client",
             daemon=True,
         )
@@ -130,10 +131,10 @@ class StoreClient:
             self._replaced = now
             self._end.detach()
             self._asked.put(None)
-            self._start()
+            self._start(self._limit)
 
 
-def _answer(store: Any, limit: float, asked: _Asked) -> None:
+def _answer(store: Any, connect_limit: float, limit: float, asked: _Asked) -> None:
     connection: Any = None
     while (one := asked.get()) is not None:
         answer, question, args = one  # no question: only connect
@@ -141,7 +142,8 @@ def _answer(store: Any, limit: float, asked: _Asked) -> None:
             continue
         try:
             try:
-                connection = connection or _connected(store, limit)
+                connection = connection or _connected(store, connect_limit)
+                connect_limit = limit  # of all but the first
                 found = getattr(connection, question)(*args) if question else None
             except dist.DistNetworkError:
                 connection = None

@@ -25,6 +25,9 @@ class Phase(StrEnum):
     APPLIED = "applied"  # θ, m, e and w are those after the round
 
 
+COUNTS = (Phase.COMMITTED, Phase.APPLIED)  # this rank knows that the round does
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundProgress:
     """A round at one of its phases, on this rank.

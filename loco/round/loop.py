@@ -18,7 +18,7 @@ from ..report import SyncReport
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
 from .handshake import agree_on_parameters, check_first_anchor, fingerprint
-from .hooks import Hooks, Phase
+from .hooks import COUNTS, Hooks, Phase
 from .inside_site import share_anchor
 from .outer_state import OuterState
 from .recovery import adopt_state, hand_over_state
@@ -64,7 +64,9 @@ class OuterLoop:
         )
         self._membership.reconnects_by(self)
         self._view: View | None = None
-        self._pending: Round | None = None  # this rank has promised it or applied it, and its end is missing
+        self._pending: Round | None = (
+            None  # this rank may have promised or applied it, and its end is missing
+        )
         self._committed = ""  # the name of the view that made the latest round
         self._start()
 
@@ -133,7 +135,7 @@ class OuterLoop:
         """
         self.state.check_whole()
         pending = self._pending
-        if pending is None:
+        if pending is None or not (pending.is_promised or pending.phase in COUNTS):
             return None
         if not pending.is_promised:
             raise LocoError(
@@ -219,12 +221,13 @@ class OuterLoop:
         Raises:
             Refused: by all ranks together; their links are whole.
         """
+        self._pending = current  # first: Ctrl-C may come between a promise and any line after it
         try:
             self._converse(current.run)
         except BaseException as error:
             if not current.is_promised:
+                self._pending = None
                 raise
-            self._pending = current
             if not isinstance(error, Exception):  # Ctrl-C, say: the next call settles it
                 raise
             report = self._settle(ABORT)
@@ -232,7 +235,6 @@ class OuterLoop:
                 raise
             _logger.warning("%s; the round counts all the same", error)
             return report
-        self._pending = current
         report = self._settle(COMMIT)
         if report is None:
             error = TransportError(
@@ -253,9 +255,9 @@ class OuterLoop:
             TransportError: it can't be settled now; the next call tries again.
         """
         pending = self._pending
-        if pending is None:
-            return None
-        if pending.is_promised and not pending.commit(vote):
+        if pending is not None and pending.is_promised:
+            pending.commit(vote)
+        if pending is None or pending.phase not in COUNTS:
             self._pending = None
             return None
         if pending.phase is Phase.COMMITTED:

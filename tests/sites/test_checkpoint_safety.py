@@ -5,8 +5,6 @@ import io
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from disks import DeadlyCall, small_disk
 from selection import INTERRUPTIONS
 from sites import error_of, run_ranks
 from states import assert_same, snapshot, train
@@ -42,36 +41,25 @@ def saving(rank: int, folder: str, cut: int, before: int) -> int:
         train(net, optimizer, 0, range(step, step + 1))
         checkpoints.save(optimizer, optimizer.round, blocking=True)
     train(net, optimizer, 0, range(before, before + 1))
-    done, counting = 0, True
-
-    def count(event: str, arguments: Any = ()) -> None:
-        nonlocal done
-        if not counting or (event == "open" and not str(arguments[0]).startswith(folder)):
-            return
-        if event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree", "os.fsync"):
-            done += 1
-            if done == cut:
-                os.kill(os.getpid(), signal.SIGKILL)
-
+    call = DeadlyCall(folder, cut)
     fsync, write = os.fsync, torch.save
 
     def flushed(descriptor: int) -> None:
-        count("os.fsync")
+        call.count("os.fsync")
         fsync(descriptor)
 
     def half(state: Any, file: Any) -> None:
         write(state, file)
-        if done == cut - 1:
+        if call.done == cut - 1:
             file.flush()
             os.truncate(folder_of(folder) / "state.pt", 100)  # what a crash of the machine may leave
-        count("os.fsync")
+        call.count("os.fsync")
 
-    sys.addaudithook(count)
     os.fsync, torch.save = flushed, half
     checkpoints.save(optimizer, optimizer.round, blocking=True)
-    counting = False
+    call.counting = False
     os.fsync, torch.save = fsync, write
-    return done
+    return call.done
 
 
 def folder_of(folder: str) -> Path:
@@ -203,17 +191,9 @@ def test_a_full_disk_is_an_error_at_the_next_call_and_costs_only_that_save(
     tmp_path: Path, single_site: None
 ) -> None:
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"needs to mount a small tmpfs, which is not allowed: {mounted.stderr.strip()}")
-    try:
+    with small_disk(disk, "1500k"):
         for format in ("torch", "dcp"):
             fill(disk / format, disk, format)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def fill(folder: Path, disk: Path, format: str) -> None:

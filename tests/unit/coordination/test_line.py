@@ -51,6 +51,25 @@ def test_a_host_that_is_gone_is_an_error_and_not_a_wait() -> None:
         asked.check(["a"])
 
 
+def test_the_first_connection_may_take_longer_than_an_answer(
+    host: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second goes by until a lost packet that opens a connection is sent again."""
+    connect = socket.create_connection
+
+    def slow(address: tuple[str, int], timeout: float) -> socket.socket:
+        if timeout < 1.0:
+            raise TimeoutError("timed out")
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+    asked = StoreClient(host, limit=0.5, connect_limit=20.0)
+    asked.set("a", "1")
+    cut(host.port)
+    with pytest.raises(RuntimeError, match="can't be reached: timed out"):
+        asked.get("a")
+
+
 class Stuck(HashStore):
     """Its connections wait without end when they are asked, if they are told to be silent."""
 

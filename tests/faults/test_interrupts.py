@@ -1,0 +1,102 @@
+"""Ctrl-C at any line of a round: it is repeated, or done, or the rank says that it holds half of it."""
+
+import re
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from scripted import Scripted, parameters
+from selection import INTERRUPTIONS
+from sites import error_of, run_ranks
+from states import assert_same, snapshot
+
+import loco
+
+
+class Interruption:
+    """Raises KeyboardInterrupt before the `number`-th line, within what the pattern matches, that this thread
+    comes to."""
+
+    def __init__(self, number: int, within: str) -> None:
+        self.number, self.within = number, within
+        self.where = ""
+
+    def __enter__(self) -> "Interruption":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not re.match(self.within, f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}"):
+            return None
+        if event == "line":
+            self.number -= 1
+            if self.number == 0:
+                self.where = f"{frame.f_globals['__name__']}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def is_torn(optimizer: loco.PulseLoCo) -> bool:
+    return "Load the last checkpoint" in error_of(optimizer.state_dict)[1]
+
+
+def interrupted(rank: int, within: str, every: int) -> list[tuple[str, bool]]:
+    """The last rank is interrupted, once a round, at one line after the other -> where, and whether that left
+    it with half of a round."""
+    topology = loco.Topology(repeats=0)
+    clean, hurt = (
+        loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=1, topology=topology) for _ in "ab"
+    )
+    found: list[tuple[str, bool]] = []
+    number, where = 1, "the beginning"
+    while where:
+        clean.step()
+        hurt.inner.step()
+        interruption = Interruption(number if rank == dist.get_world_size() - 1 else 0, within)
+        with interruption, suppress(KeyboardInterrupt, loco.LocoError):
+            hurt.sync()
+        while hurt.round < clean.round and not is_torn(hurt):
+            error_of(hurt.sync)
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (interruption.where, is_torn(hurt)))
+        where, torn = told[-1]
+        if torn:
+            hurt.load_state_dict(clean.state_dict())
+        assert hurt.round == clean.round
+        assert_same(snapshot(clean), snapshot(hurt))
+        found.append((where, torn))
+        number += every
+    return found
+
+
+ROUND_END = (
+    r"loco\.round\.(round\.Round\.(vote|commit|learn_verdict|apply|_enter|_call_hooks)"
+    r"|loop\.OuterLoop\.(_attempt|_settle|run_round)|outer_state\.OuterState\.rewriting)$"
+)
+
+
+@pytest.mark.check(INTERRUPTIONS, sample=r"the end of a round alone")
+@pytest.mark.parametrize(
+    ("world", "within", "every"),
+    [
+        pytest.param(1, ROUND_END, 1, id="the end of a round alone"),
+        pytest.param(2, ROUND_END, 1, id="the end of a round"),
+        pytest.param(1, r"loco\.", 7, id="every seventh line alone"),
+        pytest.param(2, r"loco\.", 37, id="every 37th line"),
+    ],
+)
+def test_ctrl_c_at_any_line_of_a_round_loses_no_bit(world: int, within: str, every: int) -> None:
+    found = run_ranks(world, interrupted, within, every)[-1]
+    assert len(found) > 20
+    torn = {where.partition(":")[0] for where, was_torn in found if was_torn}
+    # Only while θ, m, e and w are being replaced.
+    assert torn <= {"loco.round.round", "loco.round.outer_state", "loco.round.parameters"} | {
+        name for name in torn if name.startswith("loco.kernels")
+    }
+    assert any(was_torn for _, was_torn in found)

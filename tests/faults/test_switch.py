@@ -1,0 +1,90 @@
+"""Sites train over links that lose, repeat, reorder and delay packets, or carry them in one direction."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from fault_cases import clean
+from fault_harness import Run, Told
+from fault_rows import NO_STORE as STORE
+from fault_site import Setup
+from faulty import Fault
+from selection import INTERRUPTIONS
+from states import assert_same
+from switch import Conditions, Cut, Switch, received, sent, why_not
+from test_faults import MARGIN
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
+
+# A packet that is lost five times in a row arrives after six seconds.
+PATIENT = Setup(networks=True, rounds=5, dead_after=15.0)
+SILENT = r"round 2, .*: no sign of life from site 1 within 2 s"
+NO_STORE = rf"round 2, .*: {STORE} for 2 s"
+# Who waits for the sites that lack something is told so by them when they give up.
+LATE = r"round 2, .*: (no answer from site [12] within 4 s, which is alive|lost|site \d has left)"
+
+
+def assert_same_as_without(told: Told, setup: Setup) -> None:
+    expected = clean(replace(setup, networks=False))
+    for rank, states in told.states.items():
+        assert_same(states[-1], expected.states[rank][-1])
+
+
+@pytest.mark.check(INTERRUPTIONS, sample=r"half repeated|30% reordered")
+@pytest.mark.parametrize(
+    ("conditions", "what", "setup"),
+    [
+        pytest.param(Conditions(loss=0.2), {"lost"}, PATIENT, id="20% lost"),
+        pytest.param(Conditions(duplication=0.5), {"repeated"}, PATIENT, id="half repeated"),
+        pytest.param(Conditions(reordering=0.3), {"held back"}, PATIENT, id="30% reordered"),
+        pytest.param(
+            Conditions(delay=0.3),
+            set(),
+            replace(PATIENT, dead_after=5.0, rounds=2),
+            id="600 ms there and back",
+        ),
+        pytest.param(
+            Conditions(loss=0.05, duplication=0.2, reordering=0.2, delay=0.02),
+            {"lost", "repeated", "held back"},
+            PATIENT,
+            id="everything",
+        ),
+    ],
+)
+def test_a_bad_network_costs_time_and_no_bit(conditions: Conditions, what: set[str], setup: Setup) -> None:
+    switch = Switch(conditions)
+    with Run(setup, switch=switch) as run:
+        run.finish()
+        counts = switch.counts()
+    assert {name for name in counts if counts[name] > 10} == {"passed"} | what, counts
+    assert not any(run.told.raised.values()), run.told.raised
+    assert_same_as_without(run.told, setup)
+
+
+def to_one_other(size: int, place: int) -> set[Cut]:
+    return {(place, size - 1)}
+
+
+@pytest.mark.check(INTERRUPTIONS, sample=r"what it sends to one other")
+@pytest.mark.parametrize(
+    ("cuts", "others_say", "it_says"),
+    [
+        pytest.param(sent, SILENT, NO_STORE, id="all that it sends"),
+        pytest.param(received, SILENT, NO_STORE, id="all that is sent to it"),
+        pytest.param(to_one_other, LATE, LATE, id="what it sends to one other"),
+    ],
+)
+def test_a_link_that_carries_one_direction_only_is_noticed_and_costs_no_bit(
+    cuts: Callable[[int, int], set[Cut]], others_say: str, it_says: str
+) -> None:
+    setup = replace(PATIENT, rounds=3, dead_after=2.0, timeout=4.0)
+    with Run(setup, [Fault("cut", "payload")], switch=Switch(Conditions(), cuts=cuts)) as run:
+        run.all_raised(range(setup.world))
+        run.link_is_back(1)
+        run.finish()
+    for rank, errors in run.told.raised.items():
+        assert re.match(it_says if rank == 1 else others_say, errors[0].text), errors[0].text
+        assert all(error.unchanged for error in errors)
+        assert run.told.within(rank, [1]) <= 2 * setup.dead_after + MARGIN
+    assert_same_as_without(run.told, setup)

@@ -1,0 +1,93 @@
+"""What a site says that no honest one would: each is done by its process until a patch is undone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loco.members.view import View
+from loco.net.transport import Transport
+from loco.round import round as one_round
+from loco.round.round import Round
+from loco.wire.framing import Frame, Framing
+from loco.wire.records import Announcement, FrameHeader, Kind, Vote
+
+Lie = Callable[[pytest.MonkeyPatch], None]
+
+
+def announcing(forge: Callable[[Announcement], Announcement]) -> Lie:
+    """In a header that is whole."""
+    announce = one_round.announce
+
+    def lie(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(one_round, "announce", lambda view, mine: announce(view, forge(mine)))
+
+    return lie
+
+
+def framing(forge: Callable[[FrameHeader], FrameHeader]) -> Lie:
+    """In the header of every frame."""
+    seal = Framing.seal
+
+    def forged(self: Framing, *args: Any) -> Frame:
+        header, body = seal(self, *args)
+        return Frame(forge(header), body)
+
+    return lambda patch: patch.setattr(Framing, "seal", forged)
+
+
+def fails_and_votes_for_it(patch: pytest.MonkeyPatch) -> None:
+    """Its frames say that it could not make them, and it votes for the round nevertheless."""
+    patch.setattr(Framing, "seal", lambda self, _, __, number, kind: self.failed(number, kind))
+
+
+def announces_nothing(patch: pytest.MonkeyPatch) -> None:
+    """And votes for the round nevertheless."""
+    announce = one_round.announce
+
+    def hide(view: View, mine: Announcement) -> Any:
+        return announce(view, Announcement(site=mine.site, round=mine.round, refuses=True))
+
+    patch.setattr(one_round, "announce", hide)
+
+
+def is_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    """In the place of its last vote there is its first one."""
+    records = Transport.swap_records
+
+    def stray(self: Transport, record: bytes, *, phase: str, **limit: Any) -> list[bytes]:
+        if self.size > 1 and "vote 2" in phase:
+            record = replace(Vote.unpack(record), number=1).pack()
+        return records(self, record, phase=phase, **limit)
+
+    patch.setattr(Transport, "swap_records", stray)
+
+
+def exchanges_otherwise(patch: pytest.MonkeyPatch) -> None:
+    """It gathers where the others owner-reduce or send all, or the other way round."""
+    choose = Round._chosen_exchange
+    other = {"gather": "owner", "owner": "gather", "dense": "gather"}
+    patch.setattr(Round, "_chosen_exchange", lambda self, own: other[choose(self, own)])
+
+
+ANNOUNCEMENTS: dict[str, Lie] = {
+    "announces another size": announcing(lambda mine: replace(mine, numel=mine.numel + 1)),
+    "announces sums": announcing(lambda mine: replace(mine, kind=Kind.SUMS)),
+    "announces too many entries": announcing(lambda mine: replace(mine, entries=1 << 40)),
+    "announces as another site": announcing(lambda mine: replace(mine, site=mine.site ^ 1)),
+}
+FRAMES: dict[str, Lie] = {
+    "sends frames of another round": framing(lambda mine: replace(mine, round=mine.round + 6)),
+    "sends frames of another anchor": framing(lambda mine: replace(mine, digest=mine.digest ^ 5)),
+    "sends frames without end": framing(lambda mine: replace(mine, body_bytes=1 << 40)),
+    "sends frames in no code": framing(lambda mine: replace(mine, codec=77)),
+}
+LIES: dict[str, Lie] = {
+    **ANNOUNCEMENTS,
+    **FRAMES,
+    "fails and votes for it": fails_and_votes_for_it,
+    "announces nothing": announces_nothing,
+    "is elsewhere": is_elsewhere,
+    "exchanges otherwise": exchanges_otherwise,
+}

@@ -1,0 +1,191 @@
+"""A network whose packets pass through a program, which can lose, repeat, hold back and delay them.
+
+    namespace 0                  the switch                 namespace 1
+      eth0, a TUN device ─────── one process ─────── eth0, a TUN device
+
+It has the methods of `experiments.bench.namespaces.Network`, and needs no queueing discipline of the kernel.
+"""
+
+import ctypes
+import fcntl
+import os
+import random
+import select
+import struct
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+from sites import context
+
+from experiments.orphans import die_with_parent
+
+_DEVICE = "/dev/net/tun"
+_SET_INTERFACE, _PLAIN_IP = 0x400454CA, 0x1001  # TUNSETIFF; IFF_TUN | IFF_NO_PI
+_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
+_HELD_BACK = 0.02  # seconds, in which others overtake
+
+Cut = tuple[int, int]  # no packet of the first process reaches the second
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What happens to a packet.
+
+    loss, duplication, reordering: shares of the packets.
+    delay: seconds that each takes in one direction.
+    """
+
+    loss: float = 0.0
+    duplication: float = 0.0
+    reordering: float = 0.0
+    delay: float = 0.0
+
+
+@cache
+def why_not() -> str | None:
+    """Why this machine can't have such a network; None if it can."""
+    try:
+        trial = ["unshare", "--net", "ip", "tuntap", "add", "dev", "t0", "mode", "tun"]
+        done = subprocess.run(trial, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        return f"{error.filename} is not installed (iproute2, util-linux)"
+    if done.returncode == 0:
+        return None
+    return f"TUN devices in network namespaces are not allowed here ({done.stderr.strip()})"
+
+
+class Switch:
+    """Enter it, `attach` processes that have called `leave_network`, and `cut` what is between them.
+
+    Args:
+        conditions: of every packet.
+        cuts: by the number of processes attached and that of one of them, what `cut` takes away; by default
+            all that this one sends and receives.
+        seed: of what happens by chance.
+    """
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        *,
+        cuts: Callable[[int, int], set[Cut]] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._conditions, self._cuts, self._seed = conditions, cuts or sent_or_received, seed
+        self._attached = 0
+
+    def __enter__(self) -> "Switch":
+        self._link, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_relay, args=(theirs, self._conditions, self._seed), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.join()
+        self._link.close()
+
+    def attach(self, pid: int) -> None:
+        """Give a process, alone in its namespace, an interface: 10.0.0.1 for the first."""
+        self._ask("attach", pid)
+        self._attached += 1
+
+    def cut(self, place: int, *, back: bool = False) -> None:
+        """Cut off the process that was attached as number `place`, or give all back."""
+        self._ask("cut", set() if back else self._cuts(self._attached, place))
+
+    def counts(self) -> Counter[str]:
+        """Of packets: "passed", "lost", "repeated", "held back", "cut"."""
+        return self._ask("count", None)
+
+    def _ask(self, what: str, value: object) -> Counter[str]:
+        self._link.send((what, value))
+        return self._link.recv()
+
+
+def sent_or_received(size: int, place: int) -> set[Cut]:
+    return sent(size, place) | received(size, place)
+
+
+def sent(size: int, place: int) -> set[Cut]:
+    return {(place, other) for other in range(size)}
+
+
+def received(size: int, place: int) -> set[Cut]:
+    return {(other, place) for other in range(size)}
+
+
+def _relay(link: Connection, conditions: Conditions, seed: int) -> None:
+    """The switch's process."""
+    die_with_parent()
+    chance = random.Random(seed)
+    counts: Counter[str] = Counter()
+    ports: list[int] = []
+    cuts: set[Cut] = set()
+    on_their_way: list[tuple[float, int, int, bytes]] = []  # until when, a number, to whom, the packet
+    while True:
+        while on_their_way and on_their_way[0][0] <= time.monotonic():
+            _, _, target, packet = heappop(on_their_way)
+            os.write(ports[target], packet)
+        wait = max(on_their_way[0][0] - time.monotonic(), 0.0) if on_their_way else None
+        ready = select.select([link, *ports], [], [], wait)[0]
+        if link in ready:
+            what, value = link.recv()
+            if what == "attach":
+                ports.append(_port_in(value, len(ports)))
+            elif what == "cut":
+                cuts = value
+            link.send(counts)
+        for source, port in enumerate(ports):
+            if port not in ready:
+                continue
+            packet = os.read(port, 1 << 16)
+            target = packet[19] - 1  # of the address that it is sent to, 10.0.0.x
+            if packet[0] >> 4 != 4 or not 0 <= target < len(ports):
+                continue  # what IPv6 says to all
+            if (source, target) in cuts:
+                counts["cut"] += 1
+            elif chance.random() < conditions.loss:
+                counts["lost"] += 1
+            else:
+                copies = 1 + (chance.random() < conditions.duplication)
+                counts["repeated"] += copies - 1
+                for _ in range(copies):
+                    held_back = chance.random() < conditions.reordering
+                    counts["held back"] += held_back
+                    counts["passed"] += 1
+                    due = time.monotonic() + conditions.delay + held_back * _HELD_BACK
+                    heappush(on_their_way, (due, counts["passed"], target, packet))
+
+
+def _port_in(pid: int, number: int) -> int:
+    """A new interface of that process's namespace; this end of it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    there = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    try:
+        if libc.setns(there, _NETWORK):
+            raise OSError(ctypes.get_errno(), f"no way into the network namespace of {pid}")
+        port = os.open(_DEVICE, os.O_RDWR)
+        fcntl.ioctl(port, _SET_INTERFACE, struct.pack("16sH22x", b"eth0", _PLAIN_IP))
+        commands = (
+            f"ip link set lo up && ip address add 10.0.0.{number + 1}/24 dev eth0 && ip link set eth0 up"
+        )
+        subprocess.run(["sh", "-c", commands], check=True)
+        return port
+    finally:
+        libc.setns(home, _NETWORK)
+        os.close(home)
+        os.close(there)
