@@ -291,11 +291,13 @@ def swap_or_fail(
 
     Raises:
         Exception: `failure`, this rank's own.
-        CheckpointError: another rank's.
+        CheckpointError: another rank's, or a disk's.
         TransportError, NeededError, CheckpointError: as `Rendezvous.swap`.
     """
     note["failure"] = None if failure is None else str(failure) or type(failure).__name__
     told = notes.swap(note, phase)
+    if isinstance(failure, OSError):
+        raise CheckpointError(f"{phase}: {failure}") from failure
     if failure is not None:
         raise failure
     for rank, theirs in enumerate(told):

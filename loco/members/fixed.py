@@ -19,7 +19,7 @@ from ..coordination.liveness import Liveness
 from ..coordination.rendezvous import Rendezvous
 from ..coordination.reunion import Party
 from ..coordination.store_client import StoreClient
-from ..errors import AgreementError, TransportError, first_line
+from ..errors import AgreementError, TransportError, first_line, no_store
 from ..net.linking import TRIES, PatientStore, link
 from ..net.mesh import GroupMesh, Mesh, NoLinks, any_device, only_gloo, wire_device
 from ..net.transport import Transport, listed
@@ -64,6 +64,7 @@ class Topology:
 
     Raises:
         ValueError: neither a process group nor a launcher, or a world that can't be divided so.
+        TransportError: a rank did not come, or the process group's store does not answer.
     """
 
     def __init__(
@@ -106,15 +107,16 @@ class Topology:
         self._session = self._agree(world, key)
         self._key = key
         store = dist.distributed_c10d._get_default_store()
-        self.store = StoreClient(store, limit=self.dead_after)
         self._store_seals = StoreSeals(key, self._session)
         self._verdicts: dict[str, Verdicts] = {}  # over the links in use, by their owner
-        self._linked: dict[
-            str, tuple[str, list[str]]
-        ] = {}  # those links' names, and keys that this rank wrote
-        liveness = Liveness(
-            store, self._session.hex(), dist.get_rank(), dead_after=self.dead_after, seals=self._store_seals
-        )
+        # Those links' names, and keys that this rank wrote.
+        self._linked: dict[str, tuple[str, list[str]]] = {}
+        name, limit, seals = self._session.hex(), self.dead_after, self._store_seals
+        try:
+            self.store = StoreClient(store, limit=limit)
+            liveness = Liveness(store, name, dist.get_rank(), dead_after=limit, seals=seals)
+        except RuntimeError as error:
+            raise no_store("topology", error) from error
         # torch's store asks for the name of every host that connects, and answers nobody until it is told:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
         self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
