@@ -64,9 +64,7 @@ class OuterLoop:
         )
         self._membership.reconnects_by(self)
         self._view: View | None = None
-        self._pending: Round | None = (
-            None  # this rank may have promised or applied it, and its end is missing
-        )
+        self._pending: Round | None = None  # promised or applied by this rank, perhaps; its end is missing
         self._committed = ""  # the name of the view that made the latest round
         self._start()
 
