@@ -216,8 +216,8 @@ class Checkpoints:
             The position and the `extra` that was saved; None if there is no checkpoint.
 
         Raises:
-            ValueError: on all ranks: the checkpoint is of another training (other settings, parameters, wire
-                version, ranks per site), or `sites` and `lost` don't match it.
+            ValueError: on all ranks: the checkpoint is of another training (other settings, parameters, ranks
+                per site), or `sites` and `lost` don't match it.
             CheckpointError: on all ranks: there are checkpoints, but none that all ranks hold; or the files
                 of a leaving site are not visible; or they belong to another site that comes and goes; or a
                 rank could not load its part.

@@ -81,6 +81,9 @@ class Roster:
 def update_of(outer: OuterState, tree: dict[str, Any]) -> Tensor:
     """s = Δ + e of what a rank of a leaving site saved. A ValueError if it is not finite."""
     own = tree["optimizer"]["loco"]
+    for name in ("anchor", "residual"):
+        if own[name] is not None:
+            check_vector(own[name], outer.numel, f"the {name} that site {own['site']} left")
     with outer.parameters.over(own["weights"]).pieces(outer.start, outer.stop) as weights:
         encoded = kernels.encode(own["anchor"], weights, own["residual"], None)
     if encoded.first_nonfinite >= 0:
@@ -148,19 +151,28 @@ def send_to_joining(all_ranks: Transport, roster: Roster, tree: Any, outer: Oute
     if site not in roster.joining:
         return tree
     tree = _receive(all_ranks, rank_in_site, phase)
-    own = tree["optimizer"]["loco"]
-    own["residual"] = None if outer.residual is None else torch.zeros_like(own["anchor"])
+    own, numel = tree["optimizer"]["loco"], outer.parameters.numel
+    own["residual"] = None if outer.residual is None else torch.zeros(outer.numel)
     own["weights"] = [torch.empty_like(p, device="cpu") for p in outer.parameters.params]
-    weights, width = outer.parameters.over(own["weights"]), -(-outer.parameters.numel // each)
+    weights, width = outer.parameters.over(own["weights"]), -(-numel // each)
     for k in range(each):  # w = cast(θ), once the ranks of this site have sent each other their slices of θ
         anchor = own["anchor"]
         if k == rank_in_site:
             _send(all_ranks, anchor, [site * each + other for other in range(each) if other != k], phase)
         else:
             anchor = _receive(all_ranks, site * each + k, phase)
-        with weights.pieces(k * width, k * width + anchor.numel(), write=True) as pieces:
+        start, stop = min(k * width, numel), min((k + 1) * width, numel)
+        check_vector(anchor, stop - start, f"{phase}: the θ that came")
+        with weights.pieces(start, stop, write=True) as pieces:
             kernels.write_weights(anchor, pieces)
     return tree
+
+
+def check_vector(found: Any, numel: int, what: str) -> None:
+    """Kernels trust what they are given: a ValueError unless this is an FP32 vector of so many elements."""
+    whole = isinstance(found, Tensor) and found.dtype == torch.float32 and tuple(found.shape) == (numel,)
+    if not whole or not found.is_contiguous():
+        raise ValueError(f"{what} is no vector of {numel} FP32 elements")
 
 
 def _send(all_ranks: Transport, tree: Any, receivers: Sequence[int], phase: str) -> None:

@@ -25,6 +25,17 @@ from .resize import Roster, hand_over, send_to_joining, update_of
 
 _log = logging.getLogger(__name__)
 _Done = TypeVar("_Done")
+# What reading a file that is not what was written may raise.
+_DAMAGE = (
+    ValueError,
+    OSError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    UnpicklingError,
+)
 
 
 def together(
@@ -259,6 +270,6 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         tree = FORMATS[manifest.format][1](folder)
         if digest_of(tree["optimizer"]["loco"]["anchor"]) != manifest.digest:
             raise ValueError("its anchor is not the one that was saved")
-    except (ValueError, OSError, RuntimeError, KeyError, TypeError, EOFError, UnpicklingError) as error:
+    except _DAMAGE as error:
         raise CheckpointError(f"{folder} is damaged ({type(error).__name__}: {error})") from error
     return tree

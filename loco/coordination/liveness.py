@@ -22,8 +22,8 @@ from .ticker import Ticker
 
 BEATS = 8  # in `dead_after` seconds; a rank that misses six of them in a row is silent
 _ALLOWED = 6
-# Where this rank's own beats come late, because the machine is overloaded or the store is far away, others'
-# may, too: so many of its looks in a row must find nothing new of a rank that is silent.
+# Where this rank's own beats come late, because its machine is overloaded, those of the others on it do, too:
+# so many of its looks in a row must find nothing new of a rank that is silent.
 _LOOKS = 4
 _SOON = 0.5  # seconds
 _POLL = 0.02  # seconds
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Liveness:
-    """This rank's own heartbeat, and an ear for the others'. See `Heartbeats`.
+    """This rank's own heartbeat, and a listener to the others'. See `Heartbeats`.
 
     A beat that is malformed, or not genuine where the ranks share a key, or older than one that was heard
     before, counts as one that is not there: it makes nobody alive, and no listener fail.

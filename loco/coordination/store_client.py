@@ -5,6 +5,7 @@ makes the request, and the caller waits for the thread. Nor does torch's client 
 forgets a connection which was idle during the inner steps would cut this rank off for good.
 """
 
+import math
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-_Asked = SimpleQueue["tuple[Future[Any], str, tuple[Any, ...]] | None"]
+_Asked = SimpleQueue["tuple[Future[Any], float, str, tuple[Any, ...]] | None"]
 _AGAIN = 60.0  # seconds until a thread that waits without end is replaced a second time
 
 
@@ -54,7 +55,7 @@ class StoreClient:
             host names are looked up slowly.
 
     Attributes:
-        round_trip: seconds that a request took when the connection was new.
+        round_trip: seconds that the quickest request took.
 
     Raises:
         RuntimeError: the store's host does not answer.
@@ -64,24 +65,20 @@ class StoreClient:
         self._store = store
         self._limit = limit
         self._replaced = -_AGAIN
-        connect_limit = max(limit, connect_limit)
-        self._start(connect_limit)
+        self.round_trip = math.inf
+        self._start()
         try:
-            self._ask("", limit=connect_limit)
-            began = time.monotonic()
-            self._ask("check", ["any"], limit=connect_limit)
-            self.round_trip = time.monotonic() - began
-            # A new connection, and a request over it, take some five round trips.
-            self._limit = max(limit, 6 * self.round_trip)
+            self._ask("", limit=max(limit, connect_limit))
+            self._ask("check", ["any"], limit=max(limit, connect_limit))
         except BaseException:
             self.close()
             raise
 
-    def _start(self, connect_limit: float) -> None:
+    def _start(self) -> None:
         self._asked: _Asked = SimpleQueue()
         thread = threading.Thread(
             target=_answer,
-            args=(self._store, connect_limit, self._limit, self._asked),
+            args=(self._store, self._asked),
             name="loco store client",
             daemon=True,
         )
@@ -114,15 +111,20 @@ class StoreClient:
         self._end()
 
     def _ask(self, question: str, *args: Any, limit: float | None = None) -> Any:
-        limit = self._limit if limit is None else limit
+        if limit is None:  # a new connection, and a request over it, take some five round trips
+            limit = max(self._limit, 6 * self.round_trip)
         answer: Future[Any] = Future()
-        self._asked.put((answer, question, args))
+        began = time.monotonic()
+        self._asked.put((answer, limit, question, args))
         try:
-            return answer.result(limit)
+            found = answer.result(limit)
         except TimeoutError:
             answer.cancel()  # if its turn has not come yet
             self._replace()
             raise RuntimeError(f"no answer within {limit:g} s") from None
+        if question:
+            self.round_trip = min(self.round_trip, time.monotonic() - began)
+        return found
 
     def _replace(self) -> None:
         """Give up a thread that may never get an answer, and start another one."""
@@ -131,19 +133,18 @@ class StoreClient:
             self._replaced = now
             self._end.detach()
             self._asked.put(None)
-            self._start(self._limit)
+            self._start()
 
 
-def _answer(store: Any, connect_limit: float, limit: float, asked: _Asked) -> None:
+def _answer(store: Any, asked: _Asked) -> None:
     connection: Any = None
     while (one := asked.get()) is not None:
-        answer, question, args = one  # no question: only connect
+        answer, limit, question, args = one  # no question: only connect
         if not answer.set_running_or_notify_cancel():
             continue
         try:
             try:
-                connection = connection or _connected(store, connect_limit)
-                connect_limit = limit  # of all but the first
+                connection = connection or _connected(store, limit)
                 found = getattr(connection, question)(*args) if question else None
             except dist.DistNetworkError:
                 connection = None

@@ -1,6 +1,7 @@
-"""Which ranks form a site: two process groups, one inside a site (fast), one across the sites (slow)."""
+"""Which ranks of one world form a site, and their links: inside a site (fast) and across the sites (slow)."""
 
 import hashlib
+import logging
 import struct
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,15 @@ from ..coordination.rendezvous import Rendezvous
 from ..coordination.reunion import Party
 from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line, no_store
+from ..logs import warn_once_per_machine
 from ..net.linking import TRIES, PatientStore, link
 from ..net.mesh import GroupMesh, Mesh, NoLinks, any_device, only_gloo, wire_device
 from ..net.transport import Transport, listed
 from .process_group import ensure_process_group
 from .world import WorldMembership
 
-_OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, chance
+_OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, random bytes
+_logger = logging.getLogger(__name__)
 
 
 class Topology:
@@ -103,7 +106,7 @@ class Topology:
         # Until all ranks are here nobody is missed, and until they have agreed nothing is sealed.
         self._liveness: Liveness | None = None
         self._key: bytes | None = None
-        self._seals: dict[str, MessageSeals] = {}  # by group
+        self._seals: dict[str, MessageSeals] = {}  # by the links' name
         self._session = self._agree(world, key)
         self._key = key
         store = dist.distributed_c10d._get_default_store()
@@ -117,6 +120,14 @@ class Topology:
             liveness = Liveness(store, name, dist.get_rank(), dead_after=limit, seals=seals)
         except RuntimeError as error:
             raise no_store("topology", error) from error
+        if 8 * self.store.round_trip > limit:
+            warn_once_per_machine(
+                _logger,
+                "the process group's store answers within %.2f s: dead_after must be at least eight times as "
+                "long, or ranks that live may be taken for dead; it is %g s",
+                self.store.round_trip,
+                limit,
+            )
         # torch's store asks for the name of every host that connects, and answers nobody until it is told:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
         self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
@@ -159,13 +170,16 @@ class Topology:
         ) as guard:
             # All have met, and have nothing else to do.
             limit = max(2 * self.dead_after, 20 * self.store.round_trip)
-            store = PatientStore(self.store, limit=limit, hopeful=lambda: guard.loss is None)
+            store = PatientStore(self.store, limit=limit, may_still_come=lambda: guard.loss is None)
             try:
                 for inside in (True, False):
                     meshes.append(self._mesh(store, f"loco/{name}", device, inside=inside))
             except RuntimeError as error:
                 for mesh in meshes:
                     mesh.close()
+                owner = name.rpartition("/")[0]
+                linked, keys = self._linked.get(owner, (name, []))
+                self._linked[owner] = linked, keys + store.written
                 # Whoever could not be reached may have died just now, which its silence has yet to show.
                 if guard.notices_within(self.dead_after):
                     raise
@@ -216,8 +230,8 @@ class Topology:
     def _agree(self, world: int, key: bytes | None) -> bytes:
         """Groups are built by all ranks together: ranks that disagree would wait for each other.
 
-        -> what names this session. Every rank has put chance of its own into it, so it is no older one: a
-        message of which somebody kept a copy proves nothing in it.
+        -> what names this session. Every rank has put random bytes of its own into it, so it is no older
+        one: a message of which somebody kept a copy proves nothing in it.
         """
         mine = _OPENING.pack(self.ranks_per_site, key is not None, uuid.uuid4().bytes)
         records = self.everyone().swap_records(mine, phase="topology", limit=self.patience)
@@ -257,8 +271,10 @@ class Topology:
         if only_gloo():
             limit = max(self.dead_after / TRIES, 4 * self.store.round_trip)
             return link(store, name, ranks.index(dist.get_rank()), len(ranks), limit=limit)
+        assert dist.group.WORLD is not None
+        sends = wire_device(dist.group.WORLD, device)
         group = self._new_group(inside=inside)  # NCCL connects later, and then still needs torch's store
-        return GroupMesh(group, wire_device(group, device), owned=True)
+        return GroupMesh(group, sends, owned=True)
 
     def _new_group(self, *, inside: bool) -> dist.ProcessGroup:
         """torch has all ranks build all groups in one order."""

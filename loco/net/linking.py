@@ -27,14 +27,14 @@ class PatientStore(Store):
     Args:
         store: answers at once.
         limit: seconds for all waits together.
-        hopeful: whether those who are waited for can still come.
+        may_still_come: whether no rank that is waited for is lost.
     """
 
-    def __init__(self, store: KeyValueStore, *, limit: float, hopeful: Callable[[], bool]) -> None:
+    def __init__(self, store: KeyValueStore, *, limit: float, may_still_come: Callable[[], bool]) -> None:
         super().__init__()
         self._store = store
         self._deadline = time.monotonic() + limit
-        self._hopeful = hopeful
+        self._may_still_come = may_still_come
         self.prefix = ""  # of the keys
         self.written: list[str] = []  # keys
 
@@ -51,7 +51,7 @@ class PatientStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         while not self.check(keys):
-            if not self._hopeful() or time.monotonic() > self._deadline:
+            if not self._may_still_come() or time.monotonic() > self._deadline:
                 raise RuntimeError("another rank did not come to build its links")
             time.sleep(_POLL)
 

@@ -22,7 +22,7 @@ _POLL = 0.05  # seconds
 
 
 class Links:
-    """gloo pairs between all members of a quorum, their store, and their signs of life.
+    """gloo pairs between all members of a quorum, their store, and their heartbeats.
 
     Args:
         name: of these links, the same on all members, and no others'.
@@ -64,7 +64,7 @@ class Links:
             )
             self._clients.append(self.liveness)
             with guarded(self.liveness, range(size), phase=f"linking {size} sites", named=_members) as guard:
-                by = PatientStore(self.store, limit=timeout, hopeful=lambda: guard.loss is None)
+                by = PatientStore(self.store, limit=timeout, may_still_come=lambda: guard.loss is None)
                 self.mesh = link(by, name, member, size, limit=timeout, address=address)
         except TransportError:
             raise
@@ -110,7 +110,7 @@ class Links:
     def close(self, why: str = "") -> None:
         """Hang up, so that members who wait learn of it. gloo does so when nobody holds the pairs any more.
 
-        why: unless the signs of life have told it already.
+        why: unless the heartbeats have told it already.
         """
         if not self.mesh.is_open:
             return

@@ -125,6 +125,7 @@ class Pairs:
             _close_pairs(pairs, self._peers)
 
     def close(self) -> None:
+        self.interrupt()  # a wait that was left behind, or an error that is kept, may still hold messages
         self._pairs = None
 
 

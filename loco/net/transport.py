@@ -1,4 +1,4 @@
-"""Point-to-point messages among the members of one process group, every byte counted.
+"""Point-to-point messages among the members of one group, every byte counted.
 
 One primitive, `swap`, carries all that the sites say to each other: it works alike on gloo and NCCL, takes
 unequal sizes, and what it is handed is what goes on the wire, so the counts need no model of a collective.
@@ -178,6 +178,7 @@ class Transport:
     def broadcast(self, tensor: Tensor, *, phase: str) -> None:
         """Member 0's tensor to all, in place. Each member hands on a chunk while it receives the next one, so
         that none sends more than one copy."""
+        self.swap_records(b"\0", phase=phase)  # NCCL wants all members in the first messages of a group
         chunks = tensor.split(CHUNK)
         for step in range(len(chunks) + self.size - 2):
             leaving, coming = step - self.rank, step - self.rank + 1
@@ -187,7 +188,8 @@ class Transport:
                 outgoing[self.rank + 1] = chunks[leaving].to(self.device)
             if self.rank > 0 and 0 <= coming < len(chunks):
                 incoming[self.rank - 1] = torch.empty_like(chunks[coming], device=self.device)
-            self.swap(_as_bytes_each(outgoing), _as_bytes_each(incoming), phase=phase)
+            messages = (list(_as_bytes_each(m).items()) for m in (outgoing, incoming))
+            self.post(*messages, phase=phase).wait(watching=self.peers)
             for staged in incoming.values():
                 chunks[coming].copy_(staged)
 
@@ -281,10 +283,11 @@ class PendingMessages:
         self._phase = phase
         self.sent, self.received = sent, received  # bytes
 
-    def wait(self, limit: float | None = None) -> None:
+    def wait(self, limit: float | None = None, *, watching: Sequence[int] = ()) -> None:
         """
         Args:
             limit: seconds from now, the transport's timeout by default.
+            watching: members on whom these messages depend, beside those who send or receive them.
 
         Raises:
             TransportError: a peer is dead, stopped, cut off or gone, or alive but not here in time; names it,
@@ -303,7 +306,7 @@ class PendingMessages:
                 work.wait(timedelta(seconds=left))
 
         try:
-            with transport.vigil(sorted(set(self._order)), phase=self._phase) as alarm:
+            with transport.vigil(sorted({*self._order, *watching}), phase=self._phase) as alarm:
                 if self._works:
                     transport.await_all(all_of_them, alarm)
         except (RuntimeError, ValueError) as error:

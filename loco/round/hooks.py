@@ -40,6 +40,7 @@ class RoundProgress:
             nothing in between.
         entries: what this rank sends, from "encoded" on.
         contributions: from "received" on, what is added up in this order: each site's entries, or their sums.
+            The next round may overwrite them: copy what you keep.
     """
 
     phase: Phase

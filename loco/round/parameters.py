@@ -104,7 +104,10 @@ class FlatParameters:
                 )
 
     def over(self, tensors: Sequence[Tensor]) -> "FlatParameters":
-        """The same vector over other tensors of these shapes and dtypes, such as a saved state's weights."""
+        """The same vector over other tensors of these shapes and dtypes, such as a saved state's weights; a
+        ValueError if they have others."""
+        if [(t.shape, t.dtype) for t in tensors] != [(p.shape, p.dtype) for p in self.params]:
+            raise ValueError("the tensors have other shapes or dtypes than the optimizer's parameters")
         other = copy(self)
         other.params = list(tensors)
         return other

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
-from sites import error_of, run_ranks
+from sites import error_of, hear, run_ranks, tell
 
 import loco
 from loco.errors import TransportError, WireError
@@ -42,6 +42,29 @@ def closed_twice(rank: int) -> tuple[bool, bool, str]:
 
 def test_links_that_are_closed_twice_leave_the_world_as_it_is() -> None:
     assert run_ranks(2, closed_twice) == [(True, True, "TransportError")] * 2
+
+
+def held_messages(rank: int) -> tuple[str, str]:
+    """Rank 0 gives up links while a message of them is kept, as by the traceback of an error."""
+    topology = loco.Topology(timeout=30.0, dead_after=20.0)
+    link, _ = topology.connect(torch.device("cpu"), "test/0")
+    if rank == 0:
+        kept = link.post([], [(1, torch.empty(1, dtype=torch.uint8))], phase="kept")
+        hear("rank 1 waits")
+        link.close()
+        hear("rank 1 knows")
+        del kept
+        return "", ""
+    threading.Timer(1.0, tell, ["rank 1 waits"]).start()
+    error = error_of(lambda: link.swap({}, {0: torch.empty(1, dtype=torch.uint8)}, phase="waiting"))
+    tell("rank 1 knows")
+    return error
+
+
+def test_links_that_are_given_up_are_closed_whoever_keeps_a_message() -> None:
+    kind, text = run_ranks(2, held_messages)[1]
+    assert kind == "TransportError"
+    assert text.startswith("waiting: lost site 0")
 
 
 def announcing(rank: int, size: int) -> tuple[str, str]:

@@ -17,13 +17,59 @@ from torch import Tensor
 
 import loco
 from loco import kernels
+from loco.checkpoints import resize
 from loco.checkpoints.manifest import sha256
-from loco.checkpoints.resize import Roster, add_exactly
+from loco.checkpoints.resize import Roster, add_exactly, check_vector
 from loco.kernels import reference
 from loco.round.state import digest_of
 
 NUMEL = 131
 Ledger = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [torch.zeros(7, dtype=torch.float16), torch.zeros(6), torch.zeros(1, 7), torch.zeros(14)[::2], None],
+)
+def test_kernels_are_given_vectors_of_the_right_kind_only(found: Any) -> None:
+    """What another site sends, or a file holds, may be anything."""
+    check_vector(torch.zeros(7), 7, "θ")
+    with pytest.raises(ValueError, match="θ is no vector of 7 FP32 elements"):
+        check_vector(found, 7, "θ")
+
+
+def another_type_for_who_joins(rank: int, folder: str) -> tuple[str, str]:
+    """Site 0's θ arrives as FP16 at a site that joins."""
+    inner = Scripted(parameters(3, NUMEL), 3, rank)
+    optimizer = loco.PulseLoCo(inner, topology=loco.Topology(repeats=0))
+    receive = resize._receive
+
+    def halved(*args: Any) -> Any:
+        tree = receive(*args)
+        tree["optimizer"]["loco"]["anchor"] = tree["optimizer"]["loco"]["anchor"].half()
+        return tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resize, "_receive", halved)
+        return error_of(loco.Checkpoints(folder).load, optimizer)
+
+
+def saved_alone(rank: int, folder: str) -> None:
+    optimizer = loco.PulseLoCo(Scripted(parameters(3, NUMEL), 3, rank), topology=loco.Topology(repeats=0))
+    optimizer.inner.step()
+    optimizer.sync()
+    with loco.Checkpoints(folder) as checkpoints:
+        checkpoints.save(optimizer, blocking=True)
+
+
+def test_who_joins_takes_no_theta_of_another_type(tmp_path: Path) -> None:
+    run_ranks(1, saved_alone, str(tmp_path))
+    one, other = run_ranks(2, another_type_for_who_joins, str(tmp_path))
+    assert other == (
+        "ValueError",
+        f"state for joining sites: the θ that came is no vector of {NUMEL} FP32 elements",
+    )
+    assert one[0] == "CheckpointError"
 
 
 def exact(values: Tensor) -> list[int]:

@@ -70,6 +70,47 @@ def test_the_first_connection_may_take_longer_than_an_answer(
         asked.get("a")
 
 
+class Slow(HashStore):
+    """It answers late, as long as it is told to."""
+
+    seconds: ClassVar[list[float]] = []
+
+    def clone(self) -> "Slow":
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(Slow.seconds.pop() if Slow.seconds else 0.0)
+        return False
+
+
+def test_one_slow_answer_at_the_start_does_not_raise_the_limit_for_good() -> None:
+    Slow.seconds = [0.5]
+    asked = StoreClient(Slow(), limit=0.2)
+    assert asked.round_trip >= 0.5
+    assert not asked.check(["a"])
+    Slow.seconds = [2.0]
+    with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s"):
+        asked.check(["a"])
+
+
+def test_over_a_slow_link_a_connection_that_was_cut_has_time_to_be_laid_again(
+    host: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = socket.create_connection
+    asked = StoreClient(host, limit=0.2)
+    asked.round_trip = 0.5
+    given: list[float] = []
+
+    def remember(address: tuple[str, int], timeout: float) -> socket.socket:
+        given.append(timeout)
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", remember)
+    cut(host.port)
+    asked.set("a", "1")
+    assert given == [3.0]
+
+
 class Stuck(HashStore):
     """Its connections wait without end when they are asked, if they are told to be silent."""
 

@@ -300,22 +300,27 @@ def test_with_a_key_only_ranks_can_have_written_a_note(forge: Callable[[str], st
                 future.result(LONG)
 
 
-def test_a_failure_of_one_is_all_ranks() -> None:
-    ranks, own = Ranks(), OSError("disk full")
+@pytest.mark.parametrize("own", [ValueError("not mine"), OSError("disk full")])
+def test_a_failure_of_one_is_all_ranks(own: Exception) -> None:
+    ranks = Ranks()
 
     def one(rank: int) -> Exception | None:
         try:
             swap_or_fail(ranks.notes[rank], {}, own if rank == 1 else None, "saving")
-        except (OSError, CheckpointError) as error:
+        except (ValueError, CheckpointError) as error:
             return error
         return None
 
     with ThreadPoolExecutor(3) as pool:
         errors = list(pool.map(one, range(3)))
-    assert errors[1] is own
+    if isinstance(own, OSError):
+        assert isinstance(errors[1], CheckpointError)
+        assert (str(errors[1]), errors[1].__cause__) == ("saving: disk full", own)
+    else:
+        assert errors[1] is own
     for error in (errors[0], errors[2]):
         assert isinstance(error, CheckpointError)
-        assert str(error) == "saving: rank 1 failed: disk full"
+        assert str(error) == f"saving: rank 1 failed: {own}"
 
 
 def test_a_rank_that_is_alone_reads_its_own_note() -> None:
