@@ -121,13 +121,9 @@ class Topology:
         except RuntimeError as error:
             raise no_store("topology", error) from error
         if 8 * self.store.round_trip > limit:
-            warn_once_per_machine(
-                _logger,
-                "the process group's store answers within %.2f s: dead_after must be at least eight times as "
-                "long, or ranks that live may be taken for dead; it is %g s",
-                self.store.round_trip,
-                limit,
-            )
+            text = "the process group's store answers within %.2f s: dead_after must be at least eight times"
+            text += " as long, or ranks that live may be taken for dead; it is %g s"
+            warn_once_per_machine(_logger, text, self.store.round_trip, limit)
         # torch's store asks for the name of every host that connects, and answers nobody until it is told:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
         self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
@@ -144,7 +140,6 @@ class Topology:
                 named=self._named,
             )
         )
-
         self.site_group = self._new_group(inside=True)
 
     @property
