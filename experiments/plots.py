@@ -200,7 +200,7 @@ def frontier(comparison: Comparison) -> Figure | None:
     axis.set(xscale="log", xlim=(low, high))
     axis.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axis.margins(y=0.14)
     axis.set_xlabel("sent in the run below the reference's (times, logarithmic)")
     axis.set_ylabel("share of the reference's gain" + (", by sampled accuracy" * comparison.has_second))
