@@ -40,7 +40,7 @@ def run(command: Sequence[str], folder: Path, **more: str) -> subprocess.Complet
         env=environment(PYTHONPATH=str(REPOSITORY), **more),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 
