@@ -94,9 +94,8 @@ def train(config: ElasticConfig) -> None:
 
     def say(event: str, **what: Any) -> None:
         about = {"time": time.time(), "site": config.site, "event": event, "round": optimizer.round}
-        sys.stdout.write(
-            json.dumps(about | what) + "\n"
-        )  # in one piece: other sites may write to the same file
+        # In one piece: other sites may write to the same file.
+        sys.stdout.write(json.dumps(about | what) + "\n")
         sys.stdout.flush()
 
     say("joined", held_out=held_out())

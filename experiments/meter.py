@@ -29,9 +29,8 @@ class Measured:
     seconds: float = 0.0  # by then
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    rounds: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # what they report, and what was seen of the gate
+    # What they report, and what was seen of the gate.
+    rounds: list[dict[str, Any]] = field(default_factory=list)
     one_step_density: float = 0.0
     computing: list[float] = field(default_factory=list)  # seconds of each step's own work
     kernel_sent: int | None = 0  # None where the kernel does not count

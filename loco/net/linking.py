@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ..coordination.store_client import KeyValueStore
@@ -35,22 +35,21 @@ class PatientStore(Store):
         self._store = store
         self._deadline = time.monotonic() + limit
         self._may_still_come = may_still_come
-        self.prefix = ""  # of the keys
         self.written: list[str] = []  # keys
 
     def set(self, key: str, value: Any) -> None:
-        self.written.append(self.prefix + key)
-        self._store.set(self.prefix + key, value)
+        self.written.append(key)
+        self._store.set(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        return self._store.check([self.prefix + key for key in keys])
+        return self._store.check(keys)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._store.get(self.prefix + key)
+        return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        while not self.check(keys):
+        while not self._store.check(keys):
             if not self._may_still_come() or time.monotonic() > self._deadline:
                 raise RuntimeError("another rank did not come to build its links")
             time.sleep(_POLL)
@@ -70,12 +69,11 @@ def link(store: PatientStore, name: str, member: int, size: int, *, limit: float
     Raises:
         RuntimeError: a member was lost.
     """
-    store.prefix = f"{name}/"
     gloo: Any = ProcessGroupGloo
-    seconds = timedelta(seconds=limit)
-    if not address or "GLOO_SOCKET_IFNAME" in os.environ:
-        return Pairs(gloo(store, member, size, seconds), name, member, size)
-    options = gloo._Options()
-    options._timeout = seconds
-    options._devices = [gloo.create_device(hostname=address)]
-    return Pairs(gloo(store, member, size, options), name, member, size)
+    how: Any = timedelta(seconds=limit)
+    if address and "GLOO_SOCKET_IFNAME" not in os.environ:
+        options = gloo._Options()
+        options._timeout = how
+        options._devices = [gloo.create_device(hostname=address)]
+        how = options
+    return Pairs(gloo(PrefixStore(name, store), member, size, how), name, member, size)

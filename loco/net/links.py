@@ -49,7 +49,6 @@ class Links:
     ) -> None:
         self.name = name
         self.size = size
-        self.member = member
         self.mesh = Pairs(None, name, member, size)
         self._clients: list[StoreClient | Liveness] = []
         deadline = time.monotonic() + timeout

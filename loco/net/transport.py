@@ -182,15 +182,16 @@ class Transport:
         chunks = tensor.split(CHUNK)
         for step in range(len(chunks) + self.size - 2):
             leaving, coming = step - self.rank, step - self.rank + 1
-            outgoing: dict[int, Tensor] = {}
-            incoming: dict[int, Tensor] = {}
+            outgoing: list[tuple[int, Tensor]] = []
+            incoming: list[tuple[int, Tensor]] = []
+            staged = None
             if self.rank + 1 < self.size and 0 <= leaving < len(chunks):
-                outgoing[self.rank + 1] = chunks[leaving].to(self.device)
+                outgoing = [(self.rank + 1, as_bytes(chunks[leaving].to(self.device)))]
             if self.rank > 0 and 0 <= coming < len(chunks):
-                incoming[self.rank - 1] = torch.empty_like(chunks[coming], device=self.device)
-            messages = (list(_as_bytes_each(m).items()) for m in (outgoing, incoming))
-            self.post(*messages, phase=phase).wait(watching=self.peers)
-            for staged in incoming.values():
+                staged = torch.empty_like(chunks[coming], device=self.device)
+                incoming = [(self.rank - 1, as_bytes(staged))]
+            self.post(outgoing, incoming, phase=phase).wait(watching=self.peers)
+            if staged is not None:
                 chunks[coming].copy_(staged)
 
     @contextmanager
@@ -333,10 +334,6 @@ class _Sealed(NamedTuple):
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous 1-D tensor's memory as uint8, without a copy."""
     return tensor.view(torch.uint8)
-
-
-def _as_bytes_each(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    return {peer: as_bytes(tensor) for peer, tensor in tensors.items()}
 
 
 def to_bytes(tensor: Tensor) -> bytes:

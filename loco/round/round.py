@@ -167,9 +167,8 @@ class Round:
             round=self.number,
             digest=encoded.digest,
         )
-        is_received_in_place = self._codec is WHOLE and view.across.device == state.device
-        is_received_in_place = is_received_in_place and view.num_sites > 1
-        sums = self._attempt(state.room_for_sums) if is_received_in_place else None
+        in_place = self._codec is WHOLE and view.num_sites > 1 and view.across.device == state.device
+        sums = self._attempt(state.room_for_sums) if in_place else None
         transfer = Transfer(view.across, framing, problem=self.problem, sums=sums)
         self._contributions = EXCHANGES[self._exchange](transfer, own, numel)
         self._payload_bytes = framing.coded_bytes

@@ -95,8 +95,8 @@ class Record:
         if kind not in cls.KINDS:
             expected = " or ".join(kind.name.lower() for kind in cls.KINDS)
             raise WireError(f"a record of kind {kind} in the place of {expected}")
-        numbers = cls.NUMBERS.unpack_from(raw, _OPENING.size)
-        return cls(**dict(zip(_names(cls), (Kind(kind), site, round_, *numbers), strict=True)))
+        values = (Kind(kind), site, round_, *cls.NUMBERS.unpack_from(raw, _OPENING.size))
+        return cls(**{field.name: value for field, value in zip(fields(cls), values, strict=True)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +173,6 @@ class FrameHeader(Record):
     body_bytes: int = 0
     digest: int = 0
     checksum: int = 0
-
-
-def _names(record: type[Record]) -> list[str]:
-    return [field.name for field in fields(record)]
 
 
 assert all(_OPENING.size + kind.NUMBERS.size == RECORD_BYTES for kind in (Announcement, Vote, FrameHeader))
