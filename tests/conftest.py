@@ -1,6 +1,7 @@
 """Fixtures that more than one file uses."""
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,8 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("check") and not any("::" in argument for argument in config.args):
-        reasons = selection.left_out(items)
+    named = any("::" in argument for argument in config.args)
+    reasons = {} if named else _left_out(items)  # also before --check: a wrong sample is an error
+    if not config.getoption("check"):
         config.stash[_LEFT_OUT] = list(reasons.values())
         config.hook.pytest_deselected(items=list(reasons))
         items[:] = [item for item in items if item not in reasons]
@@ -42,6 +44,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):  # its keywords have the names of its folders, too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
+
+
+def _left_out(items: list[pytest.Item]) -> dict[pytest.Item, str]:
+    try:
+        return selection.left_out(items)
+    except pytest.UsageError as error:
+        print(f"ERROR: {error}", file=sys.__stderr__)  # pytest-xdist only says that it has no workers left
+        raise
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -24,7 +24,7 @@ def test_random_faults_lose_no_bit_and_leave_nothing_behind(rounds: int) -> None
         assert threads_at_the_end <= threads + 2
 
 
-@pytest.mark.check(INTERRUPTIONS, sample=r"lies")
+@pytest.mark.check(INTERRUPTIONS, sample=r"lies-.*")
 @pytest.mark.parametrize(
     ("kind", "rounds"),
     [("lies", len(LIES)), ("stops", 10), ("interrupts", 20), ("saving_kills", 12)],
