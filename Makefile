@@ -21,7 +21,7 @@ install: .venv/installed
 demo: .venv/installed
 	$(BIN)/python -m experiments.compare
 
-# As many tests at once as there are cores.
+# Several tests at once: see tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # A sample of every class of claim; says at its end what `make check` adds.

@@ -1,5 +1,6 @@
 """Fixtures that more than one file uses."""
 
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("check" if config.getoption("check") else "test")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Half of all tests wait for other processes: for a limit to pass, a rank to be noticed."""
+    return 2 * (os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,7 +26,8 @@ def test_every_byte_between_two_sockets_is_counted_once_in_each_direction() -> N
         while received < 100_003:
             received += len(far.recv(65536))
         apart = count() - before
-        assert apart == TcpBytes(sent=100_003, received=100_003)  # both ends are this process's
+        # Both ends are this process's. What TCP repeats is its own: it takes a late answer for a lost packet.
+        assert (apart.sent, apart.received) == (100_003, 100_003)
         near.sendall(b"y")  # the connection has survived being looked at
         assert far.recv(1) == b"y"
 

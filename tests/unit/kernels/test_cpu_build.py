@@ -95,7 +95,7 @@ DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
 }
 
 
-@pytest.mark.check(C_BUILDS, sample="without its end")
+@pytest.mark.check(C_BUILDS)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_or_foreign_file_in_the_cache_is_replaced(compiles: list[Path], damage: str) -> None:
     """In new processes, since a loaded library is not loaded again."""
