@@ -19,6 +19,7 @@ from torch import Tensor
 
 import loco
 from experiments.bench.measuring import append, arguments_of, kernel_bytes
+from experiments.bench.namespaces import Network
 from experiments.bench.sites import Sites
 
 GIB = 1 << 30
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> None:
         sys.exit("not enough memory: try fewer parameters (--numel) or one site (--sites 1)")
     rows = []
     each_site = (options.numel, options.momentum, options.threads)
-    with Sites(options.sites, LargeSite, *each_site, timeout=1200.0) as sites:
+    with Sites(options.sites, LargeSite, *each_site, timeout=1200.0, network=Network()) as sites:
         for _ in range(options.rounds):
             found = sites.call("round")
             report: loco.SyncReport = found[0]["report"]

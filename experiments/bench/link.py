@@ -26,7 +26,7 @@ from statistics import fmean, median
 from typing import Any
 
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
-from experiments.bench.namespaces import MBIT, why_not
+from experiments.bench.namespaces import MBIT, Network, why_not
 from experiments.bench.sites import Sites
 from experiments.bench.trainer import METHODS, Trainer
 from experiments.noise import WARM_UP
@@ -74,8 +74,9 @@ def measure(sites: int, numel: int, rates: list[float], methods: list[str], roun
     """A row for each method and rate."""
     total = WARM_UP + len(methods) * len(rates) * (rounds + _UNMEASURED)
     # Round trips of 8 sites that share two cores take their time when all of them code.
+    network = Network()
     with (
-        Sites(sites, Trainer, numel, timeout=600.0) as running,
+        Sites(sites, Trainer, numel, timeout=600.0, network=network) as running,
         Progress(f"{sites} sites", total=total) as progress,
     ):
         for _ in range(WARM_UP):
@@ -85,9 +86,9 @@ def measure(sites: int, numel: int, rates: list[float], methods: list[str], roun
         for method in methods:
             for mbit in rates:
                 rate = mbit * MBIT or None
-                running.network.shape(None)  # the first anchor travels once, and is not what is measured
+                network.shape(None)  # the first anchor travels once, and is not what is measured
                 running.call("choose", method)
-                running.network.shape(rate)
+                network.shape(rate)
                 latency = max(running.call("latency"))
                 probe = 2_000_000 if rate is None else int(min(rate / 10, 2_000_000) / (sites - 1))
                 speed = fmean(running.call("speed", probe))

@@ -1,4 +1,4 @@
-"""Sites as processes, each with an object of its own that does what it is told, in a `Network`."""
+"""Sites as processes, each with an object of its own that does what it is told."""
 
 from __future__ import annotations
 
@@ -26,28 +26,43 @@ _actor: Any = None  # of this process, if it is a site
 
 
 class Sites:
-    """`count` processes with a link each, joined by gloo; in each of them `actor(site, *args)`.
+    """`count` processes, joined by gloo; in each of them `actor(site, *args)`.
 
     `with Sites(4, Actor, …) as sites: results = sites.call("method", …)` calls the method on all sites at
     once and returns what it returned, by site. On leaving, all processes are ended.
+
+    Args:
+        network: in which each has a link of its own; None: they speak over this machine's loopback.
     """
 
-    def __init__(self, count: int, actor: Callable[..., Any], *args: Any, timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        count: int,
+        actor: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        network: Network | None = None,
+    ) -> None:
         self._count, self._actor, self._args = count, actor, args
         self._timeout = timeout
-        self.network = Network()
+        self.network = network
 
     def __enter__(self) -> Sites:
         _start_server()
         with ExitStack() as closing:
             folder = closing.enter_context(tempfile.TemporaryDirectory())
-            closing.enter_context(self.network)
+            network = self.network
+            if network is not None:
+                closing.enter_context(network)
+            interface = "lo" if network is None else "eth0"
             self._pools = [
-                closing.enter_context(ProcessPoolExecutor(1, _context, _be_alone)) for _ in range(self._count)
+                closing.enter_context(ProcessPoolExecutor(1, _context, _be_alone, (interface,)))
+                for _ in range(self._count)
             ]
             for pid in self._answers([pool.submit(os.getpid) for pool in self._pools]):
                 closing.callback(_kill, pid)
-                self.network.attach(pid)
+                if network is not None:
+                    network.attach(pid)
             more = (self._count, str(Path(folder) / "meeting"), self._actor, self._args)
             self._answers([pool.submit(_begin, site, *more) for site, pool in enumerate(self._pools)])
             self._closing = closing.pop_all()
@@ -102,13 +117,14 @@ def _kill(pid: int) -> None:
 # ---- in a site's process ----
 
 
-def _be_alone() -> None:
-    leave_network()
+def _be_alone(interface: str) -> None:
+    if interface != "lo":
+        leave_network()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # A core is shared by several sites as it is: one thread each.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _end_with_parent() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from selection import MESSAGES
 
 import loco
-from experiments.bench.namespaces import Counters, counters, why_not
+from experiments.bench.namespaces import Counters, Network, counters, why_not
 from experiments.bench.sites import Sites
 from experiments.ledger import TcpBytes, tcp_bytes
 from loco import SyncReport
@@ -53,7 +53,7 @@ def _tcp() -> TcpBytes:
 
 @pytest.fixture(scope="module")
 def sites() -> Iterator[Sites]:
-    with Sites(SITES, Site) as started:
+    with Sites(SITES, Site, network=Network()) as started:
         yield started
 
 

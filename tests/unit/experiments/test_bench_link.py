@@ -14,7 +14,7 @@ from processes import gone
 from selection import BASELINES, INTERRUPTIONS
 
 from experiments.bench.crowd import Classes, Crowd, by_class
-from experiments.bench.namespaces import MBIT, why_not
+from experiments.bench.namespaces import MBIT, Network, why_not
 from experiments.bench.projection import Model
 from experiments.bench.simulator import (
     GOODPUT,
@@ -113,16 +113,22 @@ class Idle:
         time.sleep(60)
 
 
+def hub_of(sites: Sites) -> "subprocess.Popen[bytes]":
+    assert sites.network is not None
+    return sites.network._hub
+
+
 PROGRAM = """
 import signal
 import time
+from experiments.bench.namespaces import Network
 from experiments.bench.sites import Sites
-from test_bench_link import Idle
+from test_bench_link import Idle, hub_of
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-    with Sites(2, Idle) as sites:
-        print(*sites.call("pid"), sites.network._hub.pid, flush=True)
+    with Sites(2, Idle, network=Network()) as sites:
+        print(*sites.call("pid"), hub_of(sites).pid, flush=True)
         time.sleep(60)
 """
 
@@ -130,8 +136,8 @@ if __name__ == "__main__":
 @pytest.mark.root
 @needs_networks
 def test_nothing_is_left_after_a_run() -> None:
-    with Sites(2, Idle) as sites:
-        pids = [*sites.call("pid"), sites.network._hub.pid]
+    with Sites(2, Idle, network=Network()) as sites:
+        pids = [*sites.call("pid"), hub_of(sites).pid]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     assert gone(pids)
 
@@ -142,8 +148,8 @@ def test_nothing_is_left_after_an_error() -> None:
     pids: list[int] = []
 
     def fail() -> None:
-        with Sites(2, Idle) as sites:
-            pids.extend([*sites.call("pid"), sites.network._hub.pid])
+        with Sites(2, Idle, network=Network()) as sites:
+            pids.extend([*sites.call("pid"), hub_of(sites).pid])
             sites.call("fail")
 
     with pytest.raises(RuntimeError, match="on purpose"):
