@@ -25,7 +25,7 @@ class Register:
             RuntimeError: the store does not answer.
             AuthenticationError: somebody without the key has written the value.
         """
-        return self._open(self._store.get(self._key).decode(errors="replace")) if self.exists() else ""
+        return self._open(self._found())
 
     def exists(self) -> bool:
         return self._store.check([self._key])
@@ -39,22 +39,28 @@ class Register:
         Raises:
             RuntimeError, AuthenticationError: as `read`.
         """
-        now = ""
+        now, is_known = "", False  # usually it is the first to write, and need not read before
         while True:
             value = self._open(now)
             wish = step(value)
-            if wish is None:
+            if wish is None and is_known:
                 return value
+            if wish is None:
+                now, is_known = self._found(), True
+                continue
             sealed = self._seals.write(self._key, wish)
             found = self._store.compare_set(self._key, now, sealed).decode(errors="replace")
             if found == sealed:
                 return wish
             # torch's stores answer with what was expected if the key was removed meanwhile.
-            now = "" if found == now else found
+            now, is_known = "" if found == now else found, True
 
     def settle(self, wish: str) -> str:
         """-> the first value that any rank has settled on, this rank's wish if nobody was quicker."""
         return self.change(lambda value: None if value else wish)
+
+    def _found(self) -> str:
+        return self._store.get(self._key).decode(errors="replace") if self.exists() else ""
 
     def _open(self, found: str) -> str:
         return self._seals.read(self._key, found) if found else ""
