@@ -422,7 +422,7 @@ def test_ctrl_c_is_ctrl_c_also_if_the_store_does_not_answer_any_more(monkeypatch
         def no_answer(*_: Any) -> None:
             raise RuntimeError("no answer within 1 s")
 
-        store.compare_set = no_answer
+        store.compare_set = store.check = no_answer
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Reunion, "_pause", ctrl_c)
