@@ -6,7 +6,7 @@ from typing import Any
 
 from fault_site import Setup
 
-ROUND = ("inner step", "encode", "announcement", "vote 1", "payload", "vote 2")
+ROUND = ("inner step", "encode", "announcement", "payload", "vote")
 END = ("voted", "decision", "apply", "applied")  # the others may have all votes by then
 AGAIN = ("reconnecting", "linking", "half linked")  # after a failed round
 
@@ -189,7 +189,7 @@ ROWS = (
         by=(0, 1, 2),
     ),
     Row(
-        fault="connections closed in the last vote",
+        fault="connections closed in the vote",
         phases=("voted",),
         what="closed",
         flow="repeat",

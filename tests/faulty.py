@@ -29,7 +29,7 @@ from loco.wire.framing import Frame, Framing
 
 # In the order of a round. "voted": a rank's last vote is on its way, and it waits for the others'.
 PHASES = (
-    *("inner step", "encode", "announcement", "vote 1", "payload", "vote 2", "voted", "decision", "apply"),
+    *("inner step", "encode", "announcement", "payload", "vote", "voted", "decision", "apply"),
     *("applied", "shared", "half shared", "checkpoint", "reconnecting", "linking", "half linked"),
 )
 
@@ -83,12 +83,12 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
         before(kernels, "encode")
     elif fault.at == "announcement":
         before(Round, "announce")
-    elif fault.at in ("vote 1", "vote 2"):
-        before(Transport, "swap_records", lambda self, _, phase, **__: self.size > 1 and fault.at in phase)
+    elif fault.at == "vote":
+        before(Transport, "swap_records", lambda self, _, phase, **__: self.size > 1 and ", vote" in phase)
     elif fault.at == "payload":
         before(Transfer, "wait", second_tick)
     elif fault.at == "voted":
-        before(PendingMessages, "wait", lambda self, *_: "vote 2" in self._phase and self.sent > 0)
+        before(PendingMessages, "wait", lambda self, *_: ", vote" in self._phase and self.sent > 0)
     elif fault.at == "decision":
         before(commit, "decide")
     elif fault.at == "apply":

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from loco.members.view import View
 from loco.net.transport import Transport
 from loco.round import round as one_round
 from loco.round.round import Round
@@ -39,26 +38,22 @@ def framing(forge: Callable[[FrameHeader], FrameHeader]) -> Lie:
 
 def fails_and_votes_for_it(patch: pytest.MonkeyPatch) -> None:
     """Its frames say that it could not make them, and it votes for the round nevertheless."""
-    patch.setattr(Framing, "seal", lambda self, _, __, number, kind: self.failed(number, kind))
+    patch.setattr(Framing, "seal", lambda self, _, *which: self.failed(*which))
 
 
-def announces_nothing(patch: pytest.MonkeyPatch) -> None:
-    """And votes for the round nevertheless."""
-    announce = one_round.announce
-
-    def hide(view: View, mine: Announcement) -> Any:
-        return announce(view, Announcement(site=mine.site, round=mine.round, refuses=True))
-
-    patch.setattr(one_round, "announce", hide)
+def refuses_for_no_reason(mine: Announcement) -> Any:
+    """It votes for the round in the place of an announcement."""
+    return Vote(site=mine.site, round=mine.round)
 
 
 def is_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    """In the place of its last vote there is its first one."""
+    """In the place of its vote there is that of another round."""
     records = Transport.swap_records
 
     def stray(self: Transport, record: bytes, *, phase: str, **limit: Any) -> list[bytes]:
-        if self.size > 1 and "vote 2" in phase:
-            record = replace(Vote.unpack(record), number=1).pack()
+        if self.size > 1 and ", vote" in phase:
+            vote = Vote.unpack(record)
+            record = replace(vote, round=vote.round + 1).pack()
         return records(self, record, phase=phase, **limit)
 
     patch.setattr(Transport, "swap_records", stray)
@@ -76,6 +71,7 @@ ANNOUNCEMENTS: dict[str, Lie] = {
     "announces sums": announcing(lambda mine: replace(mine, kind=Kind.SUMS)),
     "announces too many entries": announcing(lambda mine: replace(mine, entries=1 << 40)),
     "announces as another site": announcing(lambda mine: replace(mine, site=mine.site ^ 1)),
+    "announces nothing": announcing(refuses_for_no_reason),
 }
 FRAMES: dict[str, Lie] = {
     "sends frames of another round": framing(lambda mine: replace(mine, round=mine.round + 6)),
@@ -87,7 +83,6 @@ LIES: dict[str, Lie] = {
     **ANNOUNCEMENTS,
     **FRAMES,
     "fails and votes for it": fails_and_votes_for_it,
-    "announces nothing": announces_nothing,
     "is elsewhere": is_elsewhere,
     "exchanges otherwise": exchanges_otherwise,
 }

@@ -7,7 +7,7 @@ import signal
 import sys
 
 # "projection" reads what "wire" and "link" have written.
-PARTS = ("kernels", "wire", "link", "projection")
+PARTS = ("kernels", "wire", "link", "projection", "peers")
 APART = ("large",)  # needs all of a machine's memory, so it runs only by name
 
 

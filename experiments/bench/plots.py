@@ -188,11 +188,43 @@ def draw_projection(table: Path) -> Path:
         return saved(figure, table.with_suffix(".png"))
 
 
+def draw_peers(table: Path) -> Path:
+    """A round beside other people's: a panel for each size (down) and number of sites (across)."""
+    rows = latest_run(table)
+    cells = list(dict.fromkeys((row["numel"], row["sites"], row["rate_mbit"]) for row in rows))
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    across = len({(sites, rate) for _, sites, rate in cells})
+    down = -(-len(cells) // across)
+    with plt.rc_context(LOOK):
+        size = (4.4 * across + 1.4, (0.3 * len(names) + 0.9) * down + 0.4)
+        figure, axes = plt.subplots(down, across, figsize=size, sharey=True, squeeze=False)
+        for axis, (numel, sites, rate) in zip(axes.flat, cells, strict=False):
+            found = [
+                row for row in rows if (row["numel"], row["sites"], row["rate_mbit"]) == (numel, sites, rate)
+            ]
+            for row in found:
+                ours = row["over_torchft"] not in (None, 1.0) and row["over_all_reduce"] != 1.0
+                y, ms = names.index(row["method"]), row["p50"] * 1e3
+                axis.barh(y, ms, height=0.7, color="#0072B2" if ours else "#A0A0A0")
+                beside = "" if row["over_torchft"] is None else f" ({row['over_torchft']:.2f})"
+                axis.text(ms, y, f" {ms:,.3g}{beside}", va="center", fontsize=8)
+            axis.set_xlim(0, 1.3e3 * max(row["p50"] for row in found))
+            link = "" if rate is None else f", {rate_name(rate)}"
+            axis.set_title(f"{numel:,.0f} parameters, {sites:.0f} sites{link}", fontsize=10)
+            axis.set_yticks(range(len(names)), names, fontsize=9)
+            axis.set_ylim(len(names) - 0.4, -0.6)
+            axis.grid(axis="y", visible=False)
+        for axis in axes[-1]:
+            axis.set_xlabel("ms per round, on the slowest site (over torchft's DiLoCo)")
+        return saved(figure, table.with_suffix(".png"))
+
+
 DRAW = {
     "kernels": draw_kernels,
     "wire": draw_wire,
     "link": draw_link,
     "projection": draw_projection,
+    "peers": draw_peers,
 }  # by table
 
 

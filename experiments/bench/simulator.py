@@ -91,7 +91,7 @@ def gather_seconds(code: Code, at: Setting) -> float:
             seconds += max(coding, at.transfer(moved) if tick <= frames else 0.0)
         return seconds
 
-    return _steadily(ticks, count) + _announcement_and_votes(at)
+    return _steadily(ticks, count) + _announcement_and_vote(at)
 
 
 def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
@@ -125,18 +125,18 @@ def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
             seconds += max(coding, at.transfer(peers * moved) if posted else 0.0)
         return seconds
 
-    return _steadily(ticks, count) + _announcement_and_votes(at)
+    return _steadily(ticks, count) + _announcement_and_vote(at)
 
 
 def gather_bytes(code: Code, at: Setting) -> float:
     """What a site sends, packet headers not included."""
-    return (at.sites - 1) * (code.body(at.numel, at.density) + RECORD_BYTES * (_frames(at.numel) + 3))
+    return (at.sites - 1) * (code.body(at.numel, at.density) + RECORD_BYTES * (_frames(at.numel) + 2))
 
 
 def owner_bytes(code: Code, at: Setting) -> float:
     part = at.numel / at.sites
     bodies = code.body(part, at.density) + code.body(part, at.union)
-    return (at.sites - 1) * (bodies + RECORD_BYTES * (2 * _frames(part) + 3))
+    return (at.sites - 1) * (bodies + RECORD_BYTES * (2 * _frames(part) + 2))
 
 
 def ring_bytes(at: Setting, *, steps: int = 1) -> float:
@@ -149,8 +149,8 @@ def ring_seconds(at: Setting, *, steps: int) -> float:
     return steps * 2 * (at.sites - 1) * at.transfer(4 * at.numel / at.sites)
 
 
-def _announcement_and_votes(at: Setting) -> float:
-    return 3 * at.transfer((at.sites - 1) * RECORD_BYTES)
+def _announcement_and_vote(at: Setting) -> float:
+    return 2 * at.transfer((at.sites - 1) * RECORD_BYTES)
 
 
 def _frames(numel: float) -> int:

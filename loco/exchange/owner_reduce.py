@@ -57,26 +57,30 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         frame = work.seal(total, at, number, Kind.SUMS)
         return dict.fromkeys(across.peers, frame)
 
-    def room_for_sums(header: FrameHeader, site: int) -> Tensor | None:
-        if work.sums is None or header.is_missing:
-            return None
-        return as_bytes(work.sums[frames.span(slices[site], header.number)])[: header.body_bytes]
+    def room_for_entries(site: int, number: int) -> Tensor:
+        return framing.room(frames.span(mine, number))
 
-    entries = Stream(across, frames.count, check_entries, phase=work.phase("entries"))
-    sums = Stream(across, frames.count, check_sums, phase=work.phase("sums"), room=room_for_sums)
+    def room_for_sums(site: int, number: int) -> Tensor:
+        at = frames.span(slices[site], number)
+        return framing.room(at) if work.sums is None else as_bytes(work.sums[at])
+
+    rooms = (room_for_entries, room_for_sums) if framing.sizes_are_known else (None, None)
+    entries = Stream(across, frames.count, check_entries, phase=work.phase("entries"), room=rooms[0])
+    sums = Stream(across, frames.count, check_sums, phase=work.phase("sums"), room=rooms[1])
     found: list[list[Entries]] = [[] for _ in slices]
     flying: deque[tuple[PendingMessages, list[Stream]]] = deque()
     arrived: dict[Stream, Arrived] = {}
     ready, ready_sums = seal(0), {}
-    # A frame's body comes AHEAD ticks after its header, is looked at AHEAD later, and then its sums leave.
-    behind = 2 * AHEAD + 1
+    # A frame's body comes `lead` ticks after its header, is looked at AHEAD later, and then its sums leave.
+    looked_at = entries.lead + AHEAD
+    behind = looked_at + 1
     for tick in range(behind + sums.ticks + AHEAD):
         streams = [(entries, ready)] if tick < entries.ticks else []
         streams += [(sums, ready_sums)] if behind <= tick < behind + sums.ticks else []
         posted = work.post([stream.messages(frames_) for stream, frames_ in streams], "entries and sums")
         flying.append((posted, [stream for stream, _ in streams]))
         ready = seal(tick + 1) if tick + 1 < frames.count else {}
-        number = tick - 2 * AHEAD
+        number = tick - looked_at
         ready_sums = add_up(number, arrived.get(entries, {})) if 0 <= number < frames.count else {}
         for site, (header, body) in arrived.get(sums, {}).items():
             part = work.open(site, header, body, frames.span(slices[site], header.number))

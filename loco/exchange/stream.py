@@ -17,20 +17,21 @@ AHEAD = 2
 
 Messages = list[tuple[int, Tensor]]
 Check = Callable[[FrameHeader, int, int], None]  # of a header, the site it came from and its frame's number
-Room = Callable[[FrameHeader, int], Tensor | None]  # for the body that such a header of a site announces
+Room = Callable[[int, int], Tensor]  # for the body of a site's frame with this number
 Arrived = dict[int, tuple[FrameHeader, Tensor]]  # frames by peer
 
 
 class Stream:
     """`frames` frames to and from every peer. Tick t carries the headers of frames t and the bodies of frames
-    t − AHEAD, so that both ends know the size of a body before it travels. At most AHEAD ticks may fly.
+    t − `lead`, so that both ends know the size of a body before it travels. At most AHEAD ticks may fly.
 
     Args:
         across: the link to the peers.
         frames: how many each sends to each.
         check: raises a WireError for a header that is not the expected one.
         phase: what errors call it.
-        room: where a body is received; None, or what it returns is: in memory of its own.
+        room: where each body is received, if all sizes are known beforehand: then a body travels with its
+            header. None: a header says how much room its body needs, and is AHEAD of it.
     """
 
     def __init__(
@@ -38,34 +39,37 @@ class Stream:
     ) -> None:
         self.across = across
         self.frames = frames
-        self.ticks = frames + AHEAD
+        self.lead = AHEAD if room is None else 0
+        self.ticks = frames + self.lead
         self._check = check
         self._room = room
         self._phase = phase
         self._posted = 0  # ticks
         self._leaving: dict[int, Mapping[int, Frame]] = {}  # by number: their headers have been sent
         self._expected: dict[int, dict[int, FrameHeader]] = {}  # by number
-        self._flying: deque[tuple[int, Arrived, dict[int, Tensor]]] = deque()
+        self._flying: deque[tuple[int, dict[int, Tensor], dict[int, Tensor]]] = deque()
 
     def messages(self, frames: Mapping[int, Frame]) -> tuple[Messages, Messages]:
         """What to send in the next tick, and where to receive. `frames`: the next one for each peer."""
         device, tick = self.across.device, self._posted
         self._posted += 1
-        leaving = self._leaving.pop(tick - AHEAD, {})
         self._leaving[tick] = frames
-        outgoing = [(peer, frame.body) for peer, frame in leaving.items()]
-        outgoing += [(p, self.across.message(frame.header.pack())) for p, frame in frames.items()]
+        leaving = self._leaving.pop(tick - self.lead, {})
+        sent = [(peer, frame.body) for peer, frame in leaving.items()]
+        announced = [(p, self.across.message(frame.header.pack())) for p, frame in frames.items()]
 
-        bodies: Arrived = {}
-        for peer, header in self._expected.pop(tick - AHEAD, {}).items():
-            room = self._room(header, peer) if self._room is not None else None
-            if room is None:
-                room = torch.empty(header.body_bytes, dtype=torch.uint8, device=device)
-            bodies[peer] = header, room
         peers = self.across.peers if tick < self.frames else []
         headers = {p: torch.empty(RECORD_BYTES, dtype=torch.uint8, device=device) for p in peers}
+        if self._room is not None:
+            bodies = {peer: self._room(peer, tick) for peer in peers}
+            self._flying.append((tick, bodies, headers))
+            return announced + sent, [*headers.items(), *bodies.items()]
+        bodies = {
+            peer: torch.empty(header.body_bytes, dtype=torch.uint8, device=device)
+            for peer, header in self._expected.get(tick - self.lead, {}).items()
+        }
         self._flying.append((tick, bodies, headers))
-        return outgoing, [*((peer, body) for peer, (_, body) in bodies.items()), *headers.items()]
+        return sent + announced, [*bodies.items(), *headers.items()]
 
     def arrived(self) -> Arrived:
         """The frames that the first tick still flying brought, now that it has come.
@@ -84,4 +88,5 @@ class Stream:
                 said = f"{self._phase}: the message of site {peer} can't be read: {error}"
                 raise WireError(said) from error
             expected[peer] = header
-        return bodies
+        announced = self._expected.pop(tick - self.lead, {})
+        return {peer: (announced[peer], body) for peer, body in bodies.items()}

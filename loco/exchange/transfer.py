@@ -26,7 +26,8 @@ class Transfer:
 
     Args:
         problem: what went wrong before.
-        sums: room for the sums of all elements, as FP32; None: they get memory of their own.
+        sums: where the sums of all elements are put, as FP32; may be the memory that this site's entries are
+            sent from. None: they get memory of their own.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Transfer:
 
     def seal(self, entries: Callable[[], Entries], at: slice, number: int, kind: Kind) -> Frame:
         frame = self.attempt(lambda: self.framing.seal(entries(), at, number, kind))
-        return frame or self.framing.failed(number, kind)
+        return frame or self.framing.failed(at, number, kind)
 
     def open(self, site: int, header: FrameHeader, body: Tensor, at: slice) -> Entries | None:
         def read() -> Entries | None:

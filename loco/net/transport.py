@@ -295,6 +295,8 @@ class PendingMessages:
                 the phase and the limit.
             AuthenticationError: a message is not genuine.
         """
+        if not self._works:
+            return
         transport, peer = self._transport, -1
         limit = transport.timeout if limit is None else limit
         deadline = time.monotonic() + limit
@@ -308,8 +310,7 @@ class PendingMessages:
 
         try:
             with transport.vigil(sorted({*self._order, *watching}), phase=self._phase) as alarm:
-                if self._works:
-                    transport.await_all(all_of_them, alarm)
+                transport.await_all(all_of_them, alarm)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, TransportError):
                 raise

@@ -54,7 +54,6 @@ class OuterState:
     took_part: dict[str, int] = field(default_factory=dict)
     anchor_incomplete: bool = False
     _is_torn: bool = False
-    _sums: Tensor | None = None
 
     @staticmethod
     def of(
@@ -110,12 +109,6 @@ class OuterState:
     @property
     def device(self) -> torch.device:
         return self.anchor.device
-
-    def room_for_sums(self) -> Tensor:
-        """For a dense round's sums. It is kept: fresh memory takes longer to be mapped than to be filled."""
-        if self._sums is None:
-            self._sums = torch.empty_like(self.anchor)
-        return self._sums
 
     @property
     def shared(self) -> list[Tensor]:

@@ -29,15 +29,15 @@ from ..members.view import View
 from ..report import SyncReport
 from ..wire.codecs import DENSE, WHOLE, Codec
 from ..wire.framing import Framing
-from ..wire.records import Announcement, Status, fp32_bits, fp32_of
+from ..wire.records import Announcement, Status, Vote, fp32_bits, fp32_of
 from ..wire.refusal import Problem, Refused, overflow_text
-from .announcements import announce
+from .announcements import announce, replica_problem
 from .handshake import check_denormals
 from .hooks import Hooks, Phase, RoundProgress
 from .inside_site import compare, share_anchor
 from .outer_state import OuterState
 from .outliers import outliers
-from .votes import vote
+from .votes import refuse, vote, vote_of
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ class Round:
         self.failed_here = self.problem is not None
 
     def announce(self) -> None:
-        """Every site's header to all, and the first vote: does any rank see a reason to refuse the round?"""
+        """Every site's announcement to all, or why it refuses the round: then all ranks do."""
         state, view = self.state, self.view
         self._began["exchange"] = time.perf_counter()
         view.liveness.say(f"round {self.number}, exchanging")
@@ -142,9 +142,11 @@ class Round:
         )
         self.problem = self.problem or drift
         mine = self._attempt(lambda: self._announcement(norm))
-        refusal = Announcement(site=view.site, round=self.number, refuses=True)
-        self._announced, unusable = announce(view, mine or refusal)
-        vote(view, self.problem or unusable, round=self.number, number=1, name_of=state.parameters.name_of)
+        said = announce(view, mine or vote_of(view, self.problem, self.number))
+        self._announced = [one for one in said if isinstance(one, Announcement)]
+        self.problem = self.problem or replica_problem(said)
+        told = [one for one in said if isinstance(one, Vote)]
+        refuse(view, self.problem, told, round=self.number, name_of=state.parameters.name_of)
         self._left_out = outliers(self.norms, state.settings.outlier_factor)
         self._enter(Phase.ANNOUNCED)
 
@@ -167,8 +169,9 @@ class Round:
             round=self.number,
             digest=encoded.digest,
         )
-        in_place = self._codec is WHOLE and view.num_sites > 1 and view.across.device == state.device
-        sums = self._attempt(state.room_for_sums) if in_place else None
+        # What is sent as it lies in memory gives way to the sums, frame by frame.
+        in_place = own.starts is None and self._codec is WHOLE and view.across.device == state.device
+        sums = own.values if in_place else None
         transfer = Transfer(view.across, framing, problem=self.problem, sums=sums)
         self._contributions = EXCHANGES[self._exchange](transfer, own, numel)
         self._payload_bytes = framing.coded_bytes
@@ -184,7 +187,7 @@ class Round:
         self.is_promised = True
         name_of = self.state.parameters.name_of
         try:
-            vote(self.view, self.problem, round=self.number, number=2, name_of=name_of)
+            vote(self.view, self.problem, round=self.number, name_of=name_of)
         except Refused:
             self.is_promised = False  # no rank has all votes
             raise

@@ -1,7 +1,6 @@
 """All ranks of all sites learn of the first problem and raise, or none does."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from ..errors import LocoError, NonFiniteError, PeerError, ReplicaError, WireError
 from ..members.view import View
@@ -9,50 +8,56 @@ from ..net.transport import Transport
 from ..wire.records import Status, Vote
 from ..wire.refusal import Problem, Refused, overflow_text
 
+NameOf = Callable[[int], str]  # a parameter's name by its number, for errors
 
-def vote(
-    view: View, problem: Problem | None, *, round: int, number: int, name_of: Callable[[int], str]
-) -> None:
-    """Vote for the round, or against it because of `problem`.
 
-    The ranks of a site vote among themselves first, so that each then speaks for the whole site.
+def vote_of(view: View, problem: Problem | None, round: int) -> Vote:
+    problem = problem or Problem(Status.OK)
+    return Vote(site=view.site, round=round, status=problem.status, subject=problem.subject)
+
+
+def refuse(view: View, problem: Problem | None, told: Sequence[Vote], *, round: int, name_of: NameOf) -> None:
+    """Before entries are sent: refuse the round if this rank sees a reason, or has been told of one.
+
+    What one rank of a site was told, the site's other ranks may not have been: they tell each other.
 
     Args:
-        number: 1 before entries are sent, 2 once they have arrived.
-        name_of: a parameter's name by its number, for errors.
+        told: the votes that came in the place of announcements.
+
+    Raises:
+        Refused: on every rank of every site, with the error to raise.
+        TransportError, WireError: a link is lost.
+    """
+    mine = _worst(vote_of(view, problem, round), told)
+    inside = view.inside
+    if inside.size > 1:
+        phase = f"round {round}, refusals inside the site"
+        mine = _worst(mine, [Vote.unpack(raw) for raw in inside.swap_records(mine.pack(), phase=phase)])
+    _raise(mine, problem, name_of)
+
+
+def vote(view: View, problem: Problem | None, *, round: int, name_of: NameOf) -> None:
+    """Vote for the round, or against it because of `problem`, once all entries have arrived.
+
+    The ranks of a site vote among themselves first, so that each then speaks for the whole site.
 
     Raises:
         Refused: on every rank of every site, with the error to raise.
         TransportError, WireError: a link is lost; other ranks may have all votes.
     """
-    problem = problem or Problem(Status.OK)
-    mine = Vote(site=view.site, round=round, number=number, status=problem.status, subject=problem.subject)
+    mine = vote_of(view, problem, round)
     for transport in (view.inside, view.across):
-        phase = f"round {round}, vote {number}"
-        raws = transport.swap_records(mine.pack(), phase=phase)
-        try:
-            votes = [
-                read_vote(raw, k if transport is view.across else view.site, transport, k, round, number)
-                for k, raw in enumerate(raws)
-            ]
-        except WireError as error:
-            if transport is view.across or number == 2:
-                raise  # there is no other vote to put it to, and others may have all votes
-            problem = Problem(Status.UNREADABLE, view.site, WireError(f"{phase}: {error}"))
-            mine = replace(mine, status=problem.status, subject=problem.subject)
-        else:
-            against = [vote for vote in votes if vote.status != Status.OK]
-            # A site that misses something from a site that fails knows less about it than that site.
-            told = (vote for vote in against if vote.status != Status.MISSING)
-            mine = next(told, next(iter(against), mine))
-    if mine.status == Status.OK:
-        return
-    if problem.seen is not None:  # what this rank saw itself says more than what travelled
-        raise Refused(problem.seen)
-    raise Refused(_reported(mine, name_of))
+        if transport.size == 1:
+            continue
+        votes = [
+            read_vote(raw, k if transport is view.across else view.site, transport, k, round)
+            for k, raw in enumerate(transport.swap_records(mine.pack(), phase=f"round {round}, vote"))
+        ]
+        mine = _worst(mine, votes)
+    _raise(mine, problem, name_of)
 
 
-def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: int, number: int) -> Vote:
+def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: int) -> Vote:
     """
     Args:
         site: whose vote it must be.
@@ -62,14 +67,28 @@ def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: i
         WireError: it is not that vote.
     """
     vote = Vote.unpack(raw)
-    # In the first vote a peer may be in another round, which is what the vote is about.
-    expected_round = round if number == 2 else vote.round
-    if (vote.site, vote.number, vote.round) != (site, number, expected_round):
+    if (vote.site, vote.round) != (site, round):
         raise WireError(
-            f"round {round}, vote {number}: {transport.member} {member} sent another message than its "
-            f"vote: the ranks are not at the same point"
+            f"round {round}, vote: {transport.member} {member} sent another message than its vote: the ranks "
+            f"are not at the same point"
         )
     return vote
+
+
+def _worst(mine: Vote, votes: Sequence[Vote]) -> Vote:
+    """The first one against the round; `mine`, if there is none."""
+    against = [vote for vote in votes if vote.status != Status.OK]
+    # A site that misses something from a site that fails knows less about it than that site.
+    told = (vote for vote in against if vote.status != Status.MISSING)
+    return next(told, next(iter(against), mine))
+
+
+def _raise(vote: Vote, problem: Problem | None, name_of: NameOf) -> None:
+    if vote.status == Status.OK:
+        return
+    if problem is not None and problem.seen is not None:
+        raise Refused(problem.seen)  # what this rank saw itself says more than what travelled
+    raise Refused(_reported(vote, name_of))
 
 
 def _reported(vote: Vote, name_of: Callable[[int], str]) -> LocoError:

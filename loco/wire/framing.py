@@ -95,8 +95,19 @@ class Framing:
             self.coded_bytes += RECORD_BYTES + body.numel()
         return Frame(header, body.to(self.device))
 
-    def failed(self, number: int, kind: Kind) -> Frame:
-        """In the place of a frame that this site can't make; its vote will say why."""
+    @property
+    def sizes_are_known(self) -> bool:
+        """Before any header is read: all sites send all elements in one code."""
+        return self.codec.name in DENSE
+
+    def room(self, at: slice) -> Tensor:
+        """For the body of a frame of these elements, where sizes are known."""
+        numel = at.stop - at.start
+        return torch.empty(self.codec.most_bytes(numel, numel), dtype=torch.uint8, device=self.device)
+
+    def failed(self, at: slice, number: int, kind: Kind) -> Frame:
+        """In the place of a frame that this site can't make; its vote will say why. The peers wait for a body
+        whose size they know, whatever it holds."""
         header = FrameHeader(
             kind=kind,
             site=self.site,
@@ -105,7 +116,7 @@ class Framing:
             is_missing=True,
             digest=self.digest,
         )
-        return Frame(header, torch.empty(0, dtype=torch.uint8, device=self.device))
+        return Frame(header, self.room(at if self.sizes_are_known else slice(0, 0)))
 
     def check(self, header: FrameHeader, site: int, at: slice, number: int, kind: Kind) -> None:
         """Refuse a header that is not of the frame that comes next, before memory is taken for its body.

@@ -1,7 +1,8 @@
 """What the sites say to each other in a round, beside the entries: three records, little-endian, versioned.
 
-An announcement opens the round, a vote closes each half of it, and a frame header travels ahead of the body
-of its frame, so that nothing is received, and no memory taken, for what was not expected. All are 64 bytes
+An announcement opens the round, or in its place a vote against it; a frame header travels ahead of the body
+of its frame, so that nothing is received, and no memory taken, for what was not expected; and a vote closes
+the round. All are 64 bytes
 long: gloo ends the process if a message is longer than the one expected, and so a rank that is at another
 point of the round than its peer gets an error that says so. docs/wire.md gives the same to the byte.
 """
@@ -9,18 +10,19 @@ point of the round than its peer gets an error that says so. docs/wire.md gives 
 import ctypes
 import struct
 import zlib
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from functools import cache
 from typing import ClassVar, Self
 
 from ..errors import WireError
 
 MAGIC = b"LOCO"
-VERSION = 5
+VERSION = 6
 
 # magic, version, kind, site, round, CRC
 _OPENING = struct.Struct("<4s B B H I I")
-_CRC_AT = 12
+KIND_AT, _CRC_AT = 5, 12
 RECORD_BYTES = 64
 
 
@@ -69,8 +71,8 @@ class Record:
     round: int
 
     def pack(self) -> bytes:
-        _, _, _, *numbers = astuple(self)
-        opening = _OPENING.pack(MAGIC, VERSION, self.kind, self.site, self.round, 0)
+        kind, site, round_, *numbers = vars(self).values()  # in the fields' order
+        opening = _OPENING.pack(MAGIC, VERSION, kind, site, round_, 0)
         raw = bytearray(opening + self.NUMBERS.pack(*numbers))
         struct.pack_into("<I", raw, _CRC_AT, zlib.crc32(raw))
         return bytes(raw)
@@ -96,7 +98,7 @@ class Record:
             expected = " or ".join(kind.name.lower() for kind in cls.KINDS)
             raise WireError(f"a record of kind {kind} in the place of {expected}")
         values = (Kind(kind), site, round_, *cls.NUMBERS.unpack_from(raw, _OPENING.size))
-        return cls(**{field.name: value for field, value in zip(fields(cls), values, strict=True)})
+        return cls(**dict(zip(_names(cls), values, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,6 @@ class Announcement(Record):
     """What a site tells all others before its entries travel.
 
     codec: of its frames.
-    refuses: it announces nothing, because it is about to vote against the round.
     norm_bits: its update's norm, as an FP32's bits.
     numel: elements of the vector.
     entries: that it will send.
@@ -114,11 +115,10 @@ class Announcement(Record):
     """
 
     KINDS = (Kind.ANNOUNCEMENT,)
-    NUMBERS = struct.Struct("<B ? 2x I Q Q Q Q Q")
+    NUMBERS = struct.Struct("<B 3x I Q Q Q Q Q")
 
     kind: Kind = Kind.ANNOUNCEMENT
     codec: int = 0
-    refuses: bool = False
     norm_bits: int = 0
     numel: int = 0
     entries: int = 0
@@ -129,16 +129,15 @@ class Announcement(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Vote(Record):
-    """
-    number: 1 before entries are sent, 2 once they have arrived.
+    """Against a round, in the place of an announcement; or for or against it, once all entries have arrived.
+
     subject: of the status.
     """
 
     KINDS = (Kind.VOTE,)
-    NUMBERS = struct.Struct("<B B 2x I 40x")
+    NUMBERS = struct.Struct("<B 3x I 40x")
 
     kind: Kind = Kind.VOTE
-    number: int
     status: Status = Status.OK
     subject: int = 0
 
@@ -154,7 +153,7 @@ class Vote(Record):
 class FrameHeader(Record):
     """
     codec: of the body.
-    is_missing: its sender could not make the frame, and sends no body.
+    is_missing: its sender could not make the frame; a body that is sent nevertheless means nothing.
     number: of the frame, from 0.
     numel: elements that the frame is of.
     entries: that it holds.
@@ -173,6 +172,11 @@ class FrameHeader(Record):
     body_bytes: int = 0
     digest: int = 0
     checksum: int = 0
+
+
+@cache
+def _names(record: type[Record]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(record))
 
 
 assert all(_OPENING.size + kind.NUMBERS.size == RECORD_BYTES for kind in (Announcement, Vote, FrameHeader))

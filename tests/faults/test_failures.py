@@ -151,9 +151,7 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str, options: dict[str, 
             for where in (
                 "loco.wire.framing.Framing.seal",
                 "loco.wire.framing.Framing.open",
-                "loco.round.outer_state.OuterState.room_for_sums"
-                if exchange == "dense"
-                else "loco.kernels.Entries.join",
+                "loco.kernels.add_up" if exchange == "dense" else "loco.kernels.Entries.join",
             )
         ),
         ("PulseLoCo", "loco.kernels.add_up", {"exchange": "owner"}),
@@ -237,7 +235,7 @@ def test_non_finite_is_refused_on_every_site_before_anything_is_sent(kind: str) 
         name, text = result["error"]
         assert name == "NonFiniteError"
         assert text.startswith("round 2, site 2: the update of 2.weight is infinite or NaN")
-        assert result["sent"] == 2 * 2 * 64  # a header and a vote to each of two peers
+        assert result["sent"] == 2 * 64  # an announcement, or a vote in its place, to each of two peers
         assert_same(result["before"], result["after"])
         assert result["next"] == 2
 

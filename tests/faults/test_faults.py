@@ -25,7 +25,7 @@ MARGIN = 5.0
 SAMPLE = {
     "stopped (SIGSTOP), payload",
     "stopped in the repeat, linking",
-    "killed (SIGKILL), vote 2",
+    "killed (SIGKILL), vote",
     "a rank of a site of two killed, apply",
     "connections closed, announcement",
     "link cut, payload",

@@ -94,8 +94,8 @@ def interrupted(rank: int, vote: str) -> dict[str, Any]:
     return {"told": told, "clean": snapshot(clean), "interrupted": snapshot(optimizer)}
 
 
-@pytest.mark.check(INTERRUPTIONS, sample=r"vote 2")
-@pytest.mark.parametrize("vote", ["announcement", "vote 1", "vote 2"])
+@pytest.mark.check(INTERRUPTIONS, sample=r"vote")
+@pytest.mark.parametrize("vote", ["announcement", "vote"])
 def test_ctrl_c_in_the_middle_of_a_round_loses_nothing(vote: str) -> None:
     results = run_ranks(3, interrupted, vote)
     assert results[1]["told"] == "KeyboardInterrupt"

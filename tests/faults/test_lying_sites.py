@@ -25,21 +25,13 @@ def lied_to(rank: int, lie: str) -> tuple[tuple[str, str], int]:
     return error, optimizer.round
 
 
-@pytest.mark.parametrize("lie", ANNOUNCEMENTS)
-def test_a_foreign_announcement_is_refused_on_every_site(lie: str) -> None:
-    for (kind, text), rounds in run_ranks(2, lied_to, lie):
-        assert kind == "WireError"
-        assert "site 1" in text or "site 0" in text
-        assert rounds == 1
-
-
-@pytest.mark.parametrize("lie", FRAMES)
-def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(lie: str) -> None:
-    """What follows such a header nobody knows: the link is given up, and the repeat builds a new one."""
+@pytest.mark.parametrize("lie", ANNOUNCEMENTS | FRAMES)
+def test_a_foreign_message_is_refused_before_memory_is_taken_for_what_it_announces(lie: str) -> None:
+    """What follows it nobody knows: the link is given up, and the repeat builds a new one."""
     results = run_ranks(2, lied_to, lie)
     assert results[0][0][0] == "WireError"
-    assert "the message of site 1 can't be read: a " in results[0][0][1]
-    assert results[1][0][0] == "TransportError"
+    assert "the message of site 1 can't be read: " in results[0][0][1]
+    assert results[1][0][0] in ("TransportError", "WireError")  # it may see what is wrong with its own side
     assert [rounds for _, rounds in results] == [1, 1]
 
 
@@ -62,13 +54,6 @@ def test_what_did_not_come_is_missed_even_if_its_sender_votes_for_the_round(exch
         assert kind == "WireError"
         assert "did not receive all of site 1, which gives no reason" in text
         assert_same(before, after)
-        assert rounds == 1
-
-
-def test_who_announces_nothing_has_no_part_in_a_round() -> None:
-    for (kind, text), rounds in run_ranks(3, lied_to, "announces nothing"):
-        assert kind == "WireError"
-        assert "did not receive all of site 1" in text
         assert rounds == 1
 
 
@@ -97,7 +82,7 @@ def test_sites_that_choose_different_exchanges_find_out() -> None:
 def test_another_message_is_not_taken_for_a_vote() -> None:
     for (kind, text), rounds in run_ranks(2, lied_to, "is elsewhere"):
         assert kind == "WireError"
-        assert text.startswith("round 1, vote 2: site 1 sent another message than its vote")
+        assert text.startswith("round 1, vote: site 1 sent another message than its vote")
         assert rounds == 1
 
 
@@ -112,12 +97,12 @@ def damaged_last_vote(rank: int) -> tuple[tuple[str, str], Snapshot, Snapshot]:
     clean, hurt = built(), built()
     read, damaged = votes.read_vote, rank != 1
 
-    def misread(raw: bytes, site: int, transport: Transport, member: int, round: int, number: int) -> Vote:
+    def misread(raw: bytes, site: int, transport: Transport, member: int, round: int) -> Vote:
         nonlocal damaged
-        if not damaged and number == 2 and transport.member == "rank of this site":
+        if not damaged and transport.member == "rank of this site":
             damaged = True
             raw = bytes([raw[0] ^ 0x40]) + raw[1:]
-        return read(raw, site, transport, member, round, number)
+        return read(raw, site, transport, member, round)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(votes, "read_vote", misread)

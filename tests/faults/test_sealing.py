@@ -48,9 +48,9 @@ def with_and_without(rank: int, exchange: str) -> dict[str, Any]:
 def test_seals_change_no_bit_of_a_round_and_their_bytes_are_counted(exchange: str) -> None:
     for result in run_ranks(3, with_and_without, exchange):
         assert_same(result["sealed"], result["plain"])
-        # To each of two peers: an announcement, two votes, and a frame's header and body (of entries; or of
-        # a slice, and of its sums).
-        messages = 2 * (3 + (2 if exchange == "gather" else 4))
+        # To each of two peers: an announcement, a vote, and a frame's header and body (of entries; or of a
+        # slice, and of its sums).
+        messages = 2 * (2 + (2 if exchange == "gather" else 4))
         assert result["more"] == SEAL_BYTES * messages
 
 
@@ -80,9 +80,9 @@ def changed_on_its_way(rank: int, which: int) -> dict[str, Any]:
     return {"error": error, "before": before, "after": after, "round": goal}
 
 
-# Announcements, first votes, headers and bodies of slices and of sums, from each of two peers.
-@pytest.mark.check(MESSAGES, sample=r"0|5|10")
-@pytest.mark.parametrize("which", range(12))
+# Announcements, headers and bodies of slices and of sums, from each of two peers.
+@pytest.mark.check(MESSAGES, sample=r"0|4|9")
+@pytest.mark.parametrize("which", range(10))
 def test_a_changed_message_is_refused_whatever_it_is(which: int) -> None:
     results = run_ranks(3, changed_on_its_way, which)
     assert results[1]["error"][0] == "AuthenticationError"
@@ -93,9 +93,9 @@ def test_a_changed_message_is_refused_whatever_it_is(which: int) -> None:
         assert result["round"] == 1
 
 
-@pytest.mark.check(MESSAGES, sample=r"12")
-@pytest.mark.parametrize("which", [12, 13])
-def test_a_changed_last_vote_leaves_all_sites_agreed(which: int) -> None:
+@pytest.mark.check(MESSAGES, sample=r"10")
+@pytest.mark.parametrize("which", [10, 11])
+def test_a_changed_vote_leaves_all_sites_agreed(which: int) -> None:
     """Site 1 can't tell, but the verdict does, whether the others had all votes and went on."""
     results = run_ranks(3, changed_on_its_way, which)
     changed = [(r["before"]["anchor"] != r["after"]["anchor"]).any() for r in results]

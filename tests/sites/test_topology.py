@@ -79,7 +79,7 @@ def test_two_sites_of_two_ranks_equal_two_sites_of_one(kind: str, chunk: int) ->
         part = slice(0, half) if rank % 2 == 0 else slice(half, numel)
         np.testing.assert_array_equal(mine.pop("weights"), whole["weights"])
         assert_same(mine, {name: whole[name][part] for name in mine})
-        # Inside the site: a digest of the weights, two votes, and half of the anchor, padded to whole halves.
+        # Inside the site: a digest of the weights, a refusal, a vote, half of the anchor (the larger one).
         assert result["report"].site_bytes == 16 + 2 * 64 + 4 * half
     for which in (0, 1):
         pair = [ranks[2 * which + place]["report"] for place in (0, 1)]

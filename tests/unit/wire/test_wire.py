@@ -91,7 +91,7 @@ def test_golden_frame() -> None:
     assert body.numpy().tobytes() == GOLDEN_BODY
     raw = header.pack()
     assert len(raw) == RECORD_BYTES == 64
-    assert raw[:12] == b"LOCO" + bytes([5, 3]) + bytes([2, 0, 7, 0, 0, 0])
+    assert raw[:12] == b"LOCO" + bytes([6, 3]) + bytes([2, 0, 7, 0, 0, 0])
     assert raw[16:24] == bytes([1, 0, 0, 0, 0, 0, 0, 0])
     fields = [int.from_bytes(raw[k : k + 8], "little") for k in range(24, 64, 8)]
     checksum = plain_digest(body.numpy().tobytes())
@@ -143,7 +143,7 @@ def test_malformed_fast_bodies_are_refused_by_name(body: str, entries: int, mess
     ("at", "value", "message"),
     [
         (0, 0x58, "starts with b'XOCO'"),
-        (4, 2, "wire version 2; this site speaks version 5"),
+        (4, 2, "wire version 2; this site speaks version 6"),
         (5, 1, "CRC does not match"),
         (6, 1, "CRC does not match"),
         (14, 1, "CRC does not match"),
@@ -186,10 +186,10 @@ def test_headers_of_something_else_are_refused_by_name(changes: dict[str, Any], 
 
 RECORDS: list[Record] = [
     Announcement(
-        site=3, round=9, codec=2, refuses=True, norm_bits=5, numel=1 << 40, entries=7, payload_bytes=8,
+        site=3, round=9, codec=2, norm_bits=5, numel=1 << 40, entries=7, payload_bytes=8,
         sums_bytes=9, digest=DIGEST,
     ),
-    Vote(site=3, round=9, number=2, status=Status.REPLICA, subject=1 << 31),
+    Vote(site=3, round=9, status=Status.REPLICA, subject=1 << 31),
     FrameHeader(
         kind=Kind.SUMS, site=3, round=9, number=4, codec=2, is_missing=True, numel=5, entries=6, body_bytes=7,
         digest=DIGEST, checksum=DIGEST - 1,
@@ -214,7 +214,7 @@ def test_unknown_kinds_and_statuses_are_refused() -> None:
             raw = replace(record, kind=kind).pack()  # pyright: ignore[reportArgumentType]
             with pytest.raises(WireError, match=f"a record of kind {kind} in the place of"):
                 type(record).unpack(raw)
-    raw = Vote(site=3, round=9, number=1, status=max(Status) + 1).pack()  # pyright: ignore[reportArgumentType]
+    raw = Vote(site=3, round=9, status=max(Status) + 1).pack()  # pyright: ignore[reportArgumentType]
     with pytest.raises(WireError, match="a vote of the unknown status 8"):
         Vote.unpack(raw)
 

@@ -1,0 +1,293 @@
+"""The time of a round beside other people's: a plain all-reduce of FP32, and torchft's DiLoCo.
+
+    python -m experiments.bench peers
+    python -m experiments.bench peers --quick
+    python -m experiments.bench peers --numel 1024 4194304 --sites 2 4 --rounds 30
+    python -m experiments.bench peers --rates 100 0 --methods "SAVING, auto" "SAVING, fast" "SAVING, tight"
+
+Sites are processes on this machine's loopback, one thread each; with --rates each has a link of that many
+Mbit/s of its own (0: unshaped), which needs root, and where torchft can't reach its lighthouse and is left
+out. Every method has a model of its own, of parameters of 1024 x 1024 elements, and trains it on noise, so
+that each is in its own steady state. The methods take turns, round by round; a round takes as long as on the
+slowest site. At the end the weights of all sites are compared, bit for bit.
+
+torchft's DiLoCo runs as it comes: its bucketization loses tensors and its quantization commits no round on
+a CPU (docs/benchmarks.md). Rows go to experiments/results/bench/peers.csv, with a plot beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from statistics import fmean, median
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+import loco
+from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
+from experiments.bench.namespaces import MBIT, Network, why_not
+from experiments.bench.sites import Sites
+from experiments.noise import LR, SIGMA, SYNC_EVERY, WARM_UP
+from experiments.progress import Progress
+from loco import kernels
+
+os.environ.setdefault("RUST_LOG", "error")  # or torchft writes some lines about every round
+
+SIDE = 1024  # a parameter is so many elements squared
+NUMEL = [1024, 1 << 22, 1 << 24]
+ALL_REDUCE, TORCHFT = "all-reduce", "torchft DiLoCo"
+SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<18", "wire": "<8", "p50": ">9.5f"}
+SHOWN |= {
+    "over_torchft": ">12.2f",
+    "over_all_reduce": ">15.2f",
+    "cpu_s": ">8.4f",
+    "sent_bytes": ">12,.0f",
+}
+
+
+class Peer(Protocol):
+    """What takes part in this comparison.
+
+    weights: that it trains; none, if it does not.
+    """
+
+    weights: list[Tensor]
+
+    def round(self) -> loco.SyncReport | None: ...
+
+
+class AllReduce:
+    """What a collective takes for as many FP32 values, without a round around it."""
+
+    def __init__(self, weights: list[torch.nn.Parameter], lighthouse: str) -> None:
+        self.weights: list[Tensor] = []
+        self._vector = torch.zeros(sum(w.numel() for w in weights))
+
+    def round(self) -> None:
+        dist.all_reduce(self._vector)
+
+
+class TorchftDiLoCo:
+    """torchft's, of one fragment, with the published outer optimizer."""
+
+    def __init__(self, weights: list[torch.nn.Parameter], lighthouse: str) -> None:
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.local_sgd import DiLoCo
+
+        logging.getLogger("torchft").setLevel(logging.ERROR)
+        self.weights: list[Tensor] = [w.detach() for w in weights]
+        model = torch.nn.ParameterList(weights)
+        # A group of one replica is torchft's unit; its ranks find each other by a store of their own.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        limit = timedelta(seconds=120)
+        self._manager = Manager(
+            pg=ProcessGroupGloo(timeout=limit),
+            load_state_dict=lambda _: None,
+            state_dict=dict,
+            min_replica_size=dist.get_world_size(),
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=limit,
+            rank=0,
+            world_size=1,
+            store_addr="127.0.0.1",
+            store_port=self._store.port,
+            lighthouse_addr=lighthouse,
+            replica_id=f"site{dist.get_rank()}",
+            hostname="127.0.0.1",
+            init_sync=False,
+        )
+        # The noise has moved the weights already: torchft's hooks only wait for this optimizer's step.
+        self._step = torch.optim.SGD(weights, lr=0.0)
+        outer = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
+        self._diloco = DiLoCo(self._manager, [model], self._step, outer, sync_every=1)
+        self._diloco.__enter__()
+
+    def round(self) -> None:
+        before = self._manager.current_step()
+        self._step.step()
+        if self._manager.current_step() != before + 1:
+            raise RuntimeError("torchft did not commit the round")
+
+
+class Ours:
+    """One of loco's optimizers."""
+
+    def __init__(self, kind: Any, options: Mapping[str, Any], weights: list[torch.nn.Parameter]) -> None:
+        self.weights: list[Tensor] = [w.detach() for w in weights]
+        self._optimizer = kind(torch.optim.SGD(weights, lr=0.0), **options)
+
+    def round(self) -> loco.SyncReport:
+        return self._optimizer.sync()
+
+
+def _ours(kind: Any, **options: Any) -> Callable[[list[torch.nn.Parameter], str], Ours]:
+    return lambda weights, lighthouse: Ours(kind, options, weights)
+
+
+METHODS: dict[str, Callable[[list[torch.nn.Parameter], str], Peer]] = {
+    ALL_REDUCE: AllReduce,
+    TORCHFT: TorchftDiLoCo,
+    "loco.DiLoCo": _ours(loco.DiLoCo),
+    "loco.PulseLoCo": _ours(loco.PulseLoCo),
+    "γ 1": _ours(loco.PulseLoCo, **loco.PAPER),
+    "SAVING, auto": _ours(loco.PulseLoCo, **loco.SAVING),
+    "SAVING, fast": _ours(loco.PulseLoCo, wire="fast", **loco.SAVING),
+    "SAVING, tight": _ours(loco.PulseLoCo, wire="tight", **loco.SAVING),
+}
+
+
+class Contender:
+    """One site: a model for each method.
+
+    Args:
+        site: its number.
+        methods: their names.
+    """
+
+    def __init__(self, site: int, numel: int, methods: list[str], lighthouse: str) -> None:
+        self._generator = torch.Generator().manual_seed(1 + site)
+        self._pool = torch.randn(2 * min(numel, SIDE * SIDE), generator=self._generator)
+        self._peers: dict[str, Peer] = {}
+        self._inner: dict[str, torch.optim.Adam] = {}
+        for name in methods:
+            weights = _model(numel)
+            self._peers[name] = METHODS[name](weights, lighthouse)
+            if self._peers[name].weights:
+                self._inner[name] = torch.optim.Adam(weights, lr=LR, fused=True)
+
+    @torch.no_grad()
+    def train(self, method: str) -> None:
+        """H inner steps, on gradients that no other site draws."""
+        inner = self._inner.get(method)
+        if inner is None:
+            return
+        for _ in range(SYNC_EVERY):
+            for w in inner.param_groups[0]["params"]:
+                most = self._pool.numel() - w.numel()
+                first = int(torch.randint(most + 1, (1,), generator=self._generator))
+                w.grad = self._pool[first : first + w.numel()].view(w.shape)
+            inner.step()
+        inner.zero_grad()  # or torchft's hooks would have its optimizer step by it
+
+    def round(self, method: str) -> dict[str, Any]:
+        dist.barrier()
+        cpu, start = time.process_time(), time.perf_counter()
+        report = self._peers[method].round()
+        found = {"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
+        if report is not None:
+            found |= {name: getattr(report, name) for name in ("wire", "exchange", "density", "sent_bytes")}
+        return found
+
+    def digest(self, method: str) -> bytes:
+        return kernels.digest_of_all(self._peers[method].weights)
+
+
+def _model(numel: int) -> list[torch.nn.Parameter]:
+    chance = torch.Generator().manual_seed(0)
+    shapes = [(SIDE, SIDE)] * (numel // SIDE**2) + [(numel % SIDE**2,)] * bool(numel % SIDE**2)
+    start = (torch.randn(shape, generator=chance).mul_(SIGMA).bfloat16().float() for shape in shapes)
+    return [torch.nn.Parameter(weight) for weight in start]
+
+
+def main(arguments: list[str]) -> None:
+    parser = arguments_of("peers", __doc__, RESULTS)
+    parser.add_argument("--numel", type=int, nargs="+", default=NUMEL, help="parameters")
+    parser.add_argument("--sites", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", type=float, nargs="+", help="Mbit/s; 0: unshaped. Default: loopback")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="rounds before those that count")
+    parser.add_argument("--quick", action="store_true", help="the two smaller sizes, 2 sites, 5 rounds")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.numel, options.sites, options.rounds = options.numel[:2], options.sites[:1], 5
+    if options.rates is not None:
+        if (reason := why_not()) is not None:
+            sys.exit(f"no links can be shaped: {reason}")
+        options.methods = [name for name in options.methods if name != TORCHFT]
+
+    table = Table(options.out / "peers.csv", CPU, SHOWN)
+    run = {"run": int(time.time())}
+    for numel in options.numel:
+        for sites in options.sites:
+            for rate in options.rates or [None]:
+                rows = measure(sites, numel, rate, options.methods, options.warm_up, options.rounds)
+                table.add([run | row for row in rows])
+    table.close()
+
+
+def measure(
+    sites: int, numel: int, rate: float | None, methods: list[str], warm_up: int, rounds: int
+) -> list[Row]:
+    """A row for each method.
+
+    Args:
+        rate: of each site's link, in Mbit/s; None: loopback.
+    """
+    network = None if rate is None else Network()
+    total = len(methods) * (warm_up + rounds)
+    with ExitStack() as stack:
+        lighthouse = _lighthouse(stack, sites) if TORCHFT in methods else ""
+        running = stack.enter_context(
+            Sites(sites, Contender, numel, methods, lighthouse, timeout=600.0, network=network)
+        )
+        called = f"{numel:,} parameters, {sites} sites"
+        progress = stack.enter_context(Progress(called, total=total))
+        if network is not None:
+            network.shape((rate or 0) * MBIT or None)
+        seen: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in methods}
+        for number in range(warm_up + rounds):
+            for name in methods:
+                running.call("train", name)
+                found = running.call("round", name)
+                if number >= warm_up:
+                    seen[name].append(found)
+                progress.advance(name if rate is None else f"{name}, {rate_name(rate)}")
+        for name in methods:
+            if len(set(running.call("digest", name))) != 1:
+                raise RuntimeError(f"{name}: the sites hold different weights")
+    cell = {"numel": numel, "sites": sites, "rate_mbit": rate}
+    rows = [cell | {"method": name, "rounds": rounds} | _row(seen[name]) for name in methods]
+    medians = {row["method"]: row["p50"] for row in rows}
+    for row in rows:
+        for column, other in (("over_torchft", TORCHFT), ("over_all_reduce", ALL_REDUCE)):
+            row[column] = row["p50"] / medians[other] if other in medians else None
+    return rows
+
+
+def _row(seen: list[list[dict[str, Any]]]) -> Row:
+    """Rounds of a method, by site -> one row."""
+    slowest = [max(site["seconds"] for site in sites) for sites in seen]
+    wires = [sites[0].get("wire") for sites in seen]
+    row = {
+        **quantiles(slowest),
+        "mean": fmean(slowest),
+        "cpu_s": median(fmean(site["cpu_s"] for site in sites) for sites in seen),
+        "wire": max(wires, key=wires.count),
+        "exchange": seen[-1][0].get("exchange"),
+    }
+    for name in ("density", "sent_bytes"):
+        told = [fmean(site[name] for site in sites) for sites in seen if name in sites[0]]
+        row[name] = median(told) if told else None
+    return row
+
+
+def _lighthouse(stack: ExitStack, sites: int) -> str:
+    try:
+        from torchft.coordination import LighthouseServer
+    except ImportError:
+        sys.exit(f"{TORCHFT!r} needs torchft: pip install torchft, or choose other --methods")
+    # Without a wait for late replicas, and with a quorum looked at as often as torchft's own tests do.
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=sites, join_timeout_ms=1, quorum_tick_ms=1)
+    stack.callback(server.shutdown)
+    return server.address()
