@@ -450,7 +450,7 @@ def test_a_meeting_never_has_the_number_of_an_earlier_one(old: int | None) -> No
 
 def misaligned(rank: int) -> tuple[list[str], list[list[float]]]:
     """Two optimizers on one topology; rank 0 comes back for the first while rank 1 does for the second."""
-    topology = loco.Topology(timeout=1.0, patience=1.0, repeats=0)
+    topology = loco.Topology(timeout=5.0, patience=5.0, repeats=0)
     params = [nn.Parameter(torch.full((3,), float(k))) for k in (1, 2)]
     pair = [loco.DiLoCo(torch.optim.SGD([p], lr=1.0), topology=topology) for p in params]
 
