@@ -1,6 +1,8 @@
 """Which exchange moves the fewest bytes, predicted from the last round; which code is quickest, by trying."""
 
 import logging
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +18,13 @@ _logger = logging.getLogger(__name__)
 ENOUGH = 1000  # entries, to learn from
 CLEARLY = 1.2
 SAMPLED = 8  # rounds, of which one is looked at for the overlap of sites' entries
-AGAIN = 32  # rounds, after which a code is tried again
+AGAIN = 32  # rounds at least, after which the slower code is tried again
+SPENT = 0.02  # share of the time that trying it may cost
+TRIED, REMEMBERED = 2, 3  # rounds of each code: at first, and of which the quickest counts
+# What a site announces of how long it takes: how much longer an entry takes in the fast code than in the
+# tight one, in sixteenths of a factor of two; or one of these.
+NEEDS_TIGHT, NEEDS_FAST, NO_OPINION = -128, 127, 126
+_STEPS, _MOST = 16, 120
 EXCHANGES = ("auto", "gather", "owner", "dense")
 
 
@@ -34,6 +42,27 @@ def predicted_bytes(announcements: Sequence[Announcement]) -> dict[str, float]:
     }
 
 
+def next_codec(announcements: Sequence[Announcement]) -> Codec | None:
+    """The code of the next round, of all sites' announcements in this one, so that all choose alike: how long
+    an exchange takes depends on all sites' codes. None: no site that sends anything has an opinion.
+
+    Coding and sending overlap, here and at the peers, and what a round takes only a round can tell. So each
+    code is tried, and the slower one again after a while: the longer it takes, the less often. The fast one
+    must be clearly quicker: it needs the link for longer, which others use too.
+    """
+    leans = [one.lean for one in announcements if one.lean != NO_OPINION and one.entries]
+    if not leans:
+        return None
+    for needed, codec in ((NEEDS_TIGHT, TIGHT), (NEEDS_FAST, FAST)):
+        if needed in leans:
+            return codec
+    ratio = 2.0 ** (sum(leans) / len(leans) / _STEPS)
+    quicker, other = (FAST, TIGHT) if CLEARLY * ratio < 1 else (TIGHT, FAST)
+    lost = (ratio if quicker is TIGHT else 1 / ratio) - 1
+    again = max(AGAIN, math.ceil(lost / SPENT))
+    return other if (announcements[0].round + 1) % again == 0 else quicker
+
+
 class ExchangeTuner:
     """What the last rounds of a site were like.
 
@@ -46,9 +75,9 @@ class ExchangeTuner:
         self.wire = wire
         self.entry_bytes = {FAST.name: 5.1, TIGHT.name: 2.4}
         self.spread = 1 + (sites - 1) / 3  # entries of the sums, over those of one site
-        self._seconds: dict[str, float] = {}  # of an exchange for each of this site's entries, by code
-        self._codec: Codec = FAST  # of the last round
-        self._since: dict[str, int] = {}  # rounds since a code was tried
+        # Of the last exchanges in a code, for each of this site's entries.
+        self._seconds = {name: deque[float](maxlen=REMEMBERED) for name in SPARSE}
+        self._codec: Codec = TIGHT  # of the next round
 
     def state(self) -> dict[str, Any]:
         """What bytes are predicted from, so that a run that is resumed chooses as it would have. Which code
@@ -62,29 +91,29 @@ class ExchangeTuner:
             self.spread = float(state["spread"])
 
     def codec(self) -> Codec:
-        """The code for this round. Never fails: the last one will do."""
-        try:
-            self._codec = self._quickest()
-        except Exception:
-            _logger.warning("the exchange's tuner could not choose a code", exc_info=True)
-        return self._codec
-
-    def _quickest(self) -> Codec:
-        """With "auto" the one whose exchange took less time when it was last tried.
-
-        Coding and sending overlap, here and at the peers, and what a round takes only a round can tell. So
-        each code is tried, and now and then again. The fast one must be clearly quicker: it needs the link
-        for longer, which others use too.
-        """
+        """The code for this round."""
         if self.wire != "auto":
             return SPARSE[self.wire]
-        if not kernels.packs_fast():
-            return FAST
-        for codec in (TIGHT, FAST):
-            if self._since.get(codec.name, AGAIN) >= AGAIN:
-                return codec
-        quicker = CLEARLY * self._seconds[FAST.name] < self._seconds[TIGHT.name]
-        return FAST if quicker else TIGHT
+        return self._codec if kernels.packs_fast() else FAST
+
+    def lean(self) -> int:
+        """What this site announces of how long its exchanges take."""
+        if self.wire != "auto" or not kernels.packs_fast():
+            return NO_OPINION
+        for codec, needed in ((TIGHT, NEEDS_TIGHT), (FAST, NEEDS_FAST)):
+            if len(self._seconds[codec.name]) < TRIED:
+                return needed
+        # What disturbs a round makes it longer, so the quickest one tells most.
+        fast, tight = (min(self._seconds[codec.name]) for codec in (FAST, TIGHT))
+        return max(-_MOST, min(_MOST, round(_STEPS * math.log2(fast / tight))))
+
+    def hear(self, announcements: Sequence[Announcement]) -> None:
+        """What all sites announce in this round decides on the code of the next one. Never fails: the last
+        one will do."""
+        try:
+            self._codec = next_codec(announcements) or self._codec
+        except Exception:
+            _logger.warning("the exchange's tuner could not choose a code", exc_info=True)
 
     def exchange(self, announcements: Sequence[Announcement]) -> str:
         """The exchange that is predicted to send the fewest bytes; the same on all sites."""
@@ -109,12 +138,12 @@ class ExchangeTuner:
 
     def _learn(self, codec: Codec, work: Transfer, contributions: Sequence[Entries], own: Entries) -> None:
         framing = work.framing
-        self._since = {name: rounds + 1 for name, rounds in self._since.items()} | {codec.name: 0}
         if codec.name not in SPARSE:
             return
         if not own.values.numel():
             return  # how long it took says nothing of an entry
-        self._seconds[codec.name] = work.seconds / own.values.numel()
+        if work.seconds > 0:  # a site that is alone exchanges nothing
+            self._seconds[codec.name].append(work.seconds / own.values.numel())
         if framing.coded_entries >= ENOUGH:
             self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries
         entries, sums = own.values.numel(), contributions[0].values.numel()

@@ -147,6 +147,7 @@ class Round:
         self.problem = self.problem or replica_problem(said)
         told = [one for one in said if isinstance(one, Vote)]
         refuse(view, self.problem, told, round=self.number, name_of=state.parameters.name_of)
+        state.tuner.hear(self._announced)
         self._left_out = outliers(self.norms, state.settings.outlier_factor)
         self._enter(Phase.ANNOUNCED)
 
@@ -305,6 +306,7 @@ class Round:
             round=self.number,
             norm_bits=fp32_bits(norm),
             codec=self._codec.id,
+            lean=tuner.lean(),
             numel=numel,
             entries=entries.values.numel(),
             payload_bytes=payload,

@@ -106,6 +106,7 @@ class Announcement(Record):
     """What a site tells all others before its entries travel.
 
     codec: of its frames.
+    lean: how long its exchanges take in one code, compared with the other (`exchange/tuning.py`).
     norm_bits: its update's norm, as an FP32's bits.
     numel: elements of the vector.
     entries: that it will send.
@@ -115,10 +116,11 @@ class Announcement(Record):
     """
 
     KINDS = (Kind.ANNOUNCEMENT,)
-    NUMBERS = struct.Struct("<B 3x I Q Q Q Q Q")
+    NUMBERS = struct.Struct("<B b 2x I Q Q Q Q Q")
 
     kind: Kind = Kind.ANNOUNCEMENT
     codec: int = 0
+    lean: int = 0
     norm_bits: int = 0
     numel: int = 0
     entries: int = 0
