@@ -155,8 +155,10 @@ class Contender:
     """
 
     def __init__(self, site: int, numel: int, methods: list[str], lighthouse: str) -> None:
-        self._generator = torch.Generator().manual_seed(1 + site)
-        self._pool = torch.randn(2 * min(numel, SIDE * SIDE), generator=self._generator)
+        # The same noise for each method, so that those of equal arithmetic can be compared.
+        self._chance = {name: torch.Generator().manual_seed(1 + site) for name in methods}
+        pool = torch.Generator().manual_seed(-1 - site)
+        self._pool = torch.randn(2 * min(numel, SIDE * SIDE), generator=pool)
         self._peers: dict[str, Peer] = {}
         self._inner: dict[str, torch.optim.Adam] = {}
         for name in methods:
@@ -174,7 +176,7 @@ class Contender:
         for _ in range(SYNC_EVERY):
             for w in inner.param_groups[0]["params"]:
                 most = self._pool.numel() - w.numel()
-                first = int(torch.randint(most + 1, (1,), generator=self._generator))
+                first = int(torch.randint(most + 1, (1,), generator=self._chance[method]))
                 w.grad = self._pool[first : first + w.numel()].view(w.shape)
             inner.step()
         inner.zero_grad()  # or torchft's hooks would have its optimizer step by it
@@ -188,8 +190,11 @@ class Contender:
             found |= {name: getattr(report, name) for name in ("wire", "exchange", "density", "sent_bytes")}
         return found
 
+    def weights(self, method: str) -> list[Tensor]:
+        return self._peers[method].weights
+
     def digest(self, method: str) -> bytes:
-        return kernels.digest_of_all(self._peers[method].weights)
+        return kernels.digest_of_all(self.weights(method))
 
 
 def _model(numel: int) -> list[torch.nn.Parameter]:
@@ -237,7 +242,7 @@ def measure(
     network = None if rate is None else Network()
     total = len(methods) * (warm_up + rounds)
     with ExitStack() as stack:
-        lighthouse = _lighthouse(stack, sites) if TORCHFT in methods else ""
+        lighthouse = start_lighthouse(stack, sites) if TORCHFT in methods else ""
         running = stack.enter_context(
             Sites(sites, Contender, numel, methods, lighthouse, timeout=600.0, network=network)
         )
@@ -282,7 +287,8 @@ def _row(seen: list[list[dict[str, Any]]]) -> Row:
     return row
 
 
-def _lighthouse(stack: ExitStack, sites: int) -> str:
+def start_lighthouse(stack: ExitStack, sites: int) -> str:
+    """torchft's, until the stack is closed. -> its address"""
     try:
         from torchft.coordination import LighthouseServer
     except ImportError:

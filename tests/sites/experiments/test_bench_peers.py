@@ -1,0 +1,49 @@
+"""The benchmark beside other people's optimizers: its baselines do what they are said to."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from selection import BASELINES
+
+from experiments.bench import peers
+from experiments.bench.measuring import read
+from experiments.bench.sites import Sites
+
+ROUNDS = 3
+
+
+def test_torchfts_diloco_and_ours_learn_the_same() -> None:
+    """Their sums differ in the order of additions, and so in the last bits: by less than a thousandth of what
+    the rounds have moved."""
+    pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
+    methods = [peers.TORCHFT, "loco.DiLoCo"]
+    with ExitStack() as stack:
+        lighthouse = peers.start_lighthouse(stack, 2)
+        sites = stack.enter_context(Sites(2, peers.Contender, 5000, methods, lighthouse))
+        before = sites.call("weights", "loco.DiLoCo")[0]
+        before = [weight.clone() for weight in before]
+        for _ in range(ROUNDS):
+            for method in methods:
+                sites.call("train", method)
+                sites.call("round", method)
+        found = {method: sites.call("weights", method) for method in methods}
+    for method in methods:
+        for mine, theirs in zip(*found[method], strict=True):
+            assert torch.equal(mine, theirs)
+    moved = [(now - then).norm() for now, then in zip(found["loco.DiLoCo"][0], before, strict=True)]
+    apart = [(a - b).norm() for a, b in zip(*(found[method][0] for method in methods), strict=True)]
+    assert all(far > 0 and near < 1e-3 * far for far, near in zip(moved, apart, strict=True))
+
+
+@pytest.mark.check(BASELINES)
+def test_a_row_for_each_method_and_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
+    peers.main(["--numel", "5000", "--sites", "2", "--rounds", "3", "--warm-up", "2", "--out", str(tmp_path)])
+    rows = {row["method"]: row for row in read(tmp_path / "peers.csv")}
+    assert list(rows) == list(peers.METHODS)
+    assert all(row["p50"] > 0 and row["cpu_s"] > 0 for row in rows.values())
+    assert rows[peers.TORCHFT]["over_torchft"] == rows[peers.ALL_REDUCE]["over_all_reduce"] == 1.0
+    assert rows["loco.DiLoCo"]["sent_bytes"] > 4 * 5000 > rows["γ 1"]["sent_bytes"] > 0
+    assert (tmp_path / "peers.png").exists()
