@@ -293,7 +293,6 @@ def start_lighthouse(stack: ExitStack, sites: int) -> str:
         from torchft.coordination import LighthouseServer
     except ImportError:
         sys.exit(f"{TORCHFT!r} needs torchft: pip install torchft, or choose other --methods")
-    # Without a wait for late replicas, and with a quorum looked at as often as torchft's own tests do.
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=sites, join_timeout_ms=1, quorum_tick_ms=1)
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=sites)
     stack.callback(server.shutdown)
     return server.address()

@@ -88,11 +88,7 @@ class Liveness:
         self._publish()
 
     def forget(self, link: str) -> None:
-        """All ranks have other links by now, so none asks who has given up this one.
-
-        Raises:
-            RuntimeError: the store does not answer.
-        """
+        """All ranks have other links by now, so none asks who has given up this one."""
         self._pulse.store.delete_key(self._pulse.farewell_key(link))
 
     def _publish(self) -> None:

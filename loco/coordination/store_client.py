@@ -39,7 +39,9 @@ class KeyValueStore(Protocol):
         """Set the key if its value is `expected`, or if it is absent and that is "" -> its value now."""
         ...
 
-    def delete_key(self, key: str, /) -> bool: ...
+    def delete_key(self, key: str, /) -> object:
+        """Of a key that nobody asks for any more: it need not be gone yet."""
+        ...
 
 
 class StoreClient:
@@ -103,8 +105,9 @@ class StoreClient:
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         return self._ask("compare_set", key, expected_value, desired_value)
 
-    def delete_key(self, key: str) -> bool:
-        return self._ask("delete_key", key)
+    def delete_key(self, key: str) -> None:
+        """Does not wait for it; if the store does not answer, the key stays."""
+        self._asked.put((Future(), self._limit, "delete_key", (key,)))
 
     def close(self) -> None:
         """End the thread, and with it the connection."""

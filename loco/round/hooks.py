@@ -66,6 +66,9 @@ class Hooks:
         self._hooks[handle.id] = hook
         return handle
 
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
     def call(self, progress: RoundProgress) -> None:
         for hook in list(self._hooks.values()):
             hook(progress)

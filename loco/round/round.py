@@ -340,6 +340,8 @@ class Round:
             self._call_hooks()
 
     def _call_hooks(self) -> None:
+        if not self._hooks:
+            return
         self._hooks.call(
             RoundProgress(
                 phase=self.phase,
