@@ -54,7 +54,12 @@ class Home(Protocol):
     """The ops of a home, which `reference` specifies."""
 
     def encode(
-        self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
+        self,
+        anchor: Tensor,
+        weights: Sequence[Tensor],
+        residual: Tensor | None,
+        gate: Gate | None,
+        room: Tensor | None = None,
     ) -> Encoded: ...
 
     def apply(
@@ -120,8 +125,14 @@ def _home_of(anchor: Tensor, weights: Sequence[Tensor]) -> Home:
     return home(anchor.device.type) if on_one_device else _streamed()
 
 
-def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None) -> Encoded:
-    return _home_of(anchor, weights).encode(anchor, weights, residual, gate)
+def encode(
+    anchor: Tensor,
+    weights: Sequence[Tensor],
+    residual: Tensor | None,
+    gate: Gate | None,
+    room: Tensor | None = None,
+) -> Encoded:
+    return _home_of(anchor, weights).encode(anchor, weights, residual, gate, room)
 
 
 def apply(

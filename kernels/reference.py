@@ -80,7 +80,13 @@ def to_send(anchor: Tensor, update: Tensor, gate: Gate) -> tuple[Tensor, Tensor]
     return sent, values
 
 
-def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None) -> Encoded:
+def encode(
+    anchor: Tensor,
+    weights: Sequence[Tensor],
+    residual: Tensor | None,
+    gate: Gate | None,
+    room: Tensor | None = None,
+) -> Encoded:
     """Steps 2 to 5, read-only: the entries to send, the digest of θ, the first position that is not finite.
 
         Δ = float(cast(θ)) − float(w)
@@ -89,6 +95,9 @@ def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, g
             v = s, or rounded to a multiple of ulp(θ) / V; without a gate send every s_i
 
     Nothing is changed, so that a round whose exchange fails can be repeated; `apply` writes the residual.
+
+    Args:
+        room: for all values, where all are sent. None: they get memory of their own.
     """
     first_nonfinite = -1
     indices: list[Tensor] = []
@@ -107,6 +116,8 @@ def encode(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, g
         indices.append(where + at.start)
         values.append(rounded[where])
     entries = Entries.whole(_join(values, torch.float32, anchor.device))
+    if gate is None and room is not None:
+        entries = Entries.whole(room.copy_(entries.values))
     if gate is not None:
         where = _join(indices, torch.int64, anchor.device)
         entries = Entries.at(where, entries.values, anchor.numel())

@@ -35,10 +35,16 @@ class Streamed:
         self._slots: list[_Slot] = []
 
     def encode(
-        self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
+        self,
+        anchor: Tensor,
+        weights: Sequence[Tensor],
+        residual: Tensor | None,
+        gate: Gate | None,
+        room: Tensor | None = None,
     ) -> Encoded:
         n = anchor.numel()
-        values, offsets = reserve(n, torch.float32), reserve(n, torch.uint8)
+        values = room if gate is None and room is not None else reserve(n, torch.float32)
+        offsets = reserve(n, torch.uint8)
         starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
         count, first_nonfinite = 0, -1
         for chunk in self._chunks(weights, read=True):

@@ -16,6 +16,7 @@ with the same training without any fault.
 import gc
 import hashlib
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -97,7 +98,10 @@ class Plan:
             fault = self.fault(number)
             assert fault is not None
             others = [one.lies.get(number, "") for site, one in told.items() if site != fault[1]]
-            if not any(text.startswith("WireError") and f"site {fault[1]}" in text for text in others):
+            # Who exchanges otherwise than the others may be the first to find that, and leave.
+            kinds = "WireError|TransportError" if fault[0] == "exchanges otherwise" else "WireError"
+            named = re.compile(rf"({kinds}).*site {fault[1]}\b", re.DOTALL)
+            if not any(named.match(text) for text in others):
                 found.append(number)
         return found
 

@@ -71,10 +71,15 @@ class Compiled:
             raise BuildError("what the C compiler made computes other bits than it should")
 
     def encode(
-        self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor | None, gate: Gate | None
+        self,
+        anchor: Tensor,
+        weights: Sequence[Tensor],
+        residual: Tensor | None,
+        gate: Gate | None,
+        room: Tensor | None = None,
     ) -> Encoded:
         n = anchor.numel()
-        values = reserve(n, torch.float32)
+        values = room if gate is None and room is not None else reserve(n, torch.float32)
         starts = offsets = None
         if gate is not None:
             starts = torch.empty(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")

@@ -17,7 +17,7 @@ GATHER_ELEMENTS = 1 << 20  # of the anchor at a time: 4 MiB from each rank
 
 
 def compare(
-    inside: Transport, parameters: FlatParameters, norm: float, *, encoded: bool, phase: str
+    inside: Transport, parameters: FlatParameters, norm: float, round: int, *, encoded: bool
 ) -> tuple[float, Problem | None]:
     """The ranks of a site exchange slices of what must be one and the same model.
 
@@ -38,6 +38,7 @@ def compare(
         except Exception as error:
             failure = Problem(Status.FAILED, seen=error)
     record = struct.pack("<8sd", digest, norm)
+    phase = f"round {round}, weights inside the site"
     told = inside.swap_records(record, phase=phase, limit=inside.patience)
     found = [struct.unpack("<8sd", theirs) for theirs in told]
     known = {digest for digest, _ in found if digest != bytes(8)}

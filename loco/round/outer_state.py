@@ -54,6 +54,7 @@ class OuterState:
     took_part: dict[str, int] = field(default_factory=dict)
     anchor_incomplete: bool = False
     _is_torn: bool = False
+    _room: Tensor | None = None
 
     @staticmethod
     def of(
@@ -109,6 +110,15 @@ class OuterState:
     @property
     def device(self) -> torch.device:
         return self.anchor.device
+
+    def room_for_all(self) -> Tensor | None:
+        """For what a dense round sends, and then for its sums; None if only some entries are sent.
+
+        It is kept: fresh memory takes longer to be mapped than to be filled.
+        """
+        if self.gate is None and self._room is None:
+            self._room = torch.empty_like(self.anchor)
+        return self._room
 
     @property
     def shared(self) -> list[Tensor]:

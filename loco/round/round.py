@@ -115,7 +115,7 @@ class Round:
             check_denormals(state.device)
             self._call_hooks()
             with state.parameters.pieces(state.start, state.stop) as weights:
-                return kernels.encode(state.anchor, weights, state.residual, state.gate)
+                return kernels.encode(state.anchor, weights, state.residual, state.gate, state.room_for_all())
 
         self._encoded = self._attempt(encoded)
         if self._encoded is not None:
@@ -133,13 +133,8 @@ class Round:
         self._began["exchange"] = time.perf_counter()
         view.liveness.say(f"round {self.number}, exchanging")
         view.register.prepare(self.number)
-        norm, drift = compare(
-            view.inside,
-            state.parameters,
-            self._norm,
-            encoded=self._own is not None,
-            phase=f"round {self.number}, weights inside the site",
-        )
+        encoded = self._own is not None
+        norm, drift = compare(view.inside, state.parameters, self._norm, self.number, encoded=encoded)
         self.problem = self.problem or drift
         mine = self._attempt(lambda: self._announcement(norm))
         said = announce(view, mine or vote_of(view, self.problem, self.number))

@@ -103,6 +103,9 @@ def check_encode(
     assert got[1:] == expected[1:]
     for ours, theirs in zip(got.entries, expected.entries, strict=True):
         same(ours, theirs)
+    if gate is None:
+        again = home.encode(anchor, weights, residual, gate, torch.full_like(anchor, torch.nan))
+        same(again.entries.values, expected.entries.values)
     for old, new in zip(before, inputs, strict=True):
         same(new, old)
     return expected
