@@ -207,7 +207,8 @@ def draw_peers(table: Path) -> Path:
                 y, ms = names.index(row["method"]), row["p50"] * 1e3
                 axis.barh(y, ms, height=0.7, color="#0072B2" if ours else "#A0A0A0")
                 beside = "" if row["over_torchft"] is None else f" ({row['over_torchft']:.2f})"
-                axis.text(ms, y, f" {ms:,.3g}{beside}", va="center", fontsize=8)
+                told = f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+                axis.text(ms, y, f" {told}{beside}", va="center", fontsize=8)
             axis.set_xlim(0, 1.3e3 * max(row["p50"] for row in found))
             link = "" if rate is None else f", {rate_name(rate)}"
             axis.set_title(f"{numel:,.0f} parameters, {sites:.0f} sites{link}", fontsize=10)
