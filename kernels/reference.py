@@ -97,7 +97,7 @@ def encode(
     Nothing is changed, so that a round whose exchange fails can be repeated; `apply` writes the residual.
 
     Args:
-        room: for all values, where all are sent. None: they get memory of their own.
+        room: for the values, if there is no gate and so all are sent. None: they get memory of their own.
     """
     first_nonfinite = -1
     indices: list[Tensor] = []
@@ -116,11 +116,11 @@ def encode(
         indices.append(where + at.start)
         values.append(rounded[where])
     entries = Entries.whole(_join(values, torch.float32, anchor.device))
-    if gate is None and room is not None:
-        entries = Entries.whole(room.copy_(entries.values))
     if gate is not None:
         where = _join(indices, torch.int64, anchor.device)
         entries = Entries.at(where, entries.values, anchor.numel())
+    elif room is not None:
+        entries = Entries.whole(room.copy_(entries.values))
     return Encoded(entries, digest(anchor), first_nonfinite)
 
 

@@ -43,7 +43,7 @@ class Streamed:
         room: Tensor | None = None,
     ) -> Encoded:
         n = anchor.numel()
-        values = room if gate is None and room is not None else reserve(n, torch.float32)
+        values = reserve(n, torch.float32) if room is None else room
         offsets = reserve(n, torch.uint8)
         starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
         count, first_nonfinite = 0, -1

@@ -203,7 +203,7 @@ def draw_peers(table: Path) -> Path:
                 row for row in rows if (row["numel"], row["sites"], row["rate_mbit"]) == (numel, sites, rate)
             ]
             for row in found:
-                ours = row["over_torchft"] not in (None, 1.0) and row["over_all_reduce"] != 1.0
+                ours = row["sent_bytes"] is not None  # only loco reports them
                 y, ms = names.index(row["method"]), row["p50"] * 1e3
                 axis.barh(y, ms, height=0.7, color="#0072B2" if ours else "#A0A0A0")
                 beside = "" if row["over_torchft"] is None else f" ({row['over_torchft']:.2f})"

@@ -79,7 +79,7 @@ class Compiled:
         room: Tensor | None = None,
     ) -> Encoded:
         n = anchor.numel()
-        values = room if gate is None and room is not None else reserve(n, torch.float32)
+        values = reserve(n, torch.float32) if room is None else room
         starts = offsets = None
         if gate is not None:
             starts = torch.empty(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")

@@ -10,6 +10,7 @@ from ..errors import WireError
 from ..net.transport import Transport
 from ..wire.framing import Frame
 from ..wire.records import RECORD_BYTES, FrameHeader
+from ..wire.refusal import unreadable
 
 # Ticks that fly at once, so that neither a slow peer nor the network's latency leaves the link idle; and so
 # how many ticks a header is ahead of its body.
@@ -85,8 +86,7 @@ class Stream:
                 header = FrameHeader.unpack(raw.cpu().numpy().tobytes())
                 self._check(header, peer, tick)
             except WireError as error:
-                said = f"{self._phase}: the message of site {peer} can't be read: {error}"
-                raise WireError(said) from error
+                raise unreadable(self._phase, peer, error) from error
             expected[peer] = header
         announced = self._expected.pop(tick - self.lead, {})
         return {peer: (announced[peer], body) for peer, body in bodies.items()}

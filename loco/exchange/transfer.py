@@ -70,7 +70,8 @@ class Transfer:
             try:
                 entries = self.framing.open(header, body, at)
             except WireError as error:
-                self.problem = unreadable(site, error, self.framing.round)
+                seen = unreadable(f"round {self.framing.round}", site, error)
+                self.problem = Problem(Status.UNREADABLE, site, seen)
                 return None
             if entries is None:
                 self.missing = site

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ..errors import ReplicaError, WireError
 from ..members.view import View
 from ..wire.records import KIND_AT, Announcement, Kind, Status, Vote
-from ..wire.refusal import Problem
+from ..wire.refusal import Problem, unreadable
 
 
 def announce(view: View, mine: Announcement | Vote) -> list[Announcement | Vote]:
@@ -28,19 +28,13 @@ def announce(view: View, mine: Announcement | Vote) -> list[Announcement | Vote]
             theirs = _read(raw)
             _check(theirs, mine, site)
         except WireError as error:
-            text = f"round {mine.round}: the message of site {site} can't be read: {error}"
-            raise WireError(text) from error
+            raise unreadable(f"round {mine.round}", site, error) from error
         said.append(theirs)
     return said
 
 
 def _read(raw: bytes) -> Announcement | Vote:
-    try:
-        return Announcement.unpack(raw)
-    except WireError:
-        if raw[KIND_AT] != Kind.VOTE:
-            raise
-        return Vote.unpack(raw)
+    return Vote.unpack(raw) if raw[KIND_AT] == Kind.VOTE else Announcement.unpack(raw)
 
 
 def _check(theirs: Announcement | Vote, mine: Announcement | Vote, site: int) -> None:

@@ -91,7 +91,7 @@ def _raise(vote: Vote, problem: Problem | None, name_of: NameOf) -> None:
     raise Refused(_reported(vote, name_of))
 
 
-def _reported(vote: Vote, name_of: Callable[[int], str]) -> LocoError:
+def _reported(vote: Vote, name_of: NameOf) -> LocoError:
     """The error for a problem that another rank saw."""
     where = f"round {vote.round}, site {vote.site}"
     if vote.status == Status.NON_FINITE:

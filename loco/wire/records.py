@@ -2,9 +2,9 @@
 
 An announcement opens the round, or in its place a vote against it; a frame header travels ahead of the body
 of its frame, so that nothing is received, and no memory taken, for what was not expected; and a vote closes
-the round. All are 64 bytes
-long: gloo ends the process if a message is longer than the one expected, and so a rank that is at another
-point of the round than its peer gets an error that says so. docs/wire.md gives the same to the byte.
+the round. All are 64 bytes long: gloo ends the process if a message is longer than the one expected, and so a
+rank that is at another point of the round than its peer gets an error that says so. docs/wire.md gives the
+same to the byte.
 """
 
 import ctypes

@@ -23,9 +23,8 @@ class Refused(Exception):  # noqa: N818  (it carries an error, and never leaves 
         self.error = error
 
 
-def unreadable(site: int, error: WireError, round: int) -> Problem:
-    seen = WireError(f"round {round}: the message of site {site} can't be read: {error}")
-    return Problem(Status.UNREADABLE, site, seen)
+def unreadable(phase: str, site: int, error: WireError) -> WireError:
+    return WireError(f"{phase}: the message of site {site} can't be read: {error}")
 
 
 def overflow_text(round: int) -> str:

@@ -25,13 +25,22 @@ def lied_to(rank: int, lie: str) -> tuple[tuple[str, str], int]:
     return error, optimizer.round
 
 
-@pytest.mark.parametrize("lie", ANNOUNCEMENTS | FRAMES)
-def test_a_foreign_message_is_refused_before_memory_is_taken_for_what_it_announces(lie: str) -> None:
-    """What follows it nobody knows: the link is given up, and the repeat builds a new one."""
+@pytest.mark.parametrize("lie", ANNOUNCEMENTS)
+def test_a_foreign_announcement_is_refused_by_name_and_the_links_are_given_up(lie: str) -> None:
     results = run_ranks(2, lied_to, lie)
     assert results[0][0][0] == "WireError"
     assert "the message of site 1 can't be read: " in results[0][0][1]
-    assert results[1][0][0] in ("TransportError", "WireError")  # it may see what is wrong with its own side
+    assert results[1][0][0] in ("TransportError", "WireError")  # its own numbers may be the forged ones
+    assert [rounds for _, rounds in results] == [1, 1]
+
+
+@pytest.mark.parametrize("lie", FRAMES)
+def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(lie: str) -> None:
+    """What follows such a header nobody knows: the link is given up, and the repeat builds a new one."""
+    results = run_ranks(2, lied_to, lie)
+    assert results[0][0][0] == "WireError"
+    assert "the message of site 1 can't be read: a " in results[0][0][1]
+    assert results[1][0][0] == "TransportError"
     assert [rounds for _, rounds in results] == [1, 1]
 
 
