@@ -55,6 +55,7 @@ KINDS = (
     *("memory", "unread", "hang up", "last vote sent", "last vote not sent", "interrupt"),
     *("not a number", "flipped bit", "late"),
 )
+RAISED = ("memory", "unread", "not a number", "flipped bit", "interrupt")  # a lost link may be mended unseen
 MOST_CALLS = 30  # to the disk in a save
 
 
@@ -87,6 +88,12 @@ class Plan:
         if chance.random() < self.faults:
             return KINDS[int(chance.integers(len(KINDS)))], victim
         return None
+
+    def least_errors(self) -> int:
+        """How many sites' errors there are at least since the last kill."""
+        last_kill = max(self._spread(self.kills, self.rounds // 3), default=0)
+        faults = (self.fault(number) for number in range(last_kill + 1, self.rounds + 1))
+        return sum(fault is not None and fault[0] in RAISED for fault in faults)
 
     def without_faults(self) -> "Plan":
         return Plan(rounds=self.rounds, sites=self.sites, seed=self.seed, faults=0.0, stops=0, kills=0)

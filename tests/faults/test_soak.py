@@ -13,7 +13,7 @@ def test_random_faults_lose_no_bit_and_leave_nothing_behind(rounds: int) -> None
     plan = Plan(rounds=rounds, seed=3, faults=0.3, stops=2, kills=1)
     hurt = soak(plan)
     clean = soak(plan.without_faults())
-    assert sum(sum(one.errors.values()) for one in hurt.values()) > rounds / 5  # something did happen
+    assert sum(sum(one.errors.values()) for one in hurt.values()) >= plan.least_errors() > 0
     for site, one in hurt.items():
         assert one.state == clean[site].state
         assert one.checked >= 2 * rounds / 3  # the rounds since the kill, which comes in the first third
