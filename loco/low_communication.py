@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .config import Settings
 from .exchange.wire_config import WireConfig
-from .members.fixed import Topology
+from .members.topology import Topology
 from .members.view import SiteTopology
 from .report import SyncReport
 from .round.hooks import Hook

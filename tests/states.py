@@ -25,7 +25,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: ra
         optimizer.step()
 
 
-def snapshot(optimizer: loco.PulseLoCo | loco.DiLoCo) -> Snapshot:
+def snapshot(optimizer: loco.LowCommunicationOptimizer) -> Snapshot:
     """θ, m, e and w, bit for bit."""
     outer = optimizer.outer_state
     tensors = {"anchor": outer.anchor, "momentum": outer.momentum, "residual": outer.residual}
