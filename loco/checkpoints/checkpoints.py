@@ -38,7 +38,7 @@ class Checkpoints:
     time there is one that all ranks hold, however many of them die, and whenever.
 
     Each optimizer needs a `Checkpoints` and a folder of its own; if two share one, the second to save gets a
-    CheckpointError. Sites that come and go (`ElasticTopology`) save and load independently of each other,
+    CheckpointError. Sites that come and go (a lighthouse) save and load independently of each other,
     each in a folder of its own, `Checkpoints(folder / name)`.
 
     Args:

@@ -180,7 +180,7 @@ with warnings.catch_warnings(record=True) as warned:
     assert loco.kernels.home("cuda") is loco.kernels.reference
 print(warned[0].message)
 try:
-    loco.ElasticTopology(sites=2, lighthouse="http://127.0.0.1:1")
+    loco.Sites(2, site="a", lighthouse="http://127.0.0.1:1")
 except ImportError as error:
     print(error)
 """
