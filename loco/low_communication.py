@@ -1,12 +1,13 @@
 """What PULSELoCo and DiLoCo have in common: inner steps, and a round with the other sites every so often."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from .config import Settings
 from .exchange.wire_config import WireConfig
+from .init_step import only_initialises
 from .members.fixed import Topology
 from .members.view import SiteTopology
 from .outer_optimizer import OuterOptimizer
@@ -19,7 +20,7 @@ class LowCommunicationOptimizer(RoundSurface, Wrapper):
     round with the other sites after every `sync_every` of them.
 
     Attributes:
-        inner: the wrapped optimizer.
+        inner: the wrapped optimizer; or if there are several, one that stands for them.
         topology: the sites, and this rank's position among them.
         local_step: inner steps since the last round.
         last_report: the `loco.SyncReport` of the latest round, or None before the first.
@@ -27,7 +28,7 @@ class LowCommunicationOptimizer(RoundSurface, Wrapper):
 
     def __init__(
         self,
-        inner: Optimizer,
+        inner: Optimizer | Iterable[Optimizer],
         settings: Settings,
         topology: SiteTopology | None,
         wire: WireConfig,
@@ -35,19 +36,21 @@ class LowCommunicationOptimizer(RoundSurface, Wrapper):
     ) -> None:
         super().__init__(inner)
         self.topology = topology or Topology()
-        self._rounds = OuterOptimizer(inner, settings, self.topology, wire, offload=offload)
+        self._rounds = OuterOptimizer(self.inner, settings, self.topology, wire, offload=offload)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """An inner step; every `sync_every`-th call also runs a round. Returns the inner step's loss.
 
         A step that a GradScaler skips because of an overflow counts too, so that all sites come to the round
-        together.
+        together. A step by which torch.distributed.checkpoint gives a fresh optimizer its state does not.
 
         Raises:
             LocoError: the round failed and changed nothing; the inner step is kept. `sync()` repeats the
                 round, and so does the next `step()`, after another inner step. A rank on which something
                 else failed (it ran out of memory, for example) raises that error, and the others a PeerError.
         """
+        if only_initialises(self):
+            return self.inner.step() if closure is None else self.inner.step(closure)
         self._rounds.before_step()
         loss = None
         try:
