@@ -15,6 +15,7 @@ from .members.view import SiteTopology
 from .report import SyncReport
 from .round.loop import OuterLoop
 from .round.state import check, state_of, take_over
+from .round.weights import ShownAnchor, first_changed
 
 
 class OuterOptimizer:
@@ -39,10 +40,31 @@ class OuterOptimizer:
         self.loop = OuterLoop(inner, settings, topology, wire, offload=offload)
         self.local_step = 0
         self.last_report: SyncReport | None = None
+        self._shown: ShownAnchor | None = None  # in eval mode
+        self._is_unmoved = True  # no inner step has begun since w = cast(θ)
 
     def before_step(self) -> None:
-        """Call it before an inner step moves the weights."""
+        """Call it before an inner step moves the weights.
+
+        Raises:
+            ValueError: θ is shown, or the weights were changed from outside.
+            LocoError: an interrupted round can't be settled yet.
+        """
+        self._refuse_in_eval("step()")
         self.settle(abandon=True)
+        if self._is_unmoved:
+            self._check_weights()
+            self._is_unmoved = False
+
+    def _check_weights(self) -> None:
+        state = self.loop.state
+        if name := first_changed(state):
+            since = f"round {state.rounds_done}" if state.rounds_done else "the optimizer was built"
+            raise ValueError(
+                f"parameter {name} was changed from outside since {since}, so it is no longer the cast of θ, "
+                f"which all sites hold: load the weights before you build the optimizer, or call "
+                f"optimizer.adopt_weights() on every rank once they are loaded"
+            )
 
     def after_step(self) -> None:
         """Count an inner step, and run the round that is due."""
@@ -52,6 +74,7 @@ class OuterOptimizer:
             self.sync()
 
     def sync(self) -> SyncReport:
+        self._refuse_in_eval("sync()")
         return self._done(self.loop.run_round())
 
     def settle(self, *, abandon: bool = False) -> SyncReport | None:
@@ -59,12 +82,35 @@ class OuterOptimizer:
         return None if report is None else self._done(report)
 
     def _done(self, report: SyncReport) -> SyncReport:
-        self.last_report, self.local_step = report, 0
+        self.last_report, self.local_step, self._is_unmoved = report, 0, True
         return report
+
+    def show_anchor(self) -> None:
+        if self._shown is None:
+            self.settle()  # which needs the weights
+            self._shown = ShownAnchor(self.loop.state, self.loop.show_anchor)
+
+    def give_weights_back(self) -> None:
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.give_back()
+
+    def _refuse_in_eval(self, what: str) -> None:
+        if self._shown is not None:
+            raise ValueError(
+                f"{what} in eval mode, in which the weights show θ and not what the inner steps have made of "
+                f"them: call optimizer.train() first"
+            )
+
+    def adopt_weights(self) -> None:
+        self.loop.adopt_weights()
+        self._shown, self.local_step, self._is_unmoved = None, 0, True
 
     def own_state(self, inner_state: dict[str, Any]) -> dict[str, Any]:
         """What a state dict has under "loco", beside the inner optimizer's state."""
         own = state_of(self.loop.state, undecided_round=self.loop.undecided_round())
+        if self._shown is not None:
+            own["weights"] = self._shown.weights
         return own | {"local_step": self.local_step, "inner_entries": len(inner_state["state"])}
 
     def check_own_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -109,5 +155,7 @@ class OuterOptimizer:
 
     def take_over(self, own: dict[str, Any]) -> None:
         """Continue from what `check_own_state` returned."""
+        self._shown = None
         take_over(self.loop.state, own)
         self.local_step = 0 if self.loop.resume() else int(own["local_step"])
+        self._is_unmoved = self.local_step == 0

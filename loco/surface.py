@@ -36,6 +36,48 @@ class RoundSurface:
         """
         return self._rounds.settle()
 
+    def eval(self) -> None:
+        """Show the anchor: the weights become cast(θ), which all sites hold alike, until `train()`.
+
+        For an evaluation in the middle of a round, or to save the model that the sites have in common. What
+        the inner steps have made of the weights is kept aside, which takes as much memory as they do;
+        `state_dict()` still has it. Meanwhile steps and rounds are refused. Calling it again changes nothing.
+
+        It sends no messages where a site is one rank. The ranks of a larger site must call it together. Only
+        after a round that was interrupted all ranks of all sites must: it is settled first.
+
+        Raises:
+            LocoError: an interrupted round can't be settled yet, or a link inside the site is lost; the
+                weights are what they were.
+        """
+        self._rounds.show_anchor()
+
+    def train(self) -> None:
+        """End `eval()`: the weights are what they were before it, bit for bit. It sends no messages.
+
+        What was written into the weights meanwhile is discarded, with a warning.
+        """
+        self._rounds.give_weights_back()
+
+    def adopt_weights(self) -> None:
+        """Take weights that were loaded or changed from outside as a new start. Call it on every rank.
+
+        Site 0's weights become θ on all sites, and w = cast(θ), as if the optimizer was built now; the other
+        sites' weights are replaced. What was withheld (e) and the outer momentum (m) belonged to the old
+        weights and become zero; inner steps since the last round are given up. The count of rounds goes on,
+        and so does the inner optimizer's state. It ends eval mode.
+
+        Without it, weights that are no longer cast(θ) when the first step after construction or after a round
+        begins are refused: the round would take the difference for an update of this site. That check is one
+        pass per round over this rank's slice, which reads θ and the weights: 8 bytes for each FP32 parameter.
+
+        Raises:
+            ValueError: a weight on site 0 is infinite or NaN; or the sites come and go.
+            LocoError: a rank can't, or did not come. Nothing has changed, unless a link was lost while θ
+                travelled: then call it again on every rank, or load a checkpoint.
+        """
+        self._rounds.adopt_weights()
+
     def register_round_hook(self, hook: Hook) -> RemovableHandle:
         """Have `hook(progress)` called at every phase of every round on this rank: see `loco.RoundProgress`.
 
