@@ -22,8 +22,8 @@ ALLOWED = {
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
     *("coordination", "net", "wire", "members", "exchange", "round"),
-    *("checkpoints", "several", "init_step", "wrapper", "outer_optimizer", "surface"),
-    *("low_communication", "optimizer", "attach"),
+    *("checkpoints", "several", "init_step", "wrapper", "setup_warnings"),
+    *("outer_optimizer", "surface", "low_communication", "optimizer", "attach"),
 )
 
 
