@@ -102,8 +102,10 @@ class Attached(RoundSurface):
     def detach(self) -> None:
         """Remove the hooks: the optimizer's steps count no more, and its state dict is its own again.
 
-        Weights stay as they are. `sync()` on all ranks before it leaves all sites with the same.
+        Weights stay as they are; in eval mode they are given back. `sync()` on all ranks before it leaves all
+        sites with the same.
         """
+        self.train()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -131,7 +133,10 @@ class Attached(RoundSurface):
         self._stepped.clear()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._stepped and not only_initialises(optimizer):
+        if only_initialises(optimizer):
+            return
+        self._rounds.refuse_in_eval("step()")
+        if not self._stepped:
             self._rounds.before_step()
 
     def _after(self, number: int) -> Callable[..., None]:

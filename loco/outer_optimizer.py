@@ -53,7 +53,7 @@ class OuterOptimizer:
                 than the sites agreed on.
             LocoError: an interrupted round can't be settled yet.
         """
-        self._refuse_in_eval("step()")
+        self.refuse_in_eval("step()")
         self.settle(abandon=True)
         if self._is_unmoved:
             self.loop.state.parameters.check_unchanged(self.inner)
@@ -78,7 +78,7 @@ class OuterOptimizer:
             self.sync()
 
     def sync(self) -> SyncReport:
-        self._refuse_in_eval("sync()")
+        self.refuse_in_eval("sync()")
         return self._done(self.loop.run_round())
 
     def settle(self, *, abandon: bool = False) -> SyncReport | None:
@@ -101,7 +101,11 @@ class OuterOptimizer:
         if shown is not None:
             shown.give_back()
 
-    def _refuse_in_eval(self, what: str) -> None:
+    def refuse_in_eval(self, what: str) -> None:
+        """
+        Raises:
+            ValueError: θ is shown.
+        """
         if self._shown is not None:
             raise ValueError(
                 f"{what} in eval mode, in which the weights show θ and not what the inner steps have made of "
