@@ -16,9 +16,10 @@ SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FlatParameters:
-    """Every parameter once, in the order of the parameter groups, each in its logical (row-major) order.
+    """Every trained parameter once, in the order of the parameter groups, each in its row-major order.
 
-    Frozen parameters have their place too: they may thaw later, and the sites must agree on them anyway.
+    Parameters that are frozen (`requires_grad` is False) have no place in it and cost nothing. Thawing them
+    later is refused, since the other sites would not know. Those that freeze later keep their place.
 
     Raises:
         ValueError: a parameter that can't be synchronised, and why.
@@ -28,6 +29,14 @@ class FlatParameters:
         named = _named_parameters(inner)
         if not named:
             raise ValueError("the inner optimizer has no parameters")
+        self._given = [p for _, p in named]
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        named = [(name, p) for name, p in named if p.requires_grad]
+        if not named:
+            raise ValueError(
+                "all of the inner optimizer's parameters are frozen (requires_grad is False): build it on "
+                "those that are trained"
+            )
         self.device = named[0][1].device
         for name, p in named:
             self._check(name, p)
@@ -87,13 +96,24 @@ class FlatParameters:
         """The parameters are still those the sites agreed on.
 
         Raises:
-            ValueError: some were added, replaced, moved or converted since.
+            ValueError: some were added, replaced, thawed, moved or converted since, or all of them frozen.
         """
         now = _named_parameters(inner)
-        if [id(p) for _, p in now] != [id(p) for p in self.params]:
+        if [id(p) for _, p in now] != [id(p) for p in self._given]:
             raise ValueError(
                 "the inner optimizer's parameters have changed since the sites agreed on them: "
                 "build a new optimizer with all of them"
+            )
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise ValueError(
+                    f"parameter {name} was frozen when the sites agreed on what is trained, and now requires "
+                    f"gradients: thaw it before you build the optimizer, or build a new one"
+                )
+        if not any(p.requires_grad for p in self.params):
+            raise ValueError(
+                "all parameters that the sites agreed on have been frozen since, as a peft_config does: "
+                "build the optimizer on the parameters that are trained now"
             )
         for name, p, shape, dtype in zip(self.names, self.params, self.shapes, self.dtypes, strict=True):
             if p.device != self.device or p.dtype != dtype or tuple(p.shape) != shape:

@@ -34,7 +34,9 @@ def run_snippet(rank: int, source: str, folder: str) -> tuple[Any, ...]:
     if "optimizer = " not in source:
         known["optimizer"] = loco.PulseLoCo(known["inner"], sync_every=1)
     exec(source.replace(", 1000)", ", 200)"), known)  # a page's own, whose training loop is cut short
-    optimizer, inner = known["optimizer"], known["optimizer"].inner
+    handle = known.get("handle")
+    optimizer = handle if isinstance(handle, loco.Attached) else known["optimizer"]
+    inner = optimizer.inner
     for p in known["model"].parameters():
         p.grad = torch.ones_like(p)
     inner.step()

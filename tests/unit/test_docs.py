@@ -27,6 +27,7 @@ TOPICS = (
         "elastic",
         "failures",
         "frontier",
+        "optimizer",
         "reproduce",
     ),
     *("results", "sites", "wire"),

@@ -22,7 +22,8 @@ ALLOWED = {
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
     *("coordination", "net", "wire", "members", "exchange", "round"),
-    *("checkpoints", "wrapper", "low_communication", "optimizer"),
+    *("checkpoints", "several", "init_step", "wrapper", "setup_warnings"),
+    *("outer_optimizer", "surface", "low_communication", "optimizer", "attach"),
 )
 
 
