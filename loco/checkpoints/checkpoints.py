@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..logs import warn_once_per_machine
 from .directory import CheckpointDirectory
 from .formats import FORMATS, host_copy
+from .local_parts import without_dtensors
 from .manifest import Manifest, Position, manifest_of, site_name
 from .protocol import Saveable
 from .restore import Load, Resumed, together
@@ -111,7 +112,8 @@ class Checkpoints:
             if failure is not None:
                 raise failure
             self.wait()
-            tree = host_copy({"optimizer": optimizer.state_dict(), "extra": extra})
+            whole = {"optimizer": optimizer.state_dict(), "extra": extra}
+            tree = host_copy(without_dtensors(whole, optimizer.outer_state.parameters.params))
             held = self._held(optimizer, directory)
             note["save"] = uuid.uuid4().hex
             note["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]

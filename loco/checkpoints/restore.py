@@ -19,6 +19,7 @@ from ..logs import warn_once_per_machine
 from ..round.state import digest_of, identity
 from .directory import CheckpointDirectory
 from .formats import FORMATS
+from .local_parts import with_dtensors
 from .manifest import Position, read_manifest
 from .protocol import Saveable
 from .resize import Roster, hand_over, send_to_joining, update_of
@@ -217,6 +218,7 @@ class Load:
         failure = None
         try:
             tree = self._exchange(selected, tree, updates)
+            tree = with_dtensors(tree, optimizer.outer_state.parameters.params)
             own = tree["optimizer"]["loco"]
             note["round"], note["local_step"] = own["round"], own["local_step"]
             note["digest"] = digest_of(own["anchor"])

@@ -1,0 +1,82 @@
+"""What a rank saves of sharded parameters is its own part, and resuming with it equals never stopping."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import bits
+from sharded import Tied, assert_equal, build, divide, site_mesh, state, step_of
+from sites import run_ranks
+from torch.distributed.tensor import DTensor
+
+import loco
+
+STEPS, STOP = 7, 3  # in the middle of a round
+
+
+def fresh(topology: loco.Topology, kind: str, seed: int = 0) -> tuple[Any, Any]:
+    model = Tied()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * seed)  # loading must bring the weights too
+    divide(model, site_mesh())
+    return model, build(model, kind, topology)
+
+
+def moments(optimizer: Any) -> list[Any]:
+    """The inner optimizer's whole state, on this rank."""
+    found = []
+    for p in optimizer.outer_state.parameters.params:
+        for name, value in sorted(optimizer.inner.state[p].items()):
+            assert isinstance(value, DTensor) == (name != "step")
+            if isinstance(value, DTensor):
+                assert (value.placements, value.shape) == (p.placements, p.shape)
+                value = value.to_local()
+            found.append(bits(value))
+    return found
+
+
+def resumed(rank: int, kind: str, how: str, folder: Path) -> bool:
+    topology = loco.Topology(ranks_per_site=2)
+    model, optimizer = fresh(topology, kind)
+    for step in range(STOP):
+        step_of(model, optimizer, topology.site, step)
+    stopped = optimizer.state_dict()
+    if how == "state_dict":
+        for value in stopped["loco"]["weights"]:
+            assert type(value) is torch.Tensor  # the local part
+        buffer = io.BytesIO()
+        torch.save(stopped, buffer)
+    else:
+        with loco.Checkpoints(folder, format=how) as checkpoints:
+            ema = [p.detach().clone() for p in optimizer.outer_state.parameters.params]
+            checkpoints.save(optimizer, {"step": STOP, "ema": ema}, blocking=True)
+    for step in range(STOP, STEPS):
+        step_of(model, optimizer, topology.site, step)
+    again, other = fresh(topology, kind, seed=1)
+    if how == "state_dict":
+        buffer.seek(0)
+        other.load_state_dict(torch.load(buffer, weights_only=False))
+    else:
+        checkpoints = loco.Checkpoints(folder)
+        found = checkpoints.load(other)
+        assert found is not None
+        assert found.extra["step"] == STOP
+        for saved, now in zip(found.extra["ema"], other.outer_state.parameters.params, strict=True):
+            assert torch.equal(saved.to_local(), now.to_local())
+    assert (other.round, other.local_step) == (STOP // 2, STOP % 2)
+    for step in range(STOP, STEPS):
+        step_of(again, other, topology.site, step)
+    assert_equal(state(other), state(optimizer))
+    assert_equal({"moments": moments(other)}, {"moments": moments(optimizer)})
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("PulseLoCo", "torch"), ("PulseLoCo", "dcp"), ("DiLoCo", "torch"), ("PulseLoCo", "state_dict")],
+)
+def test_resuming_with_the_same_sharding_equals_never_stopping(kind: str, how: str, tmp_path: Path) -> None:
+    assert run_ranks(4, resumed, kind, how, tmp_path) == [True] * 4
