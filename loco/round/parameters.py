@@ -42,6 +42,7 @@ class FlatParameters:
         if not named:
             raise ValueError("the inner optimizer has no parameters")
         self.device = named[0][1].device
+        self._gathered = GatheredCopies(named)
         for name, p in named:
             if is_sharded(p):
                 check_sharded(name, p, site_ranks)
@@ -66,7 +67,6 @@ class FlatParameters:
                     f"parameters {name} and {other} share their memory, or interleave in it, but are two "
                     f"Parameters: tie weights by using one Parameter in both places"
                 )
-        self._gathered = GatheredCopies(self.params)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -90,6 +90,12 @@ class FlatParameters:
             raise ValueError(
                 f"parameters lie on {self.device} and ({name}) on {p.device}; "
                 f"all parameters of one optimizer must be on one device"
+            )
+        memory = p.untyped_storage()
+        if p.numel() and _end(p) > memory.data_ptr() + memory.nbytes():
+            raise ValueError(
+                f"parameter {name} has no memory, a framework has freed it: build the inner optimizer from "
+                f"the model's parameters as they are between two steps"
             )
 
     def describe(self) -> list[list]:

@@ -97,20 +97,30 @@ class GatheredCopies:
     the next forward pass takes them as they are: it would not see what is written into the shards.
 
     Args:
-        params: the parameters to be written.
+        named: the parameters to be written, by their names.
+
+    Raises:
+        ValueError: one of them is such a copy.
     """
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._modules: list[weakref.ref[Any]] = []
-        ours = {id(p) for p in params if is_sharded(p)}
+        ours = {id(p): name for name, p in named}
         module = sys.modules.get("torch.distributed.fsdp")
         if not ours or module is None:
             return
         # A parameter does not know its module. Modules can't be divided after their optimizer was built, so
         # those that are there now are all.
         found = [one for one in _candidates() if issubclass(type(one), module.FSDPModule)]
+        before = {id(p) for one in found for p in one.parameters()}
         for one in found:
             one.reshard()
+        after = {id(p) for one in found for p in one.parameters()}
+        if copies := [name for p, name in ours.items() if p in before - after]:
+            raise ValueError(
+                f"parameter {copies[0]} is a copy that FSDP2 had gathered for a forward pass, and not "
+                f"the parameter: call model.reshard() before you build the inner optimizer"
+            )
         self._modules = [weakref.ref(one) for one in found if any(id(p) in ours for p in one.parameters())]
 
     def drop(self) -> None:

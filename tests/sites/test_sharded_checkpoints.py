@@ -43,11 +43,10 @@ def resumed(rank: int, kind: str, how: str, folder: Path) -> bool:
     model, optimizer = fresh(topology, kind)
     for step in range(STOP):
         step_of(model, optimizer, topology.site, step)
-    stopped = optimizer.state_dict()
+    stopped, buffer = optimizer.state_dict(), io.BytesIO()
     if how == "state_dict":
         for value in stopped["loco"]["weights"]:
             assert type(value) is torch.Tensor  # the local part
-        buffer = io.BytesIO()
         torch.save(stopped, buffer)
     else:
         with loco.Checkpoints(folder, format=how) as checkpoints:
