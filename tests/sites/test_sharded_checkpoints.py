@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from scripted import bits
-from sharded import Tied, assert_equal, build, divide, site_mesh, state, step_of
-from sites import run_ranks
+from sharded import Tied, assert_equal, build, divide, shard_of_whole, site_mesh, state, step_of
+from sites import error_of, run_ranks
 from torch.distributed.tensor import DTensor
 
 import loco
@@ -79,3 +79,59 @@ def resumed(rank: int, kind: str, how: str, folder: Path) -> bool:
 )
 def test_resuming_with_the_same_sharding_equals_never_stopping(kind: str, how: str, tmp_path: Path) -> None:
     assert run_ranks(4, resumed, kind, how, tmp_path) == [True] * 4
+
+
+def some_sites(rank: int, per_site: int, folder: Path, steps: range, expected: list[Any]) -> Any:
+    """Go on from the checkpoint, if there is one, and save another one at the end."""
+    topology = loco.Topology(ranks_per_site=per_site)
+    model = Tied()
+    if per_site > 1:
+        divide(model, site_mesh(per_site))
+    optimizer = build(model, "PulseLoCo", topology)
+    with loco.Checkpoints(folder) as checkpoints:
+        checkpoints.load(optimizer)
+        for step in steps:
+            step_of(model, optimizer, topology.site, step)
+        checkpoints.save(optimizer, blocking=True)
+    if expected:
+        assert_equal(state(optimizer), shard_of_whole(expected[topology.site], optimizer))
+    return state(optimizer)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_sites_join_and_leave_as_those_that_are_not_divided(before: int, after: int, tmp_path: Path) -> None:
+    expected: list[list[Any]] = []
+    for k, (sites, steps) in enumerate([(before, range(STOP)), (after, range(STOP, STEPS))]):
+        expected.append(run_ranks(sites, some_sites, 1, tmp_path / "whole", steps, []))
+        run_ranks(2 * sites, some_sites, 2, tmp_path / "shards", steps, expected[k])
+
+
+def other_sharding(rank: int, folder: Path, per_site: int, divided: bool) -> tuple[str, str]:
+    topology = loco.Topology(ranks_per_site=per_site)
+    model = Tied()
+    if divided:
+        divide(model, site_mesh(per_site))
+    optimizer = build(model, "PulseLoCo", topology)
+    before = state(optimizer) if divided else None
+    checkpoints = loco.Checkpoints(folder)
+    error = error_of(checkpoints.load, optimizer)
+    if before is not None:
+        assert_equal(state(optimizer), before)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("world", "per_site", "divided", "differs"),
+    [
+        (4, 4, True, "ranks_per_site = 2, this optimizer has 4"),
+        (2, 1, False, "ranks_per_site = 2, this optimizer has 1"),
+        (4, 2, False, "parameters = ['scale', [1], 'torch.float32', ['S(0)'], [2]], this optimizer has "),
+    ],
+)
+def test_another_sharding_is_refused_by_name_and_changes_nothing(
+    world: int, per_site: int, divided: bool, differs: str, tmp_path: Path
+) -> None:
+    run_ranks(4, some_sites, 2, tmp_path, range(STOP), [])
+    for kind, text in run_ranks(world, other_sharding, tmp_path, per_site, divided):
+        assert kind == "ValueError"
+        assert f"this state was saved with {differs}" in text

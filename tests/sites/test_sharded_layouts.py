@@ -77,7 +77,7 @@ def tensor_parallel(rank: int, per_site: int) -> tuple[list[tuple[np.ndarray, ..
         parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(model, mesh=mesh["shard"])
     params: list[Any] = list(model.parameters())
-    held = [p.detach().to_local() if isinstance(p, DTensor) else p.detach() for p in params]
+    held = [p.to_local().detach() if isinstance(p, DTensor) else p.detach() for p in params]
     places = [tensor.clone() for tensor in held]
     start = torch.from_numpy(move(0, 9, 9, 1000, 0.02))
     for tensor, at in zip(held, places, strict=True):
