@@ -48,7 +48,7 @@ class FlatParameters:
                 check_sharded(name, p, site_ranks)
             elif is_traceable_wrapper_subclass(p):
                 raise ValueError(f"parameter {name} is a {type(p).__name__}; loco synchronises plain tensors")
-            self._check(name, local(p))
+            self._check(name, local(p) if is_sharded(p) else p)
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
         self.is_sharded = any(is_sharded(p) for p in self.params)
@@ -74,6 +74,11 @@ class FlatParameters:
         return [local(p) for p in self.params]
 
     def _check(self, name: str, p: Tensor) -> None:
+        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+            raise ValueError(
+                f"parameter {name} is of FullyShardedDataParallel (FSDP1), whose shards do not say what "
+                f"they are part of: use torch.distributed.fsdp.fully_shard"
+            )
         if isinstance(p, UninitializedParameter) or p.is_meta:
             raise ValueError(f"parameter {name} has no values yet: give the model its weights first")
         if p.dtype not in SUPPORTED:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import SHARDINGS
 from sharded import Tied, as_bf16, assert_equal, build, divide, shard_of_whole, site_mesh, state, step_of
 from sites import run_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -63,6 +64,7 @@ def sharded(rank: int, case: dict[str, Any], expected: list[Any]) -> Any:
     return held, outer.parameters.numel, reports
 
 
+@pytest.mark.check(SHARDINGS, sample="PulseLoCo|bf16 forward")
 @pytest.mark.parametrize("name", CASES)
 def test_two_sites_of_two_shards_equal_two_sites_that_are_not_divided(name: str) -> None:
     case = CASES[name]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import bits
+from selection import CHECKPOINTS
 from sharded import Tied, assert_equal, build, divide, shard_of_whole, site_mesh, state, step_of
 from sites import error_of, run_ranks
 from torch.distributed.tensor import DTensor
@@ -73,6 +74,7 @@ def resumed(rank: int, kind: str, how: str, folder: Path) -> bool:
     return True
 
 
+@pytest.mark.check(CHECKPOINTS, sample="PulseLoCo-torch")
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("PulseLoCo", "torch"), ("PulseLoCo", "dcp"), ("DiLoCo", "torch"), ("PulseLoCo", "state_dict")],
@@ -98,6 +100,7 @@ def some_sites(rank: int, per_site: int, folder: Path, steps: range, expected: l
     return state(optimizer)
 
 
+@pytest.mark.check(CHECKPOINTS)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_sites_join_and_leave_as_those_that_are_not_divided(before: int, after: int, tmp_path: Path) -> None:
     expected: list[list[Any]] = []
@@ -120,6 +123,7 @@ def other_sharding(rank: int, folder: Path, per_site: int, divided: bool) -> tup
     return error
 
 
+@pytest.mark.check(CHECKPOINTS, sample="2-.*")
 @pytest.mark.parametrize(
     ("world", "per_site", "divided", "differs"),
     [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scripted import bits, move
+from selection import SHARDINGS
 from sharded import Tied, assert_equal, build, divide, shard_of_whole, state, step_of
 from sites import run_ranks
 from torch import nn
@@ -36,6 +37,7 @@ def replicas(rank: int, per_site: int, kind: str, expected: list[Result]) -> Res
     return state(optimizer), report
 
 
+@pytest.mark.check(SHARDINGS, sample="PulseLoCo")
 @pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
 def test_a_site_of_two_replicas_of_two_shards_equals_one_rank(kind: str) -> None:
     expected = run_ranks(1, replicas, 1, kind, [])
@@ -102,6 +104,7 @@ def tensor_parallel(rank: int, per_site: int) -> tuple[list[tuple[np.ndarray, ..
     return found, divided, (strided, optimizer.last_report)
 
 
+@pytest.mark.check(SHARDINGS)
 def test_tensor_parallel_shards_of_fsdp_equal_one_rank() -> None:
     expected, _, (_, alone) = run_ranks(1, tensor_parallel, 1)[0]
     results = run_ranks(4, tensor_parallel, 4)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from scripted import bits
+from selection import SHARDINGS
 from sharded import Tied, batch, build, divide, site_mesh, step_of
 from sites import error_of, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import loco
@@ -53,6 +54,7 @@ def after_evaluation(rank: int, reshard_after_forward: bool | int | None) -> lis
     return found
 
 
+@pytest.mark.check(SHARDINGS, sample="None")
 @pytest.mark.parametrize("reshard_after_forward", [None, False, 1])
 def test_a_round_after_an_evaluation_is_seen_by_the_next_one(
     reshard_after_forward: bool | int | None,
@@ -125,6 +127,15 @@ def refused(rank: int) -> list[tuple[str, str]]:
         seen(model)
         return build(model, "PulseLoCo", topology)
 
+    def fsdp1(use_orig_params: bool) -> Any:
+        model = FullyShardedDataParallel(
+            nn.Linear(4, 4, bias=False),
+            process_group=topology.site_group,
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+        )
+        return build(model, "PulseLoCo", topology)
+
     backwards = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("site", "shard"))["shard"]
 
     def changed() -> Any:
@@ -145,6 +156,8 @@ def refused(rank: int) -> list[tuple[str, str]]:
         lambda: over(backwards),
         changed,
         after_an_evaluation,
+        lambda: fsdp1(False),
+        lambda: fsdp1(True),
     ]
     return [error_of(attempt) for attempt in attempts]
 
@@ -170,6 +183,8 @@ def test_what_cannot_be_exchanged_shard_by_shard_is_refused_with_what_to_do() ->
             "the sites differ in shards (number 0): site 0 (rank 0) has [[[0, 0]], [1]], "
             "site 1 (rank 2) has [[[0, 1]], [1]]"
         )
+        for text in texts[9:]:
+            assert "is of FullyShardedDataParallel (FSDP1)" in text
         assert errors[8][0] == "ValueError"
         assert texts[8].startswith("parameter scale is a copy that FSDP2 had gathered for a forward pass")
         assert errors[7][0] == ("ValueError" if rank == 1 else "PeerError")
@@ -198,6 +213,7 @@ def drift(rank: int, spoil: str) -> tuple[str, str]:
     return error_of(optimizer.sync)
 
 
+@pytest.mark.check(SHARDINGS, sample="replica|whole")
 @pytest.mark.parametrize("spoil", ["replica", "whole", "first", "nan"])
 def test_copies_inside_a_site_that_differ_stop_the_round_everywhere(spoil: str) -> None:
     for kind, text in run_ranks(4, drift, spoil):

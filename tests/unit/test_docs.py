@@ -29,7 +29,7 @@ TOPICS = (
         "frontier",
         "reproduce",
     ),
-    *("results", "sites", "wire"),
+    *("results", "sharded", "sites", "wire"),
 )
 
 
