@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..round.placements import describe_placement, placement_of
 from ..round.sharding import is_sharded, local
 
-_MARK = "loco.dtensor"
+MARK = "loco.dtensor"
 
 
 def without_dtensors(tree: Any, params: Sequence[Tensor]) -> Any:
@@ -33,10 +34,10 @@ def without_dtensors(tree: Any, params: Sequence[Tensor]) -> Any:
             f"a checkpoint could not say where it belongs. Keep such a state on the mesh of its parameter"
         )
     return {
-        _MARK: 1,
+        MARK: 1,
         "local": local(tree),
         "mesh_of": meshes.index(tree.device_mesh),  # a parameter's number
-        "placements": [_described(placement) for placement in tree.placements],
+        "placements": [describe_placement(one) for one in tree.placements],
         "shape": list(tree.shape),
         "stride": list(tree.stride()),
     }
@@ -49,7 +50,7 @@ def with_dtensors(tree: Any, params: Sequence[Tensor]) -> Any:
         ValueError: what lies there is not what `without_dtensors` makes.
     """
     if isinstance(tree, dict):
-        if _MARK in tree:
+        if MARK in tree:
             return _rebuilt(tree, params)
         return {key: with_dtensors(value, params) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -58,32 +59,12 @@ def with_dtensors(tree: Any, params: Sequence[Tensor]) -> Any:
     return tree
 
 
-def _described(placement: Any) -> list[Any]:
-    if placement.is_replicate():
-        return ["Replicate"]
-    if placement.is_partial():
-        raise ValueError("a state holds a DTensor that is a partial sum: redistribute it to Shard")
-    factor = getattr(placement, "split_factor", None)  # FSDP2 over a tensor that is already divided
-    return ["Shard", placement.dim] if factor is None else ["StridedShard", placement.dim, factor]
-
-
 def _rebuilt(saved: dict[str, Any], params: Sequence[Tensor]) -> Tensor:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    def placement(described: list[Any]) -> Any:
-        match described:
-            case ["Replicate"]:
-                return Replicate()
-            case ["Shard", int(dim)]:
-                return Shard(dim)
-            case ["StridedShard", int(dim), int(factor)]:
-                return _StridedShard(dim, split_factor=factor)
-        raise ValueError(f"this state holds a tensor that is divided as {described!r}: it is damaged")
+    from torch.distributed.tensor import DTensor
 
     try:
         like, held = params[saved["mesh_of"]], saved["local"]
-        placements = [placement(described) for described in saved["placements"]]
+        placements = [placement_of(described) for described in saved["placements"]]
         if not is_sharded(like) or not isinstance(held, Tensor):
             raise ValueError("this state holds part of a DTensor for a parameter that is none: it is damaged")
         return DTensor.from_local(

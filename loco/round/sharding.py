@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from .placements import describe_placement
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -36,7 +38,7 @@ def layout_of(tensor: Tensor) -> list[Any]:
     for other tensors."""
     if not is_sharded(tensor):
         return []
-    return [[str(placement) for placement in tensor.placements], list(tensor.device_mesh.shape)]
+    return [[describe_placement(one) for one in tensor.placements], list(tensor.device_mesh.shape)]
 
 
 def shard_of(tensor: Tensor) -> list[Any]:
