@@ -10,6 +10,7 @@ from scripted import bits
 from selection import CHECKPOINTS
 from sharded import Tied, assert_equal, build, divide, shard_of_whole, site_mesh, state, step_of
 from sites import error_of, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import loco
@@ -144,3 +145,42 @@ def test_another_sharding_is_refused_by_name_and_changes_nothing(
     for kind, text in run_ranks(world, other_sharding, tmp_path, per_site, divided):
         assert kind == "ValueError"
         assert f"this state was saved with {differs}" in text
+        assert text.endswith("If only the sharding has changed, load(optimizer, reshard=True) loads it")
+
+
+LAYOUTS = {"whole": (1, ""), "1x4": (4, "shard"), "2x2": (4, "replicate shard"), "halves": (2, "shard")}
+
+
+def in_layout(rank: int, layout: str, folder: Path, steps: range, expected: list[Any]) -> Any:
+    """One site, or with "halves" two, whose checkpoint was saved in any layout."""
+    per_site, names = LAYOUTS[layout]
+    topology, model = loco.Topology(ranks_per_site=per_site), Tied()
+    if layout == "halves":
+        divide(model, site_mesh())
+    elif names:
+        shape = (2, 2) if layout == "2x2" else (4,)
+        divide(model, init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split())))
+    optimizer = build(model, "PulseLoCo", topology)
+    with loco.Checkpoints(folder) as checkpoints:
+        resumed = checkpoints.load(optimizer, reshard=True)
+        assert (resumed is None) == (steps.start == 0)
+        for step in steps:
+            step_of(model, optimizer, topology.site, step)
+        checkpoints.save(optimizer, blocking=True)
+    if expected:
+        assert_equal(state(optimizer), shard_of_whole(expected[topology.site], optimizer))
+    return state(optimizer)
+
+
+@pytest.mark.check(CHECKPOINTS, sample="1-.*")
+@pytest.mark.parametrize(
+    ("sites", "layouts"),
+    [(1, ["2x2", "1x4", "whole", "2x2"]), (2, ["whole", "halves", "whole"])],
+)
+def test_another_sharding_goes_on_with_the_bits_of_a_site_that_is_not_divided(
+    sites: int, layouts: list[str], tmp_path: Path
+) -> None:
+    for k, layout in enumerate(layouts):
+        steps = range(STOP * k, STOP * (k + 1))
+        expected = run_ranks(sites, in_layout, "whole", tmp_path / "whole", steps, [])
+        run_ranks(sites * LAYOUTS[layout][0], in_layout, layout, tmp_path / "any", steps, expected)
