@@ -72,6 +72,7 @@ class ElasticSites:
         self.dead_after = float(dead_after)
         self.connect_timeout = float(connect_timeout)
         self.num_sites, self.site = 1, 0
+        self.site_group = None
         if at is None:
             self._address, port = _address_towards(lighthouse), 0
         else:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..coordination.rendezvous import Agreement
 from ..net.transport import Transport
@@ -110,6 +111,11 @@ class Sites:
     @property
     def rank_in_site(self) -> int:
         return self._as.rank_in_site
+
+    @property
+    def site_group(self) -> dist.ProcessGroup | None:
+        """This site's world."""
+        return self._as.site_group
 
     @property
     def notes(self) -> Agreement:

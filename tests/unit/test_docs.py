@@ -30,7 +30,7 @@ TOPICS = (
         "optimizer",
         "reproduce",
     ),
-    *("results", "sites", "wire"),
+    *("results", "sharded", "sites", "wire"),
 )
 
 
