@@ -12,8 +12,10 @@ from ..net.transport import Transport
 from .elastic import ElasticSites
 from .fixed import FixedSites
 from .joined_worlds import JoinedWorlds
-from .topology import check_limits
-from .view import Membership
+from .topology import Topology, check_limits
+from .view import Membership, SiteTopology
+
+_VARIABLES = ("LOCO_SITES", "LOCO_SITE", "LOCO_AT", "LOCO_LIGHTHOUSE")
 
 
 class Sites:
@@ -140,6 +142,11 @@ class Sites:
             f"Sites(site={self.name!r}): this is site {self.site} of {self.num_sites}, "
             f"rank {self.rank_in_site} of {self.ranks_per_site} in it"
         )
+
+
+def default_topology() -> SiteTopology:
+    """Who the sites are, if nobody says it in code."""
+    return Sites() if any(os.environ.get(name) for name in _VARIABLES) else Topology()
 
 
 def _told(variable: str, what: str, example: str) -> str:

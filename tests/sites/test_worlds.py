@@ -206,3 +206,13 @@ def test_the_store_outlives_its_hosts_program_as_long_as_others_need_it() -> Non
         ended[name] = said, errors
     assert ended["b"][0] == "done 3\n"
     assert "no answer" not in ended["b"][1]
+
+
+def knows_its_site_by_variables(rank: int) -> tuple[str, int]:
+    optimizer = loco.PulseLoCo(Scripted(parameters(7, NUMEL), 3, 0))
+    return type(optimizer.topology).__name__, optimizer.topology.num_sites
+
+
+def test_an_optimizer_that_is_told_nothing_goes_by_the_variables() -> None:
+    assert run_worlds(["a", "b"], 1, knows_its_site_by_variables) == [[("Sites", 2)]] * 2
+    assert run_ranks(2, knows_its_site_by_variables) == [("Topology", 2)] * 2
