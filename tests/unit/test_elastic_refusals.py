@@ -26,8 +26,9 @@ def test_a_wrong_argument_is_named(arguments: dict, said: str, monkeypatch: pyte
         loco.Sites(site="a", **arguments)
 
 
-def claim(ready: bool = True, **told: Any) -> Claim:
-    return Claim(**{"round": 3, "digest": "x", "ready": ready, "setup": "same", **told})
+def claim(ready: Any = True, **told: Any) -> Claim:
+    same: dict[str, Any] = {"round": 3, "digest": "x", "setup": "same", "ready": ready}
+    return Claim(**same | told)
 
 
 def test_ranks_of_a_site_that_have_come_for_different_things_are_told_so() -> None:
@@ -49,8 +50,9 @@ def test_the_digest_of_a_site_is_of_all_its_ranks() -> None:
 
 def test_what_only_some_ranks_of_a_site_say_is_not_said_of_the_site() -> None:
     for field in ("links", "committed", "doubt"):
-        assert getattr(of_site([claim(**{field: "q1"}), claim(**{field: "q1"})]), field) == "q1"
-        assert getattr(of_site([claim(**{field: "q1"}), claim()]), field) == ""
+        said: dict[str, Any] = {field: "q1"}
+        assert getattr(of_site([claim(**said), claim(**said)]), field) == "q1"
+        assert getattr(of_site([claim(**said), claim()]), field) == ""
 
 
 def differently_started(rank: int) -> tuple[str, str]:
