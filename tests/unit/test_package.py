@@ -22,7 +22,7 @@ ALLOWED = {
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
     *("coordination", "net", "wire", "members", "exchange", "round"),
-    *("checkpoints", "wrapper", "low_communication", "optimizer"),
+    *("checkpoints", "wrapper", "low_communication", "optimizer", "integrations"),
 )
 
 
