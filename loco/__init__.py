@@ -6,6 +6,7 @@
 `help(loco.PulseLoCo)` has a whole training loop.
 """
 
+from .attach import Attached, attach
 from .checkpoints.checkpoints import Checkpoints
 from .checkpoints.protocol import Saveable
 from .checkpoints.restore import Resumed
@@ -34,6 +35,7 @@ __all__ = [
     "PAPER",
     "SAVING",
     "AgreementError",
+    "Attached",
     "AuthenticationError",
     "CheckpointError",
     "Checkpoints",
@@ -53,5 +55,6 @@ __all__ = [
     "Topology",
     "TransportError",
     "WireError",
+    "attach",
 ]
 __version__ = "0.1.0"

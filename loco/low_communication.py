@@ -1,29 +1,26 @@
 """What PULSELoCo and DiLoCo have in common: inner steps, and a round with the other sites every so often."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from .config import Settings
 from .exchange.wire_config import WireConfig
+from .init_step import only_initialises
 from .members.fixed import Topology
 from .members.view import SiteTopology
-from .report import SyncReport
-from .round.hooks import Hook
-from .round.loop import OuterLoop
-from .round.outer_state import OuterState
-from .round.state import check, state_of, take_over
+from .outer_optimizer import OuterOptimizer
+from .surface import RoundSurface
 from .wrapper import Wrapper
 
 
-class LowCommunicationOptimizer(Wrapper):
+class LowCommunicationOptimizer(RoundSurface, Wrapper):
     """What `PulseLoCo` and `DiLoCo` have in common: an inner optimizer for the steps of this site, and a
     round with the other sites after every `sync_every` of them.
 
     Attributes:
-        inner: the wrapped optimizer.
+        inner: the wrapped optimizer; or if there are several, one that stands for them.
         topology: the sites, and this rank's position among them.
         local_step: inner steps since the last round.
         last_report: the `loco.SyncReport` of the latest round, or None before the first.
@@ -31,7 +28,7 @@ class LowCommunicationOptimizer(Wrapper):
 
     def __init__(
         self,
-        inner: Optimizer,
+        inner: Optimizer | Iterable[Optimizer],
         settings: Settings,
         topology: SiteTopology | None,
         wire: WireConfig,
@@ -39,66 +36,33 @@ class LowCommunicationOptimizer(Wrapper):
     ) -> None:
         super().__init__(inner)
         self.topology = topology or Topology()
-        self._outer = OuterLoop(inner, settings, self.topology, wire, offload=offload)
-        self.local_step = 0
-        self.last_report: SyncReport | None = None
+        self._rounds = OuterOptimizer(self.inner, settings, self.topology, wire, offload=offload)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """An inner step; every `sync_every`-th call also runs a round. Returns the inner step's loss.
 
         A step that a GradScaler skips because of an overflow counts too, so that all sites come to the round
-        together.
+        together. A step by which torch.distributed.checkpoint gives a fresh optimizer its state does not.
 
         Raises:
             LocoError: the round failed and changed nothing; the inner step is kept. `sync()` repeats the
                 round, and so does the next `step()`, after another inner step. A rank on which something
                 else failed (it ran out of memory, for example) raises that error, and the others a PeerError.
         """
-        self._settle(abandon=True)
+        if only_initialises(self):
+            return self.inner.step() if closure is None else self.inner.step(closure)
+        self._rounds.before_step()
         loss = None
         try:
             if not self._unscale_or_skip():
                 loss = self.inner.step() if closure is None else self.inner.step(closure)
-            self.local_step += 1
-            self._outer.tell_step(self.local_step)
-            if self.local_step >= self.sync_every:
-                self.sync()
+            self._rounds.after_step()
         except BaseException:
             # GradScaler removes these only after a step that returns; left here, they would be used again.
             for left_by_scaler in ("grad_scale", "found_inf"):
                 self.__dict__.pop(left_by_scaler, None)
             raise
         return loss
-
-    def sync(self) -> SyncReport:
-        """Run a round now; call it on every rank. Useful at the end of training or before an evaluation.
-
-        Raises:
-            LocoError: the round failed and changed nothing; it can be repeated.
-        """
-        return self._done(self._outer.run_round())
-
-    def settle(self) -> SyncReport | None:
-        """Find out whether a round that was interrupted counts on all ranks, and if so finish it.
-
-        `step`, `sync` and `Checkpoints.save` do this themselves. It may send messages, so call it on every
-        rank. Sites that come and go can settle a round only in their next one: for them this does nothing.
-
-        Returns:
-            The round's report if it counts; None if it does not, or if no round was interrupted.
-
-        Raises:
-            LocoError: it can't be found out yet, because a rank or the store does not answer.
-        """
-        return self._settle()
-
-    def _settle(self, *, abandon: bool = False) -> SyncReport | None:
-        report = self._outer.settle(abandon=abandon)
-        return None if report is None else self._done(report)
-
-    def _done(self, report: SyncReport) -> SyncReport:
-        self.last_report, self.local_step = report, 0
-        return report
 
     # With this, torch's GradScaler always calls step(), with `grad_scale` and `found_inf` set on this
     # optimizer. If it skipped the steps whose gradients overflow, this site would come late to its rounds.
@@ -117,34 +81,6 @@ class LowCommunicationOptimizer(Wrapper):
                         p.grad.mul_(inverse.to(p.grad.device))
         return False
 
-    @property
-    def outer_state(self) -> OuterState:
-        """The outer state of this rank, to be read: θ (`anchor`), m (`momentum`) and e (`residual`) of the
-        elements `start` to `stop` of the flat parameters; `parameters`, the position of each parameter among
-        these; `gate`; `rounds_done`.
-        """
-        return self._outer.state
-
-    def register_round_hook(self, hook: Hook) -> RemovableHandle:
-        """Have `hook(progress)` called at every phase of every round on this rank: see `loco.RoundProgress`.
-
-        An error that it raises counts as this rank's own failure in that phase.
-        """
-        return self._outer.hooks.register(hook)
-
-    @property
-    def settings(self) -> Settings:
-        return self._outer.state.settings
-
-    @property
-    def sync_every(self) -> int:
-        return self._outer.state.settings.sync_every
-
-    @property
-    def round(self) -> int:
-        """How many rounds are done."""
-        return self._outer.state.rounds_done
-
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, and under "loco" all that the outer loop holds on this rank.
 
@@ -158,12 +94,8 @@ class LowCommunicationOptimizer(Wrapper):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state: dict[str, Any] = self.inner.state_dict()
-        own = {"local_step": self.local_step, "inner_entries": len(state["state"])}
-        state = {
-            **state,
-            "loco": state_of(self._outer.state, undecided_round=self._outer.undecided_round()) | own,
-        }
+        inner: dict[str, Any] = self.inner.state_dict()
+        state = {**inner, "loco": self._rounds.own_state(inner)}
         for hook in self._optimizer_state_dict_post_hooks.values():
             state = hook(self, state) or state
         return state
@@ -186,31 +118,7 @@ class LowCommunicationOptimizer(Wrapper):
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        if "loco" not in state_dict:
-            raise ValueError(
-                "this state has no 'loco' entry, so it is not of a loco optimizer: load an inner "
-                "optimizer's state into the inner optimizer before you wrap it"
-            )
-        outer = state_dict.pop("loco")
-        check(self._outer.state, outer)
-        found = len(state_dict["state"])
-        saved = outer.get("inner_entries", found)
-        if found != saved:
-            raise ValueError(
-                f"this state holds the inner optimizer's state of {found} parameters, {saved} were saved. "
-                f"torch.distributed.checkpoint fills only what is there, and in a fresh optimizer nothing "
-                f"is: load with loco.Checkpoints"
-            )
-        before = self.inner.state_dict()
-        try:
-            self.inner.load_state_dict(state_dict)
-            if agree is not None:
-                agree()
-        except BaseException:
-            self.inner.load_state_dict(before)
-            raise
-        take_over(self._outer.state, outer)
-        self.local_step = 0 if self._outer.resume() else int(outer["local_step"])
+        self._rounds.load(state_dict, agree)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -221,7 +129,4 @@ class LowCommunicationOptimizer(Wrapper):
         )
 
     def __repr__(self) -> str:
-        settings = ", ".join(
-            f"{name}={value!r}" for name, value in vars(self._outer.state.settings).items() if name != "kind"
-        )
-        return f"{type(self).__name__}({settings}, sites={self.topology.num_sites}) around {self.inner}"
+        return f"{type(self).__name__}{self._describe()} around {self.inner}"

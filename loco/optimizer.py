@@ -1,5 +1,7 @@
 """PULSELoCo and DiLoCo around a torch optimizer."""
 
+from collections.abc import Iterable
+
 from torch.optim import Optimizer
 
 from .config import Settings, matching_gain
@@ -55,7 +57,8 @@ class PulseLoCo(LowCommunicationOptimizer):
         v_i = the multiple of ulp(θ_i) / V nearest to s_i, ties to the even one; where it is 0, send nothing
 
     Args:
-        inner: the optimizer to wrap, built on the model's parameters. θ starts as site 0's weights.
+        inner: the optimizer to wrap, built on the model's parameters; or several, `[muon, adamw]`, each with
+            parameters of its own, which then step together. θ starts as site 0's weights.
         sync_every: H, inner steps per round.
         outer_lr: α.
         outer_momentum: μ, in [0, 1).
@@ -87,7 +90,7 @@ class PulseLoCo(LowCommunicationOptimizer):
 
     def __init__(
         self,
-        inner: Optimizer,
+        inner: Optimizer | Iterable[Optimizer],
         *,
         sync_every: int = 8,
         outer_lr: float = 0.7,
@@ -132,7 +135,8 @@ class DiLoCo(LowCommunicationOptimizer):
     the example in `help(loco.PulseLoCo)`.
 
     Args:
-        inner: the optimizer to wrap, built on the model's parameters. θ starts as site 0's weights.
+        inner: the optimizer to wrap, built on the model's parameters; or several, `[muon, adamw]`, each with
+            parameters of its own, which then step together. θ starts as site 0's weights.
         sync_every: H, inner steps per round.
         outer_lr: α.
         outer_momentum: μ, in [0, 1).
@@ -148,7 +152,7 @@ class DiLoCo(LowCommunicationOptimizer):
 
     def __init__(
         self,
-        inner: Optimizer,
+        inner: Optimizer | Iterable[Optimizer],
         *,
         sync_every: int = 8,
         outer_lr: float = 0.7,

@@ -1,19 +1,30 @@
 """An optimizer around another one, which looks to torch like the inner one."""
 
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 from torch.optim import Optimizer
+
+from .several import as_one, each_of
+
+ATTACHED: WeakSet[Optimizer] = WeakSet()  # those whose own steps run rounds: see `loco.attach`
 
 
 class Wrapper(Optimizer):
     """A torch optimizer whose `param_groups` and `state` are the inner optimizer's own objects, so that
     schedulers, gradient scalers and hooks work on them. Subclasses define `step`."""
 
-    def __init__(self, inner: Optimizer) -> None:
-        if not isinstance(inner, Optimizer):
-            raise TypeError(f"inner must be a torch.optim.Optimizer, got {type(inner).__name__}")
-        if isinstance(inner, Wrapper):
+    def __init__(self, inner: Optimizer | Iterable[Optimizer]) -> None:
+        inner = as_one(inner)
+        if any(isinstance(one, Wrapper) for one in each_of(inner)):
             raise ValueError("inner already exchanges with the other sites; wrap the optimizer inside it")
+        for one in each_of(inner):
+            if one in ATTACHED:
+                raise ValueError(
+                    f"this {type(one).__name__} exchanges with the other sites already, since loco.attach: "
+                    f"call detach() on its handle first"
+                )
         self.inner = inner
         self._wrapped = False
         super().__init__(inner.param_groups, inner.defaults)

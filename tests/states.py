@@ -25,12 +25,18 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: ra
         optimizer.step()
 
 
-def snapshot(optimizer: loco.PulseLoCo | loco.DiLoCo) -> Snapshot:
+def snapshot(optimizer: loco.Saveable) -> Snapshot:
     """θ, m, e and w, bit for bit."""
     outer = optimizer.outer_state
     tensors = {"anchor": outer.anchor, "momentum": outer.momentum, "residual": outer.residual}
     weights = torch.cat([p.detach().float().reshape(-1) for p in outer.parameters.params])
     return {name: bits(t.cpu()) for name, t in (tensors | {"weights": weights}).items() if t is not None}
+
+
+def inner_state(optimizer: torch.optim.Optimizer) -> Snapshot:
+    """What the inner optimizer itself holds, bit for bit."""
+    state = optimizer.state_dict()["state"]
+    return {f"{k} {name}": bits(torch.as_tensor(v)) for k, own in state.items() for name, v in own.items()}
 
 
 def assert_same(a: Snapshot, b: Snapshot) -> None:

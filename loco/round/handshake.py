@@ -100,7 +100,7 @@ def check_first_anchor(
     everyone: Transport, topology: SiteTopology, layout: FlatParameters, anchor: Tensor, start: int
 ) -> None:
     """Every rank tells every other what it sees of its slice, from `start`, so that all refuse it or none."""
-    first_bad = _first_bad(anchor)
+    first_bad = first_nonfinite(anchor)
     first_bad += start if first_bad >= 0 else 0
     digest = kernels.digest(anchor)
     record = first_bad.to_bytes(8, "little", signed=True) + digest.to_bytes(8, "little")
@@ -115,7 +115,7 @@ def check_first_anchor(
             raise ReplicaError(f"site {site} did not receive the anchor that site 0 sent")
 
 
-def _first_bad(values: Tensor) -> int:
+def first_nonfinite(values: Tensor) -> int:
     """The place of the first infinity or NaN, or -1."""
     begin = 0
     for part in values.split(_AT_A_TIME):  # isfinite() takes five bytes more for each element

@@ -2,8 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
-from types import TracebackType
 
 import torch
 from torch.optim import Optimizer
@@ -14,10 +12,12 @@ from ..errors import LocoError, TransportError, WireError
 from ..exchange.tuning import ExchangeTuner
 from ..exchange.wire_config import WireConfig
 from ..members.view import SiteTopology, Standing, View
+from ..net.linking import forget_messages
 from ..report import SyncReport
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
-from .handshake import agree_on_parameters, check_first_anchor, fingerprint
+from .first_anchor import agree_to_adopt, share_first_anchor, start_again
+from .handshake import agree_on_parameters, fingerprint
 from .hooks import COUNTS, Hooks, Phase
 from .inside_site import share_anchor
 from .outer_state import OuterState
@@ -149,11 +149,27 @@ class OuterLoop:
         return self._membership.others_may_be_ahead and self._arrive()
 
     @torch.no_grad()
-    def reset_weights(self) -> None:
-        """w = cast(θ), on all ranks of a site together."""
+    def show_anchor(self) -> None:
+        """w = cast(θ), on all ranks of a site together.
+
+        Raises:
+            TransportError: a link inside the site is lost.
+        """
         self.state.write_weights()
-        if self._view is not None:
-            share_anchor(self.state, self._view)
+        view = self._view
+        if view is not None and view.inside.size > 1:
+            self._converse(lambda: share_anchor(self.state, view))
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """As `RoundSurface.adopt_weights`."""
+        pending, may_be_ahead = self._pending, self._membership.others_may_be_ahead
+        in_doubt = pending is not None and (pending.is_promised or pending.phase in COUNTS)
+        agree_to_adopt(self.state, others_may_be_ahead=may_be_ahead, round_in_doubt=in_doubt)
+        view = self._form(ready=True)
+        with self.state.rewriting():
+            start_again(self.state)
+            self._converse(lambda: share_first_anchor(self.state, view))
 
     @torch.no_grad()
     def reconnect(self) -> None:
@@ -170,13 +186,9 @@ class OuterLoop:
     def _start(self) -> None:
         """θ is site 0's weights, or those of the run that is under way, on all sites, verified; w =
         cast(θ)."""
-        state, topology = self.state, self.state.topology
-        if not self._membership.others_may_be_ahead:
-            view = self._form(ready=False, catches_up=False)
-            view.across.broadcast(state.anchor, phase="first anchor")
-        self.reset_weights()
-        check_first_anchor(topology.everyone(), topology, state.parameters, state.anchor, state.start)
-        if self._membership.others_may_be_ahead:
+        is_alone = self._membership.others_may_be_ahead
+        share_first_anchor(self.state, None if is_alone else self._form(ready=False, catches_up=False))
+        if is_alone:
             self._arrive()
 
     def _arrive(self) -> bool:
@@ -332,13 +344,4 @@ class OuterLoop:
         said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
         # What others have said is told by them.
         self._membership.give_up(said.partition("; last heard of")[0])
-        _forget_messages(error.__traceback__)
-
-
-def _forget_messages(where: TracebackType | None) -> None:
-    """gloo hangs up once nobody holds its messages, and the frames of a traceback do: drop what ours hold."""
-    while where is not None:
-        if where.tb_frame.f_globals.get("__name__", "").startswith("loco."):
-            with suppress(RuntimeError):  # it is still running
-                where.tb_frame.clear()
-        where = where.tb_next
+        forget_messages(error.__traceback__)

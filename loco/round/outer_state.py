@@ -97,9 +97,7 @@ class OuterState:
             ),
             tuner=tuner,
         )
-        with torch.no_grad(), parameters.pieces(start, stop) as weights:
-            for part, w in zip(state.anchor.split([w.numel() for w in weights]), weights, strict=True):
-                part.copy_(w)
+        state.read_weights()
         return state
 
     @property
@@ -124,6 +122,13 @@ class OuterState:
     def shared(self) -> list[Tensor]:
         """What all sites hold alike."""
         return [tensor for tensor in (self.anchor, self.momentum) if tensor is not None]
+
+    @torch.no_grad()
+    def read_weights(self) -> None:
+        """θ = w, of this rank's slice."""
+        with self.parameters.pieces(self.start, self.stop) as weights:
+            for part, w in zip(self.anchor.split([w.numel() for w in weights]), weights, strict=True):
+                part.copy_(w)
 
     @torch.no_grad()
     def write_weights(self) -> None:

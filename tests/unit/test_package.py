@@ -22,7 +22,8 @@ ALLOWED = {
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
     *("coordination", "net", "wire", "members", "exchange", "round"),
-    *("checkpoints", "wrapper", "low_communication", "optimizer", "integrations"),
+    *("checkpoints", "several", "init_step", "wrapper", "outer_optimizer", "surface"),
+    *("low_communication", "optimizer", "attach", "integrations"),
 )
 
 

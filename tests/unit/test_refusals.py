@@ -71,7 +71,7 @@ def test_parameters_that_cannot_be_synchronised_are_named() -> None:
         build(one, nn.Parameter(torch.tensor([1.0, float("inf")])))
     with pytest.raises(ValueError, match="inner already exchanges"):
         loco.DiLoCo(build(one))
-    with pytest.raises(TypeError, match=r"inner must be a torch.optim.Optimizer, got list"):
+    with pytest.raises(TypeError, match=r"inner\[0\] must be a torch.optim.Optimizer, got Parameter"):
         loco.PulseLoCo([one])  # pyright: ignore[reportArgumentType]
 
 

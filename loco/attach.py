@@ -1,0 +1,157 @@
+"""Rounds around an optimizer that a framework owns: through the optimizer's own hooks, not in its place."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from .init_step import only_initialises
+from .low_communication import LowCommunicationOptimizer
+from .optimizer import PulseLoCo
+from .report import SyncReport
+from .several import each_of
+from .surface import RoundSurface
+from .wrapper import ATTACHED
+
+
+def attach(
+    optimizer: Optimizer | Iterable[Optimizer],
+    *,
+    method: Callable[..., LowCommunicationOptimizer] = PulseLoCo,
+    **options: Any,
+) -> "Attached":
+    """Run rounds after the steps of `optimizer`, which stays the object that its framework knows.
+
+        handle = loco.attach(optimizer, sync_every=8)       # the arguments of loco.PulseLoCo
+        handle = loco.attach(optimizer, method=loco.DiLoCo, sync_every=8)
+
+        optimizer.step()                                    # every 8th call also runs a round
+        handle.last_report
+
+    Weights, θ, e and m are those that the wrapper `loco.PulseLoCo(optimizer, …)` would give, bit for bit.
+    `optimizer.state_dict()` then has the state of the rounds under "loco", and `optimizer.load_state_dict`
+    takes it from there, so that a framework that saves the optimizer of every rank resumes bit for bit. Load
+    the model before the optimizer, because the optimizer's state holds this site's weights.
+
+    Attach once the framework has prepared model and optimizer, and before the first step. A step that a
+    GradScaler skips because of an overflow does not count here, as torch calls no hook: the other sites wait
+    until this one catches up. The wrapper counts it.
+
+    Args:
+        optimizer: a torch optimizer with its parameters; or several, each with parameters of its own. A step
+            counts when all of them have stepped. The first one's state dict has "loco".
+        method: `loco.PulseLoCo` or `loco.DiLoCo`.
+        options: the method's arguments: `sync_every`, `topology` and so on.
+
+    Raises:
+        ValueError, TypeError, AgreementError: as `method`; or the optimizer is attached already.
+    """
+    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for one in given:
+        if isinstance(one, Optimizer) and not hasattr(one, "_optimizer_step_post_hooks"):
+            raise ValueError(
+                f"this {type(one).__name__} has no step hooks, because it skips torch.optim.Optimizer's "
+                f"constructor: attach to the optimizer inside it"
+            )
+    return Attached(method(given, **options))
+
+
+class Attached(RoundSurface):
+    """The rounds around an attached optimizer: what `loco.attach` returns.
+
+    It can be saved and loaded by `loco.Checkpoints`, as the wrappers can, and each other's checkpoints too.
+
+    Args:
+        wrapper: built around the optimizer. The handle takes its place.
+
+    Attributes:
+        inner: the optimizer; or if there are several, one that stands for them.
+        topology: the sites, and this rank's position among them.
+    """
+
+    def __init__(self, wrapper: LowCommunicationOptimizer) -> None:
+        self.inner = wrapper.inner
+        self.topology = wrapper.topology
+        self._rounds = wrapper._rounds
+        self._optimizers = each_of(self.inner)
+        self._stepped: set[int] = set()  # which of them have, since the last step that counts
+        self._own_call = False  # the handle itself saves or loads
+        self._loading: dict[str, Any] | None = None
+        self._hooks: list[RemovableHandle] = []
+        for k, optimizer in enumerate(self._optimizers):
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after(k)))
+            ATTACHED.add(optimizer)
+        first = self._optimizers[0]
+        self._hooks.append(first.register_state_dict_post_hook(self._add_own_state))
+        self._hooks.append(first.register_load_state_dict_pre_hook(self._check_own_state))
+        self._hooks.append(first.register_load_state_dict_post_hook(self._take_over))
+
+    def sync(self) -> SyncReport:
+        self._stepped.clear()
+        return super().sync()
+
+    sync.__doc__ = RoundSurface.sync.__doc__
+
+    def detach(self) -> None:
+        """Remove the hooks: the optimizer's steps count no more, and its state dict is its own again.
+
+        Weights stay as they are. `sync()` on all ranks before it leaves all sites with the same.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for optimizer in self._optimizers:
+            ATTACHED.discard(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, and under "loco" that of the rounds: as `PulseLoCo.state_dict`."""
+        self._own_call = True
+        try:
+            inner = self.inner.state_dict()
+        finally:
+            self._own_call = False
+        return {**inner, "loco": self._rounds.own_state(inner)}
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, agree: Callable[[], object] | None = None
+    ) -> None:
+        """As `PulseLoCo.load_state_dict`."""
+        self._own_call = True
+        try:
+            self._rounds.load(state_dict.copy(), agree)
+        finally:
+            self._own_call = False
+        self._stepped.clear()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._stepped and not only_initialises(optimizer):
+            self._rounds.before_step()
+
+    def _after(self, number: int) -> Callable[..., None]:
+        def count(optimizer: Optimizer, *_: Any) -> None:
+            if only_initialises(optimizer):
+                return
+            self._stepped.add(number)
+            if len(self._stepped) == len(self._optimizers):
+                self._stepped.clear()
+                self._rounds.after_step()
+
+        return count
+
+    def _add_own_state(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        return None if self._own_call else {**state, "loco": self._rounds.own_state(state)}
+
+    def _check_own_state(self, _: Optimizer, state: dict[str, Any]) -> None:
+        """Nothing has been loaded yet: what is refused here changes nothing."""
+        self._loading = None if self._own_call else self._rounds.check_own_state(state)
+
+    def _take_over(self, _: Optimizer) -> None:
+        own, self._loading = self._loading, None
+        if own is not None:
+            self._rounds.take_over(own)
+            self._stepped.clear()
+
+    def __repr__(self) -> str:
+        return f"{self.settings.kind}{self._describe()} attached to {self.inner}"

@@ -1,0 +1,65 @@
+"""The weights beside θ: whether they are still its cast, and θ shown in their place for an evaluation."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from loco.kernels.reference import cast
+
+from .outer_state import OuterState
+
+_logger = logging.getLogger(__name__)
+_AT_A_TIME = 1 << 20  # elements
+
+
+@torch.no_grad()
+def first_changed(state: OuterState) -> str | None:
+    """The first parameter of this rank's slice whose weights are not cast(θ), in values; None if all are.
+
+    One pass, which reads 4 bytes of θ for each parameter, and the weights.
+    """
+    position = state.start
+    with state.parameters.pieces(state.start, state.stop) as pieces:
+        for weights in pieces:
+            for part in weights.split(_AT_A_TIME):
+                begin = position - state.start
+                theta = state.anchor[begin : begin + part.numel()]
+                if not torch.equal(cast(theta.to(part.device), part.dtype), part):
+                    return state.parameters.name_at(position)
+                position += part.numel()
+    return None
+
+
+class ShownAnchor:
+    """cast(θ) in the place of the weights, which are kept aside.
+
+    Args:
+        state: of this rank.
+        show: writes cast(θ) into the weights. If it raises, they are given back.
+
+    Attributes:
+        weights: what the inner steps had made of them, by parameter.
+    """
+
+    @torch.no_grad()
+    def __init__(self, state: OuterState, show: Callable[[], object]) -> None:
+        self._state = state
+        self.weights: list[Tensor] = [p.detach().clone() for p in state.parameters.params]
+        try:
+            show()
+        except BaseException:
+            self._write()
+            raise
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """The weights are again what they were, bit for bit."""
+        if name := first_changed(self._state):
+            _logger.warning("parameter %s was changed in eval mode, and train() discards that", name)
+        self._write()
+
+    def _write(self) -> None:
+        for p, kept in zip(self._state.parameters.params, self.weights, strict=True):
+            p.detach().copy_(kept)

@@ -1,0 +1,122 @@
+"""What a user sees of the rounds: the same on `PulseLoCo`, on `DiLoCo` and on what `loco.attach` returns."""
+
+from torch.utils.hooks import RemovableHandle
+
+from .config import Settings
+from .outer_optimizer import OuterOptimizer
+from .report import SyncReport
+from .round.hooks import Hook
+from .round.outer_state import OuterState
+
+
+class RoundSurface:
+    """The rounds of an `OuterOptimizer`, which the class that uses this one makes."""
+
+    _rounds: OuterOptimizer
+
+    def sync(self) -> SyncReport:
+        """Run a round now; call it on every rank. Useful at the end of training or before an evaluation.
+
+        Raises:
+            LocoError: the round failed and changed nothing; it can be repeated.
+        """
+        return self._rounds.sync()
+
+    def settle(self) -> SyncReport | None:
+        """Find out whether a round that was interrupted counts on all ranks, and if so finish it.
+
+        `step`, `sync` and `Checkpoints.save` do this themselves. It may send messages, so call it on every
+        rank. Sites that come and go can settle a round only in their next one: for them this does nothing.
+
+        Returns:
+            The round's report if it counts; None if it does not, or if no round was interrupted.
+
+        Raises:
+            LocoError: it can't be found out yet, because a rank or the store does not answer.
+        """
+        return self._rounds.settle()
+
+    def eval(self) -> None:
+        """Show the anchor: the weights become cast(θ), which all sites hold alike, until `train()`.
+
+        For an evaluation in the middle of a round, or to save the model that the sites have in common. What
+        the inner steps have made of the weights is kept aside, which takes as much memory as they do;
+        `state_dict()` still has it. Meanwhile steps and rounds are refused. Calling it again changes nothing.
+
+        It sends no messages where a site is one rank. The ranks of a larger site must call it together. Only
+        after a round that was interrupted all ranks of all sites must: it is settled first.
+
+        Raises:
+            LocoError: an interrupted round can't be settled yet, or a link inside the site is lost; the
+                weights are what they were.
+        """
+        self._rounds.show_anchor()
+
+    def train(self) -> None:
+        """End `eval()`: the weights are what they were before it, bit for bit. It sends no messages.
+
+        What was written into the weights meanwhile is discarded, with a warning.
+        """
+        self._rounds.give_weights_back()
+
+    def adopt_weights(self) -> None:
+        """Take weights that were loaded or changed from outside as a new start. Call it on every rank.
+
+        Site 0's weights become θ on all sites, and w = cast(θ), as if the optimizer was built now; the other
+        sites' weights are replaced. What was withheld (e) and the outer momentum (m) belonged to the old
+        weights and become zero; inner steps since the last round are given up. The count of rounds goes on,
+        and so does the inner optimizer's state. It ends eval mode.
+
+        Without it, weights that are no longer cast(θ) when the first step after construction or after a round
+        begins are refused: the round would take the difference for an update of this site. That check is one
+        pass per round over this rank's slice, which reads θ and the weights: 8 bytes for each FP32 parameter.
+
+        Raises:
+            ValueError: a weight on site 0 is infinite or NaN; or the sites come and go.
+            LocoError: a rank can't, or did not come. Nothing has changed, unless a link was lost while θ
+                travelled: then call it again on every rank, or load a checkpoint.
+        """
+        self._rounds.adopt_weights()
+
+    def register_round_hook(self, hook: Hook) -> RemovableHandle:
+        """Have `hook(progress)` called at every phase of every round on this rank: see `loco.RoundProgress`.
+
+        An error that it raises counts as this rank's own failure in that phase.
+        """
+        return self._rounds.loop.hooks.register(hook)
+
+    @property
+    def outer_state(self) -> OuterState:
+        """The outer state of this rank, to be read: θ (`anchor`), m (`momentum`) and e (`residual`) of the
+        elements `start` to `stop` of the flat parameters; `parameters`, the position of each parameter among
+        these; `gate`; `rounds_done`.
+        """
+        return self._rounds.loop.state
+
+    @property
+    def settings(self) -> Settings:
+        return self.outer_state.settings
+
+    @property
+    def sync_every(self) -> int:
+        return self.settings.sync_every
+
+    @property
+    def round(self) -> int:
+        """How many rounds are done."""
+        return self.outer_state.rounds_done
+
+    @property
+    def local_step(self) -> int:
+        """Inner steps since the last round."""
+        return self._rounds.local_step
+
+    @property
+    def last_report(self) -> SyncReport | None:
+        """Of the latest round, or None before the first."""
+        return self._rounds.last_report
+
+    def _describe(self) -> str:
+        shown = {name: value for name, value in vars(self.settings).items() if name != "kind"}
+        shown["sites"] = self.outer_state.topology.num_sites
+        return f"({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
