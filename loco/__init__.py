@@ -23,7 +23,8 @@ from .errors import (
 )
 from .low_communication import LowCommunicationOptimizer
 from .members.elastic import ElasticTopology
-from .members.fixed import Topology
+from .members.sites import Sites
+from .members.topology import Topology
 from .members.view import SiteTopology
 from .optimizer import DiLoCo, PulseLoCo
 from .presets import MATCHING, PAPER, SAVING
@@ -51,6 +52,7 @@ __all__ = [
     "RoundProgress",
     "Saveable",
     "SiteTopology",
+    "Sites",
     "SyncReport",
     "Topology",
     "TransportError",

@@ -45,7 +45,7 @@ class TransportError(LocoError):
 
 def no_store(phase: str, error: RuntimeError) -> TransportError:
     """For who asked the process group's store, and had this instead of an answer."""
-    text = f"{phase}: the process group's store does not answer ({first_line(error)})"
+    text = f"{phase}: the sites' store does not answer ({first_line(error)})"
     return TransportError(text, lasting=True)
 
 

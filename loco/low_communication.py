@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from .config import Settings
 from .exchange.wire_config import WireConfig
 from .init_step import only_initialises
-from .members.fixed import Topology
+from .members.topology import Topology
 from .members.view import SiteTopology
 from .outer_optimizer import OuterOptimizer
 from .surface import RoundSurface

@@ -72,7 +72,7 @@ LINK: dict[str, Any] = {"what": "cut", "flow": "link", "afterwards": AS_BEFORE, 
 LINK_MENDED: dict[str, Any] = {**LINK, "afterwards": ONE_VERDICT}
 # A site that is cut off says what a rank of a site of two says who waits for it; neither names the other's.
 ANY_OF_TWO = r".*(lost|left|no sign of life from) ?(another )?(rank|site)|.*site \d has left"
-NO_STORE = "no answer from the process group's store"
+NO_STORE = "no answer from the sites' store"
 LATE = "no answer from site 1 within 2 s, which is alive"
 
 ROWS = (
@@ -361,7 +361,7 @@ ROWS = (
             afterwards=afterwards,
             says=NO_STORE,
             # A slow rank may still be about to ask for the verdict on round 1.
-            text=rf"(round 2, announcement: {NO_STORE} for 2 s|.*the process group's store does not answer)",
+            text=rf"(round 2, announcement: {NO_STORE} for 2 s|.*the sites' store does not answer)",
             dead_afters=2,
             seconds=6.0,
         )

@@ -116,7 +116,7 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
     elif fault.at == "reconnecting":  # this rank has come to the meeting, and waits there
         before(Reunion, "_pause")
     elif fault.at == "linking":  # all have met, and build their links
-        before(fixed.Topology, "connect")
+        before(fixed.FixedSites, "connect")
     elif fault.at == "half linked":  # its address is known, and others connect to it
         before(PatientStore, "wait")
     else:

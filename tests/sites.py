@@ -4,14 +4,15 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import poison
 import torch
@@ -39,17 +40,43 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 
     An exception on any rank ends all of them and is raised here with that rank's traceback.
     """
+    return _run(world, [{}] * world, function, args, timeout, sites=1)
+
+
+def run_worlds(
+    names: Sequence[str], ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0
+) -> list[list[Any]]:
+    """`function(rank, *args)` on every rank of every site, each site a world of its own with variables for
+    `loco.Sites` -> results by site and rank."""
+    told = {"LOCO_SITES": str(len(names)), "LOCO_AT": f"127.0.0.1:{free_port()}"}
+    variables = [told | {"LOCO_SITE": name} for name in names for _ in range(ranks)]
+    results = _run(ranks, variables, function, args, timeout, sites=len(names))
+    return [results[k : k + ranks] for k in range(0, len(results), ranks)]
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return trial.getsockname()[1]
+
+
+def _run(
+    world: int,
+    variables: Sequence[Mapping[str, str]],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    *,
+    sites: int,
+) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = Path(folder) / "rendezvous"
         ends: list[Connection] = []
         processes = []
-        for rank in range(world):
+        for k in range(sites * world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank,
-                args=(rank, world, str(rendezvous), theirs, poison.are_tensors_filled(), function, args),
-                daemon=True,
-            )
+            rendezvous = str(Path(folder) / f"rendezvous-{k // world}")
+            ready = _Start(k % world, world, rendezvous, variables[k], poison.are_tensors_filled())
+            process = context.Process(target=_rank, args=(ready, theirs, function, args), daemon=True)
             process.start()
             theirs.close()
             ends.append(ours)
@@ -102,22 +129,26 @@ def _collect(ends: list[Connection], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(ends))]
 
 
-def _rank(
-    rank: int,
-    world: int,
-    rendezvous: str,
-    results: Connection,
-    filled: bool,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+class _Start(NamedTuple):
+    rank: int
+    world: int
+    rendezvous: str
+    variables: Mapping[str, str]
+    filled: bool
+
+
+def _rank(start: _Start, results: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     # A suite that was started in the background of a shell has SIGINT ignored, and so would its ranks.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    poison.fill_tensors(filled)
+    poison.fill_tensors(start.filled)
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    rank, world = start.rank, start.world
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), **start.variables)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+        if world > 1 or not start.variables:  # a site of one rank needs no process group
+            dist.init_process_group(
+                "gloo", init_method=f"file://{start.rendezvous}", rank=rank, world_size=world
+            )
         message = True, function(rank, *args)
     except BaseException:
         message = False, traceback.format_exc()

@@ -118,7 +118,7 @@ def decide(store: KeyValueStore, key: str, wish: str, seals: StoreSeals) -> str:
         raise
     except RuntimeError as error:
         raise TransportError(
-            f"the process group's store does not answer ({first_line(error)}), and only it knows whether all "
+            f"the sites' store does not answer ({first_line(error)}), and only it knows whether all "
             f"ranks had the round when a link was lost. Nothing is lost: the next call asks it again",
             lasting=True,
         ) from error

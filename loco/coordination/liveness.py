@@ -150,8 +150,9 @@ class Liveness:
     def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
         if loss.store:
             return (
-                f"no answer from the process group's store for {self.dead_after:g} s ({loss.store}): this "
-                f"process is cut off, or the store's host (torchrun's first node, or rank 0) is gone"
+                f"no answer from the sites' store for {self.dead_after:g} s ({loss.store}): this process is "
+                f"cut off, or the store's host (torchrun's first node, rank 0, or the site whose address is "
+                f"LOCO_AT) is gone"
             )
         if loss.silent:
             return (
@@ -328,3 +329,22 @@ class _Watch:
         if not self.done:
             self.done = True
             self._alarm(loss)
+
+
+def await_end(store: KeyValueStore, name: str, ranks: Sequence[int], *, limit: float) -> bool:
+    """Wait until each of these ranks has ended, or is silent -> whether that was within some seconds.
+
+    For a program that ends itself, and so can start no thread.
+    """
+    pulse = _Pulse(store, StoreSeals(), name, -1, 0.0)
+    deadline = time.monotonic() + limit
+    heard = {rank: _Heard(since=time.monotonic()) for rank in ranks}
+    with suppress(RuntimeError):  # the store is of no use to them either
+        while heard and time.monotonic() < deadline:
+            for rank, beat in zip(list(heard), pulse.read(list(heard)), strict=True):
+                if beat.count != heard[rank].count:
+                    heard[rank] = _Heard(beat.count, time.monotonic())
+                if beat.status.startswith(_ENDED) or time.monotonic() - heard[rank].since > limit / 2:
+                    del heard[rank]
+            time.sleep(_POLL)
+    return not heard

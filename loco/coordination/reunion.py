@@ -76,7 +76,7 @@ class Reunion:
         except LocoError:
             raise
         except RuntimeError as error:
-            text = f"{_PHASE}: the process group's store failed ({first_line(error)})"
+            text = f"{_PHASE}: the sites' store failed ({first_line(error)})"
             raise TransportError(text, lasting=True) from error
         self._held[name] = number + 1
         return number

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -137,6 +138,39 @@ class StoreClient:
             self._end.detach()
             self._asked.put(None)
             self._start()
+
+
+class RemoteStore:
+    """A store that another process hosts, for a `StoreClient`, whose thread connects to it: torch waits
+    without limit for a host that is stopped.
+
+    Args:
+        address: host:port.
+        prefix: of all keys.
+        timeout: seconds to connect.
+    """
+
+    def __init__(self, address: str, prefix: str, timeout: float) -> None:
+        self.host, self.port = host_and_port(address)
+        self._prefix = prefix
+        self._timeout = timeout
+
+    def clone(self) -> PrefixStore:
+        # torch tries a host that refuses until its time is over, and logs pages about it.
+        check_reachable(self.host, self.port, self._timeout)
+        limit = timedelta(seconds=self._timeout)
+        return PrefixStore(self._prefix, TCPStore(self.host, self.port, is_master=False, timeout=limit))
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """
+    Raises:
+        ValueError: it is not host:port.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"an address is host:port, such as 10.0.0.1:29510; got {address!r}")
+    return host.strip("[]"), int(port)
 
 
 def _answer(store: Any, asked: _Asked) -> None:

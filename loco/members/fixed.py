@@ -1,4 +1,4 @@
-"""Which ranks of one world form a site, and their links: inside a site (fast) and across the sites (slow)."""
+"""Sites that stay the same, and their links: inside a site (fast) and across the sites (slow)."""
 
 import hashlib
 import logging
@@ -6,13 +6,12 @@ import struct
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..coordination.authentication import LEAST_KEY_BYTES, MessageSeals, StoreSeals
+from ..coordination.authentication import MessageSeals, StoreSeals
 from ..coordination.commit import Verdicts
 from ..coordination.guard import guarded
 from ..coordination.heartbeats import Heartbeats
@@ -23,93 +22,83 @@ from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line, no_store
 from ..logs import warn_once_per_machine
 from ..net.linking import TRIES, PatientStore, link
-from ..net.mesh import GroupMesh, Mesh, NoLinks, any_device, only_gloo, wire_device
+from ..net.mesh import Mesh, NoLinks
 from ..net.transport import Transport, listed
-from .process_group import ensure_process_group
 from .world import WorldMembership
 
 _OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, random bytes
 _logger = logging.getLogger(__name__)
 
 
-class Topology:
-    """Sites of `ranks_per_site` consecutive ranks; by default every rank is a site.
-
-    Build it on every rank. It calls `torch.distributed.init_process_group()` if you have not. With several
-    ranks per site, let DDP average the gradients inside the site, and give the optimizer the same topology:
-
-        topology = loco.Topology(ranks_per_site=8)
-        model = DistributedDataParallel(model, process_group=topology.site_group)
-        optimizer = loco.PulseLoCo(inner, topology=topology)
-
-    Across the sites each rank exchanges its own slice of the flat state with the ranks of the same
-    number in the other sites, so that the ranks of a site share the work, the memory and the link.
-
-    Args:
-        ranks_per_site: must divide the world size.
-        timeout: seconds a rank waits for a message of another one that is alive, from the moment it is ready
-            for it until the last byte is there, before the round fails. Slow links and big payloads need
-            more.
-        patience: seconds it waits at the start of a round for a rank that is alive and still computing.
-        dead_after: seconds within which a rank that is waited for and gives no sign of life, because its
-            process is dead or stopped or its link is cut, fails the round.
-        repeats: how often a round whose links were lost, between ranks that live, is tried again over new
-            ones before it fails. A link that is idle for minutes may be cut by whatever it passes through.
-        key: at least 16 bytes that all ranks share and nobody else knows: every message then proves that it
-            is genuine. For links that others can write to; it hides nothing (SECURITY.md).
+class Ranks(Protocol):
+    """The ranks of all sites, numbered site by site, as one of them sees them.
 
     Attributes:
-        num_sites: R.
-        site: this rank's site, 0 … R−1.
-        rank_in_site: this rank's number inside its site, 0 … ranks_per_site−1.
-        site_group: the ranks of this site, for DDP.
-        notes: by which all ranks agree outside of rounds.
+        rank: this one, of 0 … world−1.
+        store: by which all agree; each of its clients clones it.
+        address: by which the other ranks reach this machine; "": what gloo finds.
+        site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
+    """
+
+    rank: int
+    world: int
+    ranks_per_site: int
+    address: str
+
+    @property
+    def store(self) -> Any: ...
+
+    @property
+    def site_group(self) -> dist.ProcessGroup | None: ...
+
+    def everyone(self) -> Mesh:
+        """Between all ranks, for construction and checkpoints."""
+        ...
+
+    def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
+        """Links by torch's own groups, which all ranks build together; None: gloo pairs are better."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FixedSites:
+    """The sites of one session: always the same ranks, however often their links are built anew.
+
+    Args:
+        ranks: who they are, and how they reach each other.
+        timeout, patience, dead_after, repeats, key: as `loco.Topology`.
 
     Raises:
-        ValueError: neither a process group nor a launcher, or a world that can't be divided so.
-        TransportError: a rank did not come, or the process group's store does not answer.
+        AgreementError: the ranks were started differently.
+        TransportError: a rank did not come, or the store does not answer.
     """
 
     def __init__(
         self,
+        ranks: Ranks,
         *,
-        ranks_per_site: int = 1,
-        timeout: float = 300.0,
-        patience: float = 600.0,
-        dead_after: float = 5.0,
-        repeats: int = 2,
-        key: bytes | None = None,
+        timeout: float,
+        patience: float,
+        dead_after: float,
+        repeats: int,
+        key: bytes | None,
     ) -> None:
-        ensure_process_group()
-        world = dist.get_world_size()
-        if ranks_per_site < 1:
-            raise ValueError(f"ranks_per_site must be >= 1, got {ranks_per_site}")
-        for name, value in (("timeout", timeout), ("patience", patience), ("dead_after", dead_after)):
-            if not value > 0:
-                raise ValueError(f"{name} must be > 0 seconds, got {value}")
-        if world % ranks_per_site:
-            raise ValueError(
-                f"the world's {world} ranks can't be divided into sites of {ranks_per_site}: "
-                f"ranks_per_site must divide the world size"
-            )
-        self.ranks_per_site = ranks_per_site
+        self._ranks = ranks
+        self.ranks_per_site = ranks.ranks_per_site
         self.timeout = float(timeout)
         self.patience = float(patience)
-        if repeats < 0:
-            raise ValueError(f"repeats must be >= 0, got {repeats}")
         self.dead_after = float(dead_after)
         self.repeats = repeats
-        self.num_sites = world // ranks_per_site
-        self.site, self.rank_in_site = divmod(dist.get_rank(), ranks_per_site)
-        if key is not None and len(key) < LEAST_KEY_BYTES:
-            raise ValueError(f"key must have at least {LEAST_KEY_BYTES} bytes, got {len(key)}")
+        self.num_sites = ranks.world // ranks.ranks_per_site
+        self.site, self.rank_in_site = divmod(ranks.rank, ranks.ranks_per_site)
         # Until all ranks are here nobody is missed, and until they have agreed nothing is sealed.
         self._liveness: Liveness | None = None
         self._key: bytes | None = None
         self._seals: dict[str, MessageSeals] = {}  # by the links' name
-        self._session = self._agree(world, key)
+        self._session = self._agree(key)
         self._key = key
-        store = dist.distributed_c10d._get_default_store()
+        store = ranks.store
         self._store_seals = StoreSeals(key, self._session)
         self._verdicts: dict[str, Verdicts] = {}  # over the links in use, by their owner
         # Those links' names, and keys that this rank wrote.
@@ -117,11 +106,11 @@ class Topology:
         name, limit, seals = self._session.hex(), self.dead_after, self._store_seals
         try:
             self.store = StoreClient(store, limit=limit)
-            liveness = Liveness(store, name, dist.get_rank(), dead_after=limit, seals=seals)
+            liveness = Liveness(store, name, ranks.rank, dead_after=limit, seals=seals)
         except RuntimeError as error:
             raise no_store("topology", error) from error
         if 8 * self.store.round_trip > limit:
-            text = "the process group's store answers within %.2f s: dead_after must be at least eight times"
+            text = "the sites' store answers within %.2f s: dead_after must be at least eight times"
             text += " as long, or ranks that live may be taken for dead; it is %g s"
             warn_once_per_machine(_logger, text, self.store.round_trip, limit)
         # torch's store asks for the name of every host that connects, and answers nobody until it is told:
@@ -134,13 +123,13 @@ class Topology:
                 root=f"loco/{self._session.hex()}/notes",
                 seals=self._store_seals,
                 liveness=liveness,
-                rank=dist.get_rank(),
-                world=world,
+                rank=ranks.rank,
+                world=ranks.world,
                 patience=self.patience,
                 named=self._named,
             )
         )
-        self.site_group = self._new_group(inside=True)
+        self.site_group = ranks.site_group
 
     @property
     def liveness(self) -> Heartbeats:
@@ -206,8 +195,7 @@ class Topology:
         if self._liveness is not None:
             self._liveness.close()
         self.store.close()
-        with suppress(ValueError, RuntimeError):  # it was closed, or the process group was destroyed, before
-            dist.destroy_process_group(self.site_group)
+        self._ranks.close()
 
     def disconnect(self, *links: Transport) -> None:
         """Give up links that are of no use any more, so that peers who wait on them learn of it at once."""
@@ -217,12 +205,9 @@ class Topology:
 
     def everyone(self) -> Transport:
         """The link to every rank of the world, for messages that fit any memory."""
-        world = dist.group.WORLD
-        assert world is not None
-        mesh = GroupMesh(world, any_device(world), owned=False)
-        return self._transport(mesh, list(range(dist.get_world_size())), "rank", reunion=True)
+        return self._transport(self._ranks.everyone(), list(range(self._ranks.world)), "rank", reunion=True)
 
-    def _agree(self, world: int, key: bytes | None) -> bytes:
+    def _agree(self, key: bytes | None) -> bytes:
         """Groups are built by all ranks together: ranks that disagree would wait for each other.
 
         -> what names this session. Every rank has put random bytes of its own into it, so it is no older
@@ -231,6 +216,7 @@ class Topology:
         mine = _OPENING.pack(self.ranks_per_site, key is not None, uuid.uuid4().bytes)
         records = self.everyone().swap_records(mine, phase="topology", limit=self.patience)
         opened = [_OPENING.unpack(record) for record in records]
+        world = self._ranks.world
         for rank, (size, keyed, _) in enumerate(opened):
             if size != opened[0][0]:
                 raise AgreementError(
@@ -249,7 +235,7 @@ class Topology:
 
     @property
     def _others(self) -> list[int]:
-        return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        return [rank for rank in range(self._ranks.world) if rank != self._ranks.rank]
 
     def _members(self, *, inside: bool) -> list[int]:
         """The ranks of this site, or this rank's peers of all sites."""
@@ -263,22 +249,11 @@ class Topology:
         if len(ranks) == 1:
             return NoLinks()
         name += f"/site {self.site}" if inside else f"/rank {self.rank_in_site}"
-        if only_gloo():
-            limit = max(self.dead_after / TRIES, 4 * self.store.round_trip)
-            return link(store, name, ranks.index(dist.get_rank()), len(ranks), limit=limit)
-        assert dist.group.WORLD is not None
-        sends = wire_device(dist.group.WORLD, device)
-        group = self._new_group(inside=inside)  # NCCL connects later, and then still needs torch's store
-        return GroupMesh(group, sends, owned=True)
-
-    def _new_group(self, *, inside: bool) -> dist.ProcessGroup:
-        """torch has all ranks build all groups in one order."""
-        per_site = self.ranks_per_site
-        at = [[site * per_site + k for k in range(per_site)] for site in range(self.num_sites)]
-        members = at if inside else [list(column) for column in zip(*at, strict=True)]
-        group, _ = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=self.timeout))
-        assert isinstance(group, dist.ProcessGroup)  # this rank is in one of them
-        return group
+        mesh = self._ranks.mesh(device, inside=inside)
+        if mesh is not None:
+            return mesh
+        limit, at = max(self.dead_after / TRIES, 4 * self.store.round_trip), self._ranks.address
+        return link(store, name, ranks.index(self._ranks.rank), len(ranks), limit=limit, address=at)
 
     def _transport(
         self,
@@ -289,7 +264,7 @@ class Topology:
         *,
         reunion: bool = False,
     ) -> Transport:
-        rank = ranks.index(dist.get_rank())
+        rank = ranks.index(self._ranks.rank)
         return Transport(
             mesh,
             ranks,
@@ -337,10 +312,3 @@ class Topology:
             others=self._others,
         )
         return self._verdicts[owner]
-
-    def __repr__(self) -> str:
-        return (
-            f"Topology(ranks_per_site={self.ranks_per_site}, timeout={self.timeout:g}, "
-            f"patience={self.patience:g}, dead_after={self.dead_after:g}): "
-            f"{self.num_sites} sites, this is site {self.site}, rank {self.rank_in_site} in it"
-        )

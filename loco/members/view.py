@@ -181,10 +181,17 @@ class SiteTopology(Protocol):
         notes: by which the ranks that save together agree outside of rounds.
     """
 
-    num_sites: int
-    site: int
-    ranks_per_site: int
-    rank_in_site: int
+    @property
+    def num_sites(self) -> int: ...
+
+    @property
+    def site(self) -> int: ...
+
+    @property
+    def ranks_per_site(self) -> int: ...
+
+    @property
+    def rank_in_site(self) -> int: ...
 
     @property
     def notes(self) -> Agreement: ...

@@ -12,7 +12,7 @@ from ..logs import warn_once_per_machine
 from .view import Standing, View
 
 if TYPE_CHECKING:
-    from .fixed import Topology
+    from .fixed import FixedSites
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class WorldMembership:
 
     others_may_be_ahead = False
 
-    def __init__(self, topology: "Topology", device: torch.device) -> None:
+    def __init__(self, topology: "FixedSites", device: torch.device) -> None:
         self._topology = topology
         self._device = device
         # A name that all ranks share and no other optimizer has, to meet under after a failure.

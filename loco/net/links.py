@@ -6,13 +6,12 @@ of them hosts, and dropped with it.
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from ..coordination.guard import guarded
 from ..coordination.liveness import Liveness
-from ..coordination.store_client import StoreClient, check_reachable
+from ..coordination.store_client import RemoteStore, StoreClient
 from ..errors import TransportError, first_line
 from .linking import PatientStore, link
 from .mesh import Pairs
@@ -52,7 +51,7 @@ class Links:
         self.mesh = Pairs(None, name, member, size)
         self._clients: list[StoreClient | Liveness] = []
         deadline = time.monotonic() + timeout
-        remote = _RemoteStore(store, f"loco/{name}", timeout)
+        remote = RemoteStore(store, f"loco/{name}", timeout)
         try:
             self.store = StoreClient(remote, limit=dead_after, connect_limit=timeout)
             self._clients.append(self.store)
@@ -140,23 +139,6 @@ def host_store(address: str, port: int) -> tuple[TCPStore, str]:
     except RuntimeError as error:
         raise ValueError(f"port {port} can't be used for this site's store: {first_line(error)}") from error
     return store, f"{address}:{store.port}"
-
-
-class _RemoteStore:
-    """A store that another site hosts, for a StoreClient, whose thread connects to it: torch waits without
-    limit for a host that is stopped."""
-
-    def __init__(self, address: str, prefix: str, timeout: float) -> None:
-        host, _, port = address.rpartition(":")
-        self._host, self._port = host, int(port)
-        self._prefix = prefix
-        self._timeout = timeout
-
-    def clone(self) -> PrefixStore:
-        # torch tries a host that refuses until its time is over, and logs pages about it.
-        check_reachable(self._host, self._port, self._timeout)
-        limit = timedelta(seconds=self._timeout)
-        return PrefixStore(self._prefix, TCPStore(self._host, self._port, is_master=False, timeout=limit))
 
 
 def _no_store(error: RuntimeError) -> str:

@@ -229,7 +229,7 @@ def test_for_whom_the_store_did_not_answer_the_next_call_is_the_same_one(questio
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(ranks.swap, "saving", [0, 2])
         (error,) = ranks.swap("saving", [1])
-        assert error == "saving: the process group's store does not answer (no answer within 1 s)"
+        assert error == "saving: the sites' store does not answer (no answer within 1 s)"
         ranks.stores[1].mute = set()
         assert ranks.swap("saving", [1]) == [all_of("saving")]
         assert others.result(LONG) == [all_of("saving")] * 2

@@ -1,0 +1,227 @@
+"""Sites that each have a world of their own, joined at an address at which one of them hosts a store."""
+
+import atexit
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from ..coordination.gathering import BEATS, Arrival, Gathering, session_of
+from ..coordination.liveness import await_end
+from ..coordination.store_client import RemoteStore, StoreClient, check_reachable, host_and_port
+from ..errors import AgreementError, LocoError, TransportError, first_line, no_store
+from ..net.linking import PatientStore, link
+from ..net.mesh import GroupMesh, Mesh, NoLinks, only_gloo, wire_device
+from .one_world import ensure_process_group
+
+_PREFIX = "loco/sites"  # of the keys in the store at which the sites meet
+_LINGER = 30.0  # seconds that a host serves others that live, when its own program has ended
+_POLL = 0.2  # seconds
+_PATIENT = 5.0  # seconds until it is said what is waited for
+_logger = logging.getLogger(__name__)
+
+_hosted: dict[
+    int, TCPStore
+] = {}  # by port, until this process ends: others may need it longer than its Sites
+_guests: dict[int, list[int]] = {}  # by port: the processes of the last gathering that speak for other sites
+_joined = 0  # how many times this process has
+
+
+class JoinedWorlds:
+    """`Ranks` of a `FixedSites`: each site's own world, one after the other in the order of the sites' names.
+
+    Args:
+        sites: how many.
+        site: this one's name.
+        at: host:port. The site whose machine has this address hosts the store there.
+        patience: seconds to wait for the others.
+        dead_after: as `loco.Topology`.
+
+    Raises:
+        ValueError: the address is none, or no store can be hosted at it.
+        AgreementError: the sites, or the ranks of this one, do not fit together.
+        TransportError: not all came, or nobody hosts the store.
+    """
+
+    def __init__(self, sites: int, site: str, at: str, *, patience: float, dead_after: float) -> None:
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            ensure_process_group()
+        in_world = dist.is_available() and dist.is_initialized()
+        self.ranks_per_site = dist.get_world_size() if in_world else 1
+        self._rank_in_site = dist.get_rank() if in_world else 0
+        self.site_group = dist.group.WORLD if in_world else None
+        host, port = host_and_port(at)
+        self._gathering: Gathering | None = None
+
+        def gather() -> list[Arrival]:
+            deadline = time.monotonic() + patience
+            while True:
+                _host_if_local(host, port)
+                left = max(deadline - time.monotonic(), 1.0)
+                mine = Arrival(
+                    site=site,
+                    sites=sites,
+                    ranks=self.ranks_per_site,
+                    process=secrets.randbits(48),
+                    where=f"process {os.getpid()} on {socket.gethostname()}",
+                )
+                self._gathering = Gathering(_reached(at, left), mine, left, dead_after)
+                try:
+                    return self._gathering.gather()
+                except LocoError:
+                    raise
+                except RuntimeError as error:  # its host ends, to come back itself
+                    if time.monotonic() > deadline:
+                        raise no_store("meeting the other sites", error) from error
+
+        arrivals = self._same_in_site([sites, site, at], gather, patience)
+        self.names = tuple(one.site for one in arrivals)
+        self.rank = self.names.index(site) * self.ranks_per_site + self._rank_in_site
+        self.world = len(arrivals) * self.ranks_per_site
+        if port in _hosted:
+            _guests[port] = [one.process for one in arrivals if one.site != site]
+        self.store = _reached(at, patience)
+        # The machine's address on the way to the store is the one by which the others reach it, too.
+        self.address = _address_towards(host, port)
+        self._everyone = self._link_everyone(f"everyone {session_of(arrivals)}", dead_after)
+
+    def everyone(self) -> Mesh:
+        return self._everyone
+
+    def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
+        if not inside or self.site_group is None or only_gloo():
+            return None
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        return GroupMesh(group, wire_device(self.site_group, device), owned=True)
+
+    def close(self) -> None:
+        if self._gathering is not None:
+            self._gathering.close()
+        self._everyone.close()
+
+    def _same_in_site(
+        self, told: list[Any], gather: Callable[[], list[Arrival]], patience: float
+    ) -> list[Arrival]:
+        """The first rank of a site gathers, and tells the others what came of it."""
+        global _joined
+        _joined += 1
+        if self.ranks_per_site == 1:
+            return gather()
+        store, root = dist.distributed_c10d._get_default_store(), f"loco/joined/{_joined}"
+        keys = [f"{root}/{rank}" for rank in range(self.ranks_per_site)]
+        try:
+            store.set(keys[self._rank_in_site], json.dumps(told))
+            if self._rank_in_site > 0:
+                store.wait([root], timedelta(seconds=2 * patience + 60))
+                said = json.loads(store.get(root))
+                if "here" not in said:
+                    raise AgreementError(f"this site's first rank: {said['why']}")
+                return [Arrival(**one) for one in said["here"]]
+            store.wait(keys, timedelta(seconds=patience))
+            each = [json.loads(store.get(key)) for key in keys]
+        except RuntimeError as error:
+            if isinstance(error, LocoError):
+                raise
+            text = f"not all ranks of this site came within {patience:g} s ({first_line(error)})"
+            raise TransportError(text, lasting=True) from error
+        outcome: dict[str, Any] = {"why": "it was interrupted"}
+        try:
+            for rank, theirs in enumerate(each):
+                if theirs != told:
+                    raise AgreementError(
+                        f"rank 0 of this world was started with {told} (sites, site, address), rank {rank} "
+                        f"with {theirs}: every site needs a world, so a torchrun, of its own"
+                    )
+            arrivals = gather()
+            outcome = {"here": [vars(one) for one in arrivals]}
+            return arrivals
+        except LocoError as error:
+            outcome = {"why": str(error)}
+            raise
+        finally:
+            store.set(root, json.dumps(outcome))
+
+    def _link_everyone(self, name: str, dead_after: float) -> Mesh:
+        if self.world == 1:
+            return NoLinks()
+        limit = max(2 * dead_after, 60.0)  # all have met, but some processes are slow to start
+        client = StoreClient(self.store, limit=limit)
+        try:
+            by = PatientStore(client, limit=limit, may_still_come=lambda: True)
+            return link(by, name, self.rank, self.world, limit=limit, address=self.address)
+        except RuntimeError as error:
+            raise TransportError(f"linking {self.world} ranks: {first_line(error)}", lasting=True) from error
+        finally:
+            client.close()
+
+
+def _reached(at: str, patience: float) -> RemoteStore:
+    """The store, once somebody listens there."""
+    store = RemoteStore(at, _PREFIX, patience)
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            check_reachable(store.host, store.port, patience)
+            return store
+        except RuntimeError as error:
+            waited = time.monotonic() - began
+            if waited > patience:
+                raise TransportError(
+                    f"{error}, for {patience:g} s: the site whose machine has this address hosts the "
+                    f"store at which all meet; start it, or give another machine's address (LOCO_AT)",
+                    lasting=True,
+                ) from error
+            if waited > _PATIENT and not told:
+                told = True
+                _logger.warning("waiting for the site that hosts the sites' store: %s", error)
+            time.sleep(_POLL)
+
+
+def _host_if_local(host: str, port: int) -> None:
+    """Host the store, if this machine has the address and no other process of it was quicker."""
+    if port in _hosted:
+        return
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"the sites' address {host}:{port} can't be looked up: {error}") from error
+    # Of its own, torch would listen at all addresses of this machine.
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(where)
+            listener.listen()
+        except OSError:
+            return  # another machine's address; or in use, by another site's store, or by what won't answer
+        _hosted[port] = TCPStore(
+            str(where[0]), port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    atexit.register(_serve_guests, port)
+
+
+def _serve_guests(port: int) -> None:
+    """At this program's end: the other sites may still have to learn what became of the last round."""
+    store = PrefixStore(_PREFIX, _hosted[port])
+    guests = _guests.get(port, [])
+    if await_end(store, BEATS, guests, limit=_PATIENT):
+        return
+    _logger.warning(
+        "this program has ended, and serves the others for %g s more: the store of all sites is in it",
+        _LINGER,
+    )
+    await_end(store, BEATS, guests, limit=_LINGER)
+
+
+def _address_towards(host: str, port: int) -> str:
+    with socket.create_connection((host, port)) as connection:
+        return connection.getsockname()[0]

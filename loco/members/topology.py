@@ -1,0 +1,82 @@
+"""Sites that share one world, as a user says who they are."""
+
+from ..coordination.authentication import LEAST_KEY_BYTES
+from .fixed import FixedSites
+from .one_world import OneWorld
+
+
+class Topology(FixedSites):
+    """Sites of `ranks_per_site` consecutive ranks; by default every rank is a site.
+
+    Build it on every rank. It calls `torch.distributed.init_process_group()` if you have not. With several
+    ranks per site, let DDP average the gradients inside the site, and give the optimizer the same topology:
+
+        topology = loco.Topology(ranks_per_site=8)
+        model = DistributedDataParallel(model, process_group=topology.site_group)
+        optimizer = loco.PulseLoCo(inner, topology=topology)
+
+    Across the sites each rank exchanges its own slice of the flat state with the ranks of the same
+    number in the other sites, so that the ranks of a site share the work, the memory and the link.
+
+    Args:
+        ranks_per_site: must divide the world size.
+        timeout: seconds a rank waits for a message of another one that is alive, from the moment it is ready
+            for it until the last byte is there, before the round fails. Slow links and big payloads need
+            more.
+        patience: seconds it waits at the start of a round for a rank that is alive and still computing.
+        dead_after: seconds within which a rank that is waited for and gives no sign of life, because its
+            process is dead or stopped or its link is cut, fails the round.
+        repeats: how often a round whose links were lost, between ranks that live, is tried again over new
+            ones before it fails. A link that is idle for minutes may be cut by whatever it passes through.
+        key: at least 16 bytes that all ranks share and nobody else knows: every message then proves that it
+            is genuine. For links that others can write to; it hides nothing (SECURITY.md).
+
+    Attributes:
+        num_sites: R.
+        site: this rank's site, 0 … R−1.
+        rank_in_site: this rank's number inside its site, 0 … ranks_per_site−1.
+        site_group: the ranks of this site, for DDP.
+        notes: by which all ranks agree outside of rounds.
+
+    Raises:
+        ValueError: neither a process group nor a launcher, or a world that can't be divided so.
+        TransportError: a rank did not come, or the sites' store does not answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks_per_site: int = 1,
+        timeout: float = 300.0,
+        patience: float = 600.0,
+        dead_after: float = 5.0,
+        repeats: int = 2,
+        key: bytes | None = None,
+    ) -> None:
+        check_limits(timeout=timeout, patience=patience, dead_after=dead_after, repeats=repeats, key=key)
+        super().__init__(
+            OneWorld(ranks_per_site, timeout),
+            timeout=timeout,
+            patience=patience,
+            dead_after=dead_after,
+            repeats=repeats,
+            key=key,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Topology(ranks_per_site={self.ranks_per_site}, timeout={self.timeout:g}, "
+            f"patience={self.patience:g}, dead_after={self.dead_after:g}): "
+            f"{self.num_sites} sites, this is site {self.site}, rank {self.rank_in_site} in it"
+        )
+
+
+def check_limits(*, repeats: int, key: bytes | None, **seconds: float) -> None:
+    """Refuse what is out of range, by its name."""
+    for name, value in seconds.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be > 0 seconds, got {value}")
+    if repeats < 0:
+        raise ValueError(f"repeats must be >= 0, got {repeats}")
+    if key is not None and len(key) < LEAST_KEY_BYTES:
+        raise ValueError(f"key must have at least {LEAST_KEY_BYTES} bytes, got {len(key)}")
