@@ -50,7 +50,7 @@ poison: .venv/installed
 
 # Each test runs two sites, each of them a process or two: one test at a time is enough for a small machine.
 integrations: .venv/installed .venv-integrations/installed
-	$(BIN)/pyright --pythonpath .venv-integrations/bin/python loco/integrations tests/integrations
+	$(BIN)/pyright -p tests/integrations
 	.venv-integrations/bin/python -m pytest --check tests/integrations
 
 lint: .venv/installed
