@@ -27,11 +27,11 @@ class LocoCallback(Callback):
     """Attaches loco to the optimizers of `configure_optimizers`, which make one round.
 
     - What Lightning validates and saves is θ, not this site's weights between two rounds.
-    - A checkpoint has the rounds of all ranks of the site, and `fit(ckpt_path=…)` continues bit for bit. Every
-      site needs a folder of its own.
+    - A checkpoint has the rounds of all ranks of the site, and `fit(ckpt_path=…)` continues bit for bit, if
+      the data does: use a stateful loader. Every site needs a folder of its own.
     - The last step ends a round, so that all sites end with the same model.
-    - Logs have `loco/round`, `loco/density`, `loco/residual_norm`, `loco/sent_bytes` and `loco/received_bytes`
-      of the latest round.
+    - Logs have `loco/round`, `loco/density`, `loco/residual_norm`, `loco/sent_bytes` and
+      `loco/received_bytes` of the latest round.
 
     All sites must take equally many steps: give them the same `max_steps`.
 
@@ -56,8 +56,8 @@ class LocoCallback(Callback):
         _refuse_scaler(trainer.precision)
         if trainer.strategy.restore_checkpoint_after_setup:
             raise ValueError(
-                f"{type(trainer.strategy).__name__} loads weights and optimizer at once, in an order that loco "
-                f"can't follow: use a strategy without sharding, or a plain loop"
+                f"{type(trainer.strategy).__name__} loads weights and optimizer at once, in an order that "
+                f"loco can't follow: use a strategy without sharding, or a plain loop"
             )
         self._topology = topology_of_one_world(self._topology)
         optimizers = [_inner(optimizer) for optimizer in trainer.optimizers]
@@ -125,8 +125,8 @@ class LocoCallback(Callback):
         assert self._site is not None
         if not self._saved:
             raise ValueError(
-                "this checkpoint has no state of the rounds: it was saved without loco. Load its weights into the "
-                "module, and fit without ckpt_path"
+                "this checkpoint has no state of the rounds: it was saved without loco. Load its weights "
+                "into the module, and fit without ckpt_path"
             )
         return self._site.own(self._saved)
 
@@ -146,8 +146,8 @@ def attach(
         fabric.save(path, state)
         fabric.load(path, state)
 
-    Call `handle.sync()` when the loop ends, and `handle.eval()` and `handle.train()` around an evaluation, which
-    then sees θ.
+    Call `handle.sync()` when the loop ends, and `handle.eval()` and `handle.train()` around an evaluation,
+    which then sees θ.
 
     Args:
         fabric: that has set up the optimizer.
@@ -161,7 +161,13 @@ def attach(
     _refuse_scaler(fabric._precision.precision)
     inner = _inner(optimizer)
     handle = loco.attach(inner, topology=topology_of_one_world(topology), **options)
-    Apart(inner, lambda: handle.state_dict()["loco"])
+
+    def keep() -> dict[str, Any]:
+        """The rounds come after the optimizer. Until then they stay, whatever inner state comes."""
+        own = handle.state_dict()["loco"]
+        return {name: value for name, value in own.items() if name != "inner_entries"}
+
+    Apart(inner, keep)
     return handle
 
 

@@ -17,7 +17,7 @@ class SiteState:
         self._handle = handle
         self._size = dist.get_world_size() if dist.is_initialized() else 1
         # Not the framework's group: with NCCL this would go through the memory of the GPUs.
-        self._group = dist.new_group(backend="gloo") if self._size > 1 else None
+        self._group: Any = dist.new_group(backend="gloo") if self._size > 1 else None
 
     def state_dict(self) -> dict[str, Any]:
         own = self._handle.state_dict()["loco"]

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import Told, finish, llama, site_tokens, tokens, watch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import run_worlds
 
 import loco
@@ -50,11 +51,11 @@ class Watch(Callback):
         self.callback = callback
         self.told = Told()
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.callback.handle is not None
         self.told = watch(self.callback.handle)
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.callback.handle is not None
         finish(self.told, self.callback.handle)
 
@@ -79,7 +80,7 @@ def lightning_site(folder: str, options: dict[str, Any], resume: bool = False) -
     )
     rows = TensorDataset(site_tokens(BATCH * STEPS * pieces))
     held_out = DataLoader(TensorDataset(tokens(7, 8)), batch_size=8)
-    loader = DataLoader(rows, batch_size=BATCH)
+    loader = StatefulDataLoader(rows, batch_size=BATCH)  # Lightning starts a plain one anew
     trainer.fit(module, loader, held_out, ckpt_path=f"{at}/step=6.ckpt" if resume else None)
     watching.told.more["losses"] = module.losses
     return watching.told
