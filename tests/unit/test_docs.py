@@ -30,7 +30,7 @@ TOPICS = (
         "optimizer",
         "reproduce",
     ),
-    *("results", "sharded", "sites", "wire"),
+    *("integrations", "results", "sharded", "sites", "wire"),
 )
 
 
@@ -109,6 +109,16 @@ def test_the_wire_page_is_of_this_version() -> None:
         assert [int(n) for n in re.findall(r"(?<=[:,] )\d+(?= )", said[what])] == [int(n) for n in numbers]
     for number, codec in CODECS.items():
         assert f"{number} {codec.name}" in said["codec"]
+
+
+def test_every_test_that_the_page_on_integrations_names_is_there() -> None:
+    named_there = set(re.findall(r"`(test_\w+)`", page("docs/integrations.md")))
+    files = (ROOT / "tests" / "integrations").glob("test_*.py")
+    there = {
+        name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert len(named_there) > 10
+    assert named_there <= there
 
 
 def test_the_command_of_the_security_page_makes_a_key_that_only_its_owner_reads(tmp_path: Path) -> None:
