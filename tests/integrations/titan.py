@@ -21,17 +21,17 @@ if not torch.cuda.is_available():
     cpu.memory_stats = lambda device: {}
     torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", cpu
 
-import torchtitan.distributed.utils  # noqa: E402
-from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config.configs import DebugConfig, TrainingConfig  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.llama3 import llama3_configs, model_registry  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+import torchtitan.distributed.utils
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config.configs import DebugConfig, TrainingConfig
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.llama3 import llama3_configs, model_registry
+from torchtitan.trainer import Trainer
 
 # torchtitan 0.3 calls torch.distributed.set_timeout after its first step, which torch 2.13 does not have.
 if not hasattr(torch.distributed, "set_timeout"):
