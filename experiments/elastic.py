@@ -56,7 +56,7 @@ class Processes:
 
     def start(self, number: int) -> None:
         name = f"site-{number}"
-        own = [f"site={name}", f"data={number}", f"lighthouse={self._lighthouse}", "address=127.0.0.1"]
+        own = [f"site={name}", f"data={number}", f"lighthouse={self._lighthouse}"]
         command = [sys.executable, "-m", "experiments.elastic_site", *sys.argv[1:], *own]
         self._sites[name] = self._run(command, name, out=self._written)
 

@@ -48,8 +48,8 @@ class ElasticConfig(RunConfig):
     site: str | None = None  # this one's name
     data: int = 0  # which share of the text this site reads
     shares: int = 4
-    lighthouse: str | None = None  # its address; None: TORCHFT_LIGHTHOUSE
-    address: str | None = None  # by which other sites reach this machine; None: its host name
+    lighthouse: str | None = None  # its address; None: LOCO_LIGHTHOUSE
+    at: str | None = None  # host:port of this site's own store; None: any port of this machine
 
     dies: int = 20  # the round after which one site is killed
     returns: int = 28  # the round of the others in which it is started again
@@ -73,11 +73,11 @@ def train(config: ElasticConfig) -> None:
         return evaluate(judge, model, alone)[judge.metric]
 
     model = task.model()
-    topology = loco.ElasticTopology(
-        sites=config.sites,
-        name=config.site,
+    topology = loco.Sites(
+        config.sites,
+        site=config.site,
         lighthouse=config.lighthouse,
-        address=config.address,
+        at=config.at,
         timeout=config.timeout_s,
     )
     inner = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas)

@@ -22,7 +22,6 @@ from .errors import (
     WireError,
 )
 from .low_communication import LowCommunicationOptimizer
-from .members.elastic import ElasticTopology
 from .members.sites import Sites
 from .members.topology import Topology
 from .members.view import SiteTopology
@@ -41,7 +40,6 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "DiLoCo",
-    "ElasticTopology",
     "LocoError",
     "LowCommunicationOptimizer",
     "NonFiniteError",

@@ -1,5 +1,6 @@
 """Rounds around an optimizer that a framework owns: through the optimizer's own hooks, not in its place."""
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -7,12 +8,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .init_step import only_initialises
+from .logs import warn_once_per_machine
 from .low_communication import LowCommunicationOptimizer
 from .optimizer import PulseLoCo
 from .report import SyncReport
 from .several import each_of
 from .surface import RoundSurface
 from .wrapper import ATTACHED
+
+_logger = logging.getLogger(__name__)
 
 
 def attach(
@@ -76,6 +80,7 @@ class Attached(RoundSurface):
         self._rounds = wrapper._rounds
         self._optimizers = each_of(self.inner)
         self._stepped: set[int] = set()  # which of them have, since the last step that counts
+        self._has_warned = False
         self._own_call = False  # the handle itself saves or loads
         self._loading: dict[str, Any] | None = None
         self._hooks: list[RemovableHandle] = []
@@ -97,8 +102,10 @@ class Attached(RoundSurface):
     def detach(self) -> None:
         """Remove the hooks: the optimizer's steps count no more, and its state dict is its own again.
 
-        Weights stay as they are. `sync()` on all ranks before it leaves all sites with the same.
+        Weights stay as they are; in eval mode they are given back. `sync()` on all ranks before it leaves all
+        sites with the same.
         """
+        self.train()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -126,19 +133,37 @@ class Attached(RoundSurface):
         self._stepped.clear()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._stepped and not only_initialises(optimizer):
+        if only_initialises(optimizer):
+            return
+        self._rounds.refuse_in_eval("step()")
+        if not self._stepped:
             self._rounds.before_step()
 
     def _after(self, number: int) -> Callable[..., None]:
         def count(optimizer: Optimizer, *_: Any) -> None:
             if only_initialises(optimizer):
                 return
+            if number in self._stepped:
+                self._warn_of_missing_steps(number)
             self._stepped.add(number)
             if len(self._stepped) == len(self._optimizers):
                 self._stepped.clear()
                 self._rounds.after_step()
 
         return count
+
+    def _warn_of_missing_steps(self, number: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            missing = [k for k in range(len(self._optimizers)) if k not in self._stepped]
+            warn_once_per_machine(
+                _logger,
+                "optimizer %d has stepped again before optimizer %s has: a step counts, and a round becomes "
+                "due, when all %d of them have stepped",
+                number,
+                ", ".join(map(str, missing)),
+                len(self._optimizers),
+            )
 
     def _add_own_state(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         return None if self._own_call else {**state, "loco": self._rounds.own_state(state)}

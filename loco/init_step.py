@@ -9,6 +9,7 @@ gradients of zero. Its caller does.
 import sys
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 _CALLERS = ("_init_optim_state", "init_state")  # in torch.distributed
@@ -29,4 +30,6 @@ def only_initialises(optimizer: Optimizer) -> bool:
 
 
 def _is_nonzero(rate: Any) -> bool:
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return True  # torch puts its zero on the CPU, and reading this one would wait for the GPU
     return bool(rate != 0)

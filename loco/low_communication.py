@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from .config import Settings
 from .exchange.wire_config import WireConfig
 from .init_step import only_initialises
-from .members.topology import Topology
+from .members.sites import default_topology
 from .members.view import SiteTopology
 from .outer_optimizer import OuterOptimizer
 from .surface import RoundSurface
@@ -35,7 +35,7 @@ class LowCommunicationOptimizer(RoundSurface, Wrapper):
         offload: bool,
     ) -> None:
         super().__init__(inner)
-        self.topology = topology or Topology()
+        self.topology = topology or default_topology()
         self._rounds = OuterOptimizer(self.inner, settings, self.topology, wire, offload=offload)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -22,14 +22,18 @@ class PulseLoCo(LowCommunicationOptimizer):
             loss_of(model, batch).backward()
             optimizer.step()                                # every 8th call also runs a round
 
-        if torch.distributed.get_rank() == 0:
-            print(optimizer.last_report)                    # a loco.SyncReport
+        print(optimizer.last_report)                        # a loco.SyncReport
 
-    Launch it with `torchrun --nproc-per-node 4 train.py`: each rank is a site.
+    Each site is a world of its own: what one launcher starts, of one process or several. Start each with
 
-    DistributedDataParallel averages gradients at every step, and must do so only inside a site. Where every
-    rank is a site, leave it out. Where a site has several ranks, pass it the site's process group; by default
-    it would take the whole world:
+        LOCO_SITES=2 LOCO_SITE=berlin LOCO_AT=10.0.0.1:29510 python train.py
+
+    or `torchrun`, or a framework's launcher, in the place of `python`: `help(loco.Sites)` says more. Inside
+    its world a site trains as it always does, with DistributedDataParallel or FSDP2.
+
+    Without these variables the sites share one world, and each rank is a site (`torchrun --nproc-per-node 4
+    train.py`). DistributedDataParallel must then average gradients only inside a site. Where every rank is
+    one, leave it out; where a site has several ranks, pass it the site's process group:
 
         topology = loco.Topology(ranks_per_site=8)
         model = DistributedDataParallel(model, process_group=topology.site_group)
@@ -63,7 +67,8 @@ class PulseLoCo(LowCommunicationOptimizer):
         outer_lr: α.
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
-        topology: which ranks form a site; by default each rank of the default process group is a site.
+        topology: who the sites are; by default what LOCO_SITES, LOCO_SITE, LOCO_AT and LOCO_LIGHTHOUSE say,
+            or, without them, each rank of the default process group.
         gate: the format whose changes are sent: "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2" (which saturate); or
             "open" to send every entry (DiLoCo's bits through PULSELoCo's wire).
         gate_gain: γ; above 1 sends earlier, and more. The paper uses 1. With the default,
@@ -141,7 +146,8 @@ class DiLoCo(LowCommunicationOptimizer):
         outer_lr: α.
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
-        topology: which ranks form a site; by default each rank of the default process group is a site.
+        topology: who the sites are; by default what LOCO_SITES, LOCO_SITE, LOCO_AT and LOCO_LIGHTHOUSE say,
+            or, without them, each rank of the default process group.
         wire: "float32"; or "bfloat16" or "int8" (with one scale for every 256 values), which round both what
             is sent and the sums.
         offload: keep θ and m in host memory, as `PulseLoCo`.

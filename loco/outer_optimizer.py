@@ -16,6 +16,7 @@ from .report import SyncReport
 from .round.loop import OuterLoop
 from .round.state import check, state_of, take_over
 from .round.weights import ShownAnchor, first_changed
+from .setup_warnings import SetupWarnings
 
 
 class OuterOptimizer:
@@ -40,6 +41,7 @@ class OuterOptimizer:
         self.loop = OuterLoop(inner, settings, topology, wire, offload=offload)
         self.local_step = 0
         self.last_report: SyncReport | None = None
+        self._warnings = SetupWarnings(self.loop.state, inner)
         self._shown: ShownAnchor | None = None  # in eval mode
         self._is_unmoved = True  # no inner step has begun since w = cast(θ)
 
@@ -47,12 +49,14 @@ class OuterOptimizer:
         """Call it before an inner step moves the weights.
 
         Raises:
-            ValueError: θ is shown, or the weights were changed from outside.
+            ValueError: θ is shown, the weights were changed from outside, or other parameters are trained
+                than the sites agreed on.
             LocoError: an interrupted round can't be settled yet.
         """
-        self._refuse_in_eval("step()")
+        self.refuse_in_eval("step()")
         self.settle(abandon=True)
         if self._is_unmoved:
+            self.loop.state.parameters.check_unchanged(self.inner)
             self._check_weights()
             self._is_unmoved = False
 
@@ -74,7 +78,7 @@ class OuterOptimizer:
             self.sync()
 
     def sync(self) -> SyncReport:
-        self._refuse_in_eval("sync()")
+        self.refuse_in_eval("sync()")
         return self._done(self.loop.run_round())
 
     def settle(self, *, abandon: bool = False) -> SyncReport | None:
@@ -82,7 +86,9 @@ class OuterOptimizer:
         return None if report is None else self._done(report)
 
     def _done(self, report: SyncReport) -> SyncReport:
+        steps = self.local_step
         self.last_report, self.local_step, self._is_unmoved = report, 0, True
+        self._warnings.look_at(report, steps=steps)
         return report
 
     def show_anchor(self) -> None:
@@ -95,7 +101,11 @@ class OuterOptimizer:
         if shown is not None:
             shown.give_back()
 
-    def _refuse_in_eval(self, what: str) -> None:
+    def refuse_in_eval(self, what: str) -> None:
+        """
+        Raises:
+            ValueError: θ is shown.
+        """
         if self._shown is not None:
             raise ValueError(
                 f"{what} in eval mode, in which the weights show θ and not what the inner steps have made of "
@@ -105,6 +115,7 @@ class OuterOptimizer:
     def adopt_weights(self) -> None:
         self.loop.adopt_weights()
         self._shown, self.local_step, self._is_unmoved = None, 0, True
+        self._warnings.forget()
 
     def own_state(self, inner_state: dict[str, Any]) -> dict[str, Any]:
         """What a state dict has under "loco", beside the inner optimizer's state."""
@@ -159,3 +170,4 @@ class OuterOptimizer:
         take_over(self.loop.state, own)
         self.local_step = 0 if self.loop.resume() else int(own["local_step"])
         self._is_unmoved = self.local_step == 0
+        self._warnings.forget()

@@ -22,7 +22,7 @@ class SyncReport:
         payload_bytes: this rank's coded entries with their headers, without the slice that it sums itself.
         sent_bytes: sent to the other sites: payloads, headers and votes.
         received_bytes: received from the other sites.
-        site_bytes: sent inside the site: a digest, votes and this rank's slice of the new anchor.
+        site_bytes: sent inside the site: digests, votes and this rank's slice of the new anchor.
         dense_bytes: what a ring all-reduce of FP32 would have sent: 2(R−1)/R · 4 · numel.
         update_norms: for each site, the L2 norm of what it would send.
         left_out: the sites whose update was too large for `outlier_factor`.

@@ -127,13 +127,14 @@ class Site:
     def _through(self, number: int) -> None:
         """The last inner step and the round, which is repeated until it is done."""
         before: list[Snapshot] = []
-        sync = self.optimizer.sync
+        rounds = self.optimizer._rounds
+        sync = rounds.sync
 
         def noted() -> Any:
             before.append(snapshot(self.optimizer))
             return sync()
 
-        self.optimizer.sync = noted
+        rounds.sync = noted
         attempt: Callable[[], Any] = self.optimizer.step
         while self.optimizer.round < number:
             try:
@@ -141,7 +142,7 @@ class Site:
             except loco.LocoError as error:
                 self._tell(error, number, before[0])
             attempt = sync
-        self.optimizer.sync = sync
+        rounds.sync = sync
         self.states.append(snapshot(self.optimizer))
         self.reports.append(self.optimizer.last_report)
 

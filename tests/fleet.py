@@ -18,6 +18,7 @@ import loco
 from loco.errors import TransportError
 from loco.exchange import EXCHANGES
 from loco.members import quorum_membership
+from loco.members.elastic import ElasticSites
 from loco.round import recovery
 from loco.round.round import Round
 
@@ -130,11 +131,10 @@ class Fleet:
 def _site(name: str, lighthouse: str, sites: int, parent: Connection, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     try:
-        topology = loco.ElasticTopology(
+        topology = ElasticSites(
             sites=sites,
             name=name,
             lighthouse=lighthouse,
-            address="127.0.0.1",
             timeout=30.0,
             dead_after=6.0,
             connect_timeout=10.0,
@@ -145,7 +145,7 @@ def _site(name: str, lighthouse: str, sites: int, parent: Connection, options: d
 
 
 class _Site:
-    def __init__(self, topology: loco.ElasticTopology, options: dict[str, Any]) -> None:
+    def __init__(self, topology: ElasticSites, options: dict[str, Any]) -> None:
         self.topology = topology
         self.seed = int(topology.name[1:])  # "s2"
         self.net = small_model(self.seed)

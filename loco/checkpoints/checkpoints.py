@@ -14,8 +14,10 @@ from ..errors import CheckpointError
 from ..logs import warn_once_per_machine
 from .directory import CheckpointDirectory
 from .formats import FORMATS, host_copy
+from .local_parts import without_dtensors
 from .manifest import Manifest, Position, manifest_of, site_name
 from .protocol import Saveable
+from .resharded_load import ReshardedLoad
 from .restore import Load, Resumed, together
 
 _log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class Checkpoints:
     time there is one that all ranks hold, however many of them die, and whenever.
 
     Each optimizer needs a `Checkpoints` and a folder of its own; if two share one, the second to save gets a
-    CheckpointError. Sites that come and go (`ElasticTopology`) save and load independently of each other,
+    CheckpointError. Sites that come and go (a lighthouse) save and load independently of each other,
     each in a folder of its own, `Checkpoints(folder / name)`.
 
     Args:
@@ -111,7 +113,8 @@ class Checkpoints:
             if failure is not None:
                 raise failure
             self.wait()
-            tree = host_copy({"optimizer": optimizer.state_dict(), "extra": extra})
+            whole = {"optimizer": optimizer.state_dict(), "extra": extra}
+            tree = host_copy(without_dtensors(whole, optimizer.outer_state.parameters.params))
             held = self._held(optimizer, directory)
             note["save"] = uuid.uuid4().hex
             note["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
@@ -191,7 +194,12 @@ class Checkpoints:
             writing.result()
 
     def load(
-        self, optimizer: Saveable, *, sites: Sequence[int | None] | None = None, lost: Sequence[int] = ()
+        self,
+        optimizer: Saveable,
+        *,
+        sites: Sequence[int | None] | None = None,
+        lost: Sequence[int] = (),
+        reshard: bool = False,
     ) -> Resumed | None:
         """Load the newest checkpoint that all ranks hold whole. All ranks load it, or none does.
 
@@ -211,6 +219,9 @@ class Checkpoints:
                 first sites continue, and the others join or leave. Site 0 must continue one. Needed only
                 once: the next checkpoint has the new numbers.
             lost: old sites whose files are gone, and with them what they had not sent.
+            reshard: parameters may be sharded otherwise than when they were saved, also among another number
+                of ranks per site. The number of sites must be the same. Every rank reads the files of all
+                ranks of its site, so `folder` must be shared by them.
 
         Returns:
             The position and the `extra` that was saved; None if there is no checkpoint.
@@ -229,7 +240,10 @@ class Checkpoints:
         """
         with suppress(CheckpointError):  # which was logged
             self.wait()
-        call = Load(optimizer, self._directory(optimizer), sites, lost)
+        if reshard and (sites is not None or lost):
+            raise ValueError("reshard needs the same sites: load with reshard, save, and load with others")
+        directory = self._directory(optimizer)
+        call = ReshardedLoad(optimizer, directory) if reshard else Load(optimizer, directory, sites, lost)
         resumed, saves = call.run(self._label(optimizer))
         self._optimizer = weakref.ref(optimizer)
         self._own_saves |= saves

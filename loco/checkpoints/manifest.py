@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..members.view import SiteTopology
 from ..round.state import check_same, digest_of
 from .protocol import Saveable
+from .reshard import same_model
 
 NAME = "manifest.json"
 
@@ -65,7 +66,11 @@ class Manifest:
             check_same("settings", self.settings, vars(optimizer.settings))
             check_same("parameters", self.parameters, optimizer.outer_state.parameters.describe())
         except ValueError as error:
-            return str(error)
+            mine = optimizer.outer_state.parameters.describe()
+            divides = self.ranks_per_site, self.parameters
+            if divides == (topology.ranks_per_site, mine) or not same_model(self.parameters, mine):
+                return str(error)
+            return f"{error}. If only the sharding has changed, load(optimizer, reshard=True) loads it"
         return ""
 
     def check_whole(self, folder: Path) -> None:

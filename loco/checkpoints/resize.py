@@ -151,19 +151,18 @@ def send_to_joining(all_ranks: Transport, roster: Roster, tree: Any, outer: Oute
     if site not in roster.joining:
         return tree
     tree = _receive(all_ranks, rank_in_site, phase)
-    own, numel = tree["optimizer"]["loco"], outer.parameters.numel
+    own = tree["optimizer"]["loco"]
     own["residual"] = None if outer.residual is None else torch.zeros(outer.numel)
-    own["weights"] = [torch.empty_like(p, device="cpu") for p in outer.parameters.params]
-    weights, width = outer.parameters.over(own["weights"]), -(-numel // each)
-    for k in range(each):  # w = cast(θ), once the ranks of this site have sent each other their slices of θ
+    own["weights"] = [torch.empty_like(t, device="cpu") for t in outer.parameters.tensors]
+    weights, slices = outer.parameters.over(own["weights"]), outer.part.slices
+    for k, at in slices.items():  # w = cast(θ), once the ranks that share a θ have sent each other theirs
         anchor = own["anchor"]
         if k == rank_in_site:
-            _send(all_ranks, anchor, [site * each + other for other in range(each) if other != k], phase)
+            _send(all_ranks, anchor, [site * each + other for other in slices if other != k], phase)
         else:
             anchor = _receive(all_ranks, site * each + k, phase)
-        start, stop = min(k * width, numel), min((k + 1) * width, numel)
-        check_vector(anchor, stop - start, f"{phase}: the θ that came")
-        with weights.pieces(start, stop, write=True) as pieces:
+        check_vector(anchor, at.stop - at.start, f"{phase}: the θ that came")
+        with weights.pieces(at.start, at.stop, write=True) as pieces:
             kernels.write_weights(anchor, pieces)
     return tree
 

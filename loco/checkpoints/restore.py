@@ -19,6 +19,7 @@ from ..logs import warn_once_per_machine
 from ..round.state import digest_of, identity
 from .directory import CheckpointDirectory
 from .formats import FORMATS
+from .local_parts import with_dtensors
 from .manifest import Position, read_manifest
 from .protocol import Saveable
 from .resize import Roster, hand_over, send_to_joining, update_of
@@ -189,47 +190,19 @@ class Load:
         try:
             old_rank = selected.roster.old_rank(self.directory.rank)
             if old_rank is not None:
-                tree = _read_folder(self.directory.path(selected.save.position, old_rank))
+                tree = read_folder(self.directory.path(selected.save.position, old_rank))
             for old, reader in selected.readers.items():
                 if reader == self.directory.rank:
-                    leaving = _read_folder(self.directory.path(selected.save.position, old))
+                    leaving = read_folder(self.directory.path(selected.save.position, old))
                     updates[old] = update_of(self.optimizer.outer_state, leaving)
         except CheckpointError as error:
             note["damaged"] = str(error)
         return tree, updates
 
     def _load(self, selected: Selected, tree: Any, updates: dict[int, Tensor]) -> Resumed:
-        """Every rank has read its files and found them whole. Now all ranks load, or none does."""
-        optimizer, position = self.optimizer, selected.save.position
-        note: dict[str, Any] = {}  # equal on all ranks that hold the same slice of θ
-        is_asked = is_agreed = False
-
-        def agree(failure: Exception | None = None) -> None:
-            nonlocal is_asked, is_agreed
-            is_asked = True
-            notes = swap_or_fail(optimizer.topology.notes, note, failure, f"loading {position}")
-            for rank, other in enumerate(notes):
-                expected = notes[rank % optimizer.topology.ranks_per_site]
-                if other != expected:
-                    raise ReplicaError(f"the files of rank {rank} hold {other}, those of site 0 {expected}")
-            is_agreed = True
-
-        failure = None
-        try:
-            tree = self._exchange(selected, tree, updates)
-            own = tree["optimizer"]["loco"]
-            note["round"], note["local_step"] = own["round"], own["local_step"]
-            note["digest"] = digest_of(own["anchor"])
-            optimizer.load_state_dict(tree["optimizer"], agree=agree)
-        except Exception as error:
-            if not is_asked:
-                agree(error)  # the other ranks must not load either
-            if not is_agreed:
-                raise
-            failure = error
-        swap_or_fail(optimizer.topology.notes, {}, failure, f"completing the load of {position}")
-        _log.info("resumed at %s", position)
-        return Resumed(round=optimizer.round, local_step=optimizer.local_step, extra=tree["extra"])
+        """Every rank has read its files and found them whole."""
+        exchange = partial(self._exchange, selected, tree, updates)
+        return load_together(self.optimizer, selected.save.position, exchange)
 
     def _exchange(self, selected: Selected, tree: Any, updates: dict[int, Tensor]) -> Any:
         """What this rank is to load: its files, after the messages from and to sites that join or leave."""
@@ -250,6 +223,40 @@ class Load:
         return tree
 
 
+def load_together(optimizer: Saveable, position: Position, make: Callable[[], Any]) -> Resumed:
+    """All ranks load what `make` makes for each of them, or none does."""
+    note: dict[str, Any] = {}  # equal on all ranks that hold the same part of θ
+    is_asked = is_agreed = False
+    tree: Any = None
+
+    def agree(failure: Exception | None = None) -> None:
+        nonlocal is_asked, is_agreed
+        is_asked = True
+        notes = swap_or_fail(optimizer.topology.notes, note, failure, f"loading {position}")
+        for rank, other in enumerate(notes):
+            expected = notes[rank % optimizer.topology.ranks_per_site]
+            if other != expected:
+                raise ReplicaError(f"the files of rank {rank} hold {other}, those of site 0 {expected}")
+        is_agreed = True
+
+    failure = None
+    try:
+        tree = with_dtensors(make(), optimizer.outer_state.parameters.params)
+        own = tree["optimizer"]["loco"]
+        note["round"], note["local_step"] = own["round"], own["local_step"]
+        note["digest"] = digest_of(own["anchor"])
+        optimizer.load_state_dict(tree["optimizer"], agree=agree)
+    except Exception as error:
+        if not is_asked:
+            agree(error)  # the other ranks must not load either
+        if not is_agreed:
+            raise
+        failure = error
+    swap_or_fail(optimizer.topology.notes, {}, failure, f"completing the load of {position}")
+    _log.info("resumed at %s", position)
+    return Resumed(round=optimizer.round, local_step=optimizer.local_step, extra=tree["extra"])
+
+
 def _all_saves(notes: list[dict[str, Any]]) -> list[Save]:
     """Every save that some rank sees, newest first."""
     saves: dict[str, Save] = {}
@@ -262,7 +269,7 @@ def _all_saves(notes: list[dict[str, Any]]) -> list[Save]:
     return sorted(saves.values(), key=lambda save: (save.position, save.name), reverse=True)
 
 
-def _read_folder(folder: Path) -> dict[str, Any]:
+def read_folder(folder: Path) -> dict[str, Any]:
     """What a rank saved. A CheckpointError if that is not what lies there."""
     try:
         manifest = read_manifest(folder)

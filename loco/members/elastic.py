@@ -2,33 +2,29 @@
 
 import json
 import logging
-import os
 import socket
 import uuid
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from ..coordination.rendezvous import Alone
+from ..coordination.store_client import host_and_port
 from ..errors import AgreementError, TransportError
 from ..net.links import Links, host_store
 from ..net.mesh import NoLinks, Subset
 from ..net.transport import Transport
-from .lighthouse import HOW_TO_START, Lighthouse
+from .lighthouse import Lighthouse
 from .quorum import Claim, Plan, plan
 from .quorum_membership import QuorumMembership
 
 _logger = logging.getLogger(__name__)
 
 
-class ElasticTopology:
+class ElasticSites:
     """Sites of one process each, of which some may die and come back while the others train on.
-
-    It takes the place of `loco.Topology`, and of `init_process_group`:
-
-        topology = loco.ElasticTopology(sites=4, name="berlin", lighthouse="http://10.0.0.1:29510")
-        optimizer = loco.PulseLoCo(inner, sync_every=8, topology=topology)
 
     Before each round a quorum says who takes part: the sites that live, numbered by their names. R, the
     divisor of the mean, is their number. A round in which one is lost has changed nothing on the others, and
@@ -37,14 +33,12 @@ class ElasticTopology:
 
     Args:
         sites: how many a run starts with; fewer go on when some die, and more may join.
-        name: of this site: the same when it comes back, and no other site's. By default one of its own.
-        lighthouse: where torchft's lighthouse listens; by default what TORCHFT_LIGHTHOUSE says.
-        address: name or IP address by which the other sites reach this machine; by default its host name.
-        port: of the store that this site hosts, on which the sites meet when it is the first of them; 0 is
-            any.
-        timeout: seconds a site waits for a message of one that is alive before the round fails.
-        dead_after: seconds within which a site that is waited for and gives no sign of life fails the round.
-            Whether the next quorum waits for it is up to the lighthouse (--heartbeat_timeout_ms).
+        name: of this site: the same when it comes back, and no other site's.
+        lighthouse: where torchft's lighthouse listens, e.g. "http://10.0.0.1:29510".
+        at: host:port by which the others reach the store that this site hosts, on which the sites meet when
+            it is the first of them; None: this machine's address on the way to the lighthouse, and any port.
+        timeout, dead_after: as `loco.Sites`. Whether the next quorum waits for a site that is dead is up to
+            the lighthouse (--heartbeat_timeout_ms).
         connect_timeout: seconds for all sites of a quorum to link up.
 
     Attributes:
@@ -54,7 +48,7 @@ class ElasticTopology:
 
     Raises:
         ImportError: torchft is not installed.
-        ValueError: an argument is out of range, or there is no lighthouse to ask.
+        ValueError: `at` can't be used.
         TransportError: no lighthouse answers.
     """
 
@@ -62,36 +56,27 @@ class ElasticTopology:
         self,
         *,
         sites: int,
-        name: str | None = None,
-        lighthouse: str | None = None,
-        address: str | None = None,
-        port: int = 0,
-        timeout: float = 300.0,
-        dead_after: float = 5.0,
+        name: str,
+        lighthouse: str,
+        at: str | None = None,
+        timeout: float,
+        dead_after: float,
         connect_timeout: float = 30.0,
     ) -> None:
-        if sites < 1:
-            raise ValueError(f"sites must be >= 1, got {sites}")
-        limits = {"timeout": timeout, "dead_after": dead_after, "connect_timeout": connect_timeout}
-        for what, value in limits.items():
-            if not value > 0:
-                raise ValueError(f"{what} must be > 0 seconds, got {value}")
-        lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
-        if not lighthouse:
-            raise ValueError(
-                f"sites that come and go need a lighthouse: {HOW_TO_START}, and give its address as "
-                f"`lighthouse` or in TORCHFT_LIGHTHOUSE"
-            )
         process = uuid.uuid4().hex[:12]
         self.ranks_per_site, self.rank_in_site = 1, 0
         self.sites = sites
-        self.name = name or process
+        self.name = name
         self.id = f"{self.name}:{process}"
         self.timeout = self.patience = float(timeout)  # whoever is in a quorum has come to its round
         self.dead_after = float(dead_after)
         self.connect_timeout = float(connect_timeout)
         self.num_sites, self.site = 1, 0
-        self._address = address or socket.gethostname()
+        self.site_group = None
+        if at is None:
+            self._address, port = _address_towards(lighthouse), 0
+        else:
+            self._address, port = host_and_port(at)
         self._hosted, where = host_store(self._address, port)
         self._lighthouse = Lighthouse(
             lighthouse, id=self.id, name=self.name, store=where, timeout=self.connect_timeout
@@ -200,8 +185,15 @@ class ElasticTopology:
         for member in decided.strangers:
             _logger.warning("%s was set up differently, and is left out", member.name)
 
-    def __repr__(self) -> str:
-        return f"ElasticTopology(name={self.name!r}): this is site {self.site} of {self.num_sites} now"
+
+def _address_towards(lighthouse: str) -> str:
+    """This machine's, by which others reach it too; a lighthouse that is not there is told of later."""
+    url = urlsplit(lighthouse)
+    try:
+        with socket.create_connection((url.hostname or "", url.port or 80), 5.0) as connection:
+            return connection.getsockname()[0]
+    except (OSError, ValueError):
+        return socket.gethostname()
 
 
 def _difference(theirs: str, ours: str) -> str:

@@ -33,10 +33,10 @@ def ensure_process_group() -> None:
         if not script.endswith(".py") or script == "__main__.py":  # an interactive session, or `python -m`
             script = "your_script.py"
         raise ValueError(
-            f"loco needs several processes, because the ranks of a process group are its sites, and no "
-            f"launcher has started this one ({missing[0]} is not set): launch with "
-            f"`torchrun --nproc-per-node 4 {script}`, or call torch.distributed.init_process_group(…) "
-            f"before you build the optimizer"
+            f"nobody says who the sites are: give this one a name, their number and where they meet "
+            f"(LOCO_SITE=berlin LOCO_SITES=2 LOCO_AT=10.0.0.1:29510 python {script}, see loco.Sites), or let "
+            f"every rank of one world be a site (torchrun --nproc-per-node 4 {script}; {missing[0]} is not "
+            f"set, so no launcher has started this process)"
         )
     # torchrun's store outlives its workers, and gloo would read in it where those before a restart listened.
     store, rank, world = next(rendezvous("env://"))

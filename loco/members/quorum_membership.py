@@ -15,7 +15,7 @@ from .quorum import Claim, Plan
 from .view import Standing, View
 
 if TYPE_CHECKING:
-    from .elastic import ElasticTopology
+    from .elastic import ElasticSites
 
 MOST = 3  # rounds that fail among the same sites before it is said: repeating mends only who is gone
 _PAUSE = 0.2  # seconds between two looks at whether all have come to the start
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 class QuorumMembership:
-    """The views of one optimizer over an `ElasticTopology`: a quorum for each round.
+    """The views of one optimizer over an `ElasticSites`: a quorum for each round.
 
     Args:
         setup: what all sites of a run have in common.
@@ -33,7 +33,7 @@ class QuorumMembership:
 
     others_may_be_ahead = True
 
-    def __init__(self, topology: "ElasticTopology", setup: str) -> None:
+    def __init__(self, topology: "ElasticSites", setup: str) -> None:
         self._topology = topology
         self._setup = setup
 
@@ -121,7 +121,7 @@ class QuorumHandover:
         me: this site's index among the members.
     """
 
-    def __init__(self, topology: "ElasticTopology", plan: Plan, me: int) -> None:
+    def __init__(self, topology: "ElasticSites", plan: Plan, me: int) -> None:
         self._topology = topology
         self._plan = plan
         self._me = me
@@ -148,7 +148,7 @@ class QuorumHandover:
 class QuorumAttempts:
     """A round that fails is tried again among those who are left, unless it keeps failing among the same."""
 
-    def __init__(self, topology: "ElasticTopology") -> None:
+    def __init__(self, topology: "ElasticSites") -> None:
         self._topology = topology
         self._failed: list[list[str]] = []  # ids of the members, by attempt
 

@@ -5,13 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..coordination.rendezvous import Agreement
 from ..net.transport import Transport
+from .elastic import ElasticSites
 from .fixed import FixedSites
 from .joined_worlds import JoinedWorlds
-from .topology import check_limits
-from .view import Membership
+from .topology import Topology, check_limits
+from .view import Membership, SiteTopology
+
+_VARIABLES = ("LOCO_SITES", "LOCO_SITE", "LOCO_AT", "LOCO_LIGHTHOUSE")
 
 
 class Sites:
@@ -25,28 +29,33 @@ class Sites:
     same number in the other sites. All sites have equally many ranks.
 
     A site that is lost fails the round on all others, which have changed nothing. All then build their
-    `Sites` and optimizers anew, as `torchrun --max-restarts` does, and load their checkpoints.
+    `Sites` and optimizers anew, as `torchrun --max-restarts` does, and load their checkpoints. With torchft's
+    lighthouse sites of one process each may come and go instead, while the others train on: docs/elastic.md.
 
     Args:
         sites: how many; by default what LOCO_SITES says.
         site: this one's name, the same when it comes back; by default what LOCO_SITE says. The sites are
             numbered in the order of their names.
         at: host:port at which they meet; by default what LOCO_AT says. The site whose machine has this
-            address hosts a small store there, as long as it runs.
+            address hosts a small store there, as long as it runs. With a lighthouse: where the others reach
+            the store of this site; by default any port of this machine.
+        lighthouse: where torchft's lighthouse listens, such as "http://10.0.0.1:29510"; by default what
+            LOCO_LIGHTHOUSE says. Without one the sites stay the same.
         timeout, dead_after, repeats, key: as `loco.Topology`.
         patience: seconds to wait for the other sites at the start, and at the start of a round.
 
     Attributes:
         num_sites: R.
         site: this site's number, 0 … R−1.
-        names: of the sites, by number.
+        name: of this site.
         ranks_per_site: the size of each site's world.
         rank_in_site: this rank's number in it.
 
     Raises:
+        ImportError: a lighthouse needs torchft.
         ValueError: an argument is missing, or out of range.
         AgreementError: the sites were started differently, or this one's name is taken.
-        TransportError: not all sites came, or no store is at that address.
+        TransportError: not all sites came, or no store or lighthouse is at its address.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class Sites:
         *,
         site: str | None = None,
         at: str | None = None,
+        lighthouse: str | None = None,
         timeout: float = 300.0,
         patience: float = 600.0,
         dead_after: float = 5.0,
@@ -64,56 +74,79 @@ class Sites:
         check_limits(timeout=timeout, patience=patience, dead_after=dead_after, repeats=repeats, key=key)
         count = _number(sites if sites is not None else _told("LOCO_SITES", "how many sites there are", "2"))
         name = site or _told("LOCO_SITE", "what this site is called", "berlin")
-        where = at or _told("LOCO_AT", "where the sites meet", "10.0.0.1:29510")
-        joined = JoinedWorlds(count, name, where, patience=patience, dead_after=dead_after)
+        self.name = name
+        at = at or os.environ.get("LOCO_AT") or None
+        lighthouse = lighthouse or os.environ.get("LOCO_LIGHTHOUSE") or None
+        self._as: FixedSites | ElasticSites
+        if lighthouse is not None:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError(
+                    "sites that come and go (lighthouse=…) have one process each, and this one's world has "
+                    f"{os.environ['WORLD_SIZE']}: give at=… instead, or launch one process"
+                )
+            self._as = ElasticSites(
+                sites=count, name=name, lighthouse=lighthouse, at=at, timeout=timeout, dead_after=dead_after
+            )
+            return
+        at = at or _told("LOCO_AT", "where the sites meet", "10.0.0.1:29510")
+        joined = JoinedWorlds(count, name, at, patience=patience, dead_after=dead_after)
         try:
-            self._fixed = FixedSites(
+            self._as = FixedSites(
                 joined, timeout=timeout, patience=patience, dead_after=dead_after, repeats=repeats, key=key
             )
         except BaseException:
             joined.close()
             raise
-        self.names = joined.names
 
     @property
     def num_sites(self) -> int:
-        return self._fixed.num_sites
+        return self._as.num_sites
 
     @property
     def site(self) -> int:
-        return self._fixed.site
+        return self._as.site
 
     @property
     def ranks_per_site(self) -> int:
-        return self._fixed.ranks_per_site
+        return self._as.ranks_per_site
 
     @property
     def rank_in_site(self) -> int:
-        return self._fixed.rank_in_site
+        return self._as.rank_in_site
+
+    @property
+    def site_group(self) -> dist.ProcessGroup | None:
+        """This site's world."""
+        return self._as.site_group
 
     @property
     def notes(self) -> Agreement:
-        return self._fixed.notes
+        return self._as.notes
 
     def everyone(self) -> Transport:
-        return self._fixed.everyone()
+        return self._as.everyone()
 
     def membership(self, device: torch.device, setup: Mapping[str, Any]) -> Membership:
-        return self._fixed.membership(device, setup)
+        return self._as.membership(device, setup)
 
     def seat(self) -> dict[str, Any]:
         """Who this rank is, as its state remembers it."""
-        return {"name": self.names[self.site]} | self._fixed.seat()
+        return {"name": self.name} | self._as.seat()
 
     def close(self) -> None:
         """Leave: the others can't go on without this site."""
-        self._fixed.close()
+        self._as.close()
 
     def __repr__(self) -> str:
         return (
-            f"Sites({self.num_sites}, site={self.names[self.site]!r}): this is site {self.site} "
-            f"({', '.join(self.names)}), rank {self.rank_in_site} of {self.ranks_per_site} in it"
+            f"Sites(site={self.name!r}): this is site {self.site} of {self.num_sites}, "
+            f"rank {self.rank_in_site} of {self.ranks_per_site} in it"
         )
+
+
+def default_topology() -> SiteTopology:
+    """Who the sites are, if nobody says it in code."""
+    return Sites() if any(os.environ.get(name) for name in _VARIABLES) else Topology()
 
 
 def _told(variable: str, what: str, example: str) -> str:

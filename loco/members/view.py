@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..coordination.rendezvous import Agreement, Reconnects
 from ..net.transport import Transport
@@ -178,6 +179,7 @@ class SiteTopology(Protocol):
         site: this rank's site.
         ranks_per_site: equal on all sites.
         rank_in_site: this rank's number inside its site.
+        site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
         notes: by which the ranks that save together agree outside of rounds.
     """
 
@@ -192,6 +194,9 @@ class SiteTopology(Protocol):
 
     @property
     def rank_in_site(self) -> int: ...
+
+    @property
+    def site_group(self) -> dist.ProcessGroup | None: ...
 
     @property
     def notes(self) -> Agreement: ...

@@ -21,13 +21,12 @@ def share_first_anchor(state: OuterState, view: View | None) -> None:
         ReplicaError: on all ranks: a site has another θ.
         TransportError: a link is lost.
     """
-    topology = state.topology
     if view is not None:
         view.across.broadcast(state.anchor, phase="first anchor")
     state.write_weights()
     if view is not None:
         share_anchor(state, view)
-    check_first_anchor(topology.everyone(), topology, state.parameters, state.anchor, state.start)
+    check_first_anchor(state.topology.everyone(), state)
 
 
 def start_again(state: OuterState) -> None:

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,40 +16,69 @@ from loco import kernels
 from ..errors import AgreementError, ReplicaError
 from ..members.view import SiteTopology
 from ..net.transport import Transport
+from .inside_site import differing_copies, digests_of_copies
+from .outer_state import OuterState
 from .parameters import FlatParameters
+from .part import Part
 
 _AT_A_TIME = 1 << 20  # elements
 
 
+class Agreed(NamedTuple):
+    """The parameters as a flat vector, this rank's part of it, and what identifies those of a site."""
+
+    parameters: FlatParameters
+    part: Part
+    fingerprint: str
+
+
 def agree_on_parameters(
     everyone: Transport, topology: SiteTopology, inner: Optimizer, setup: Mapping[str, Any]
-) -> FlatParameters:
-    """The parameters as a flat vector, once all ranks have found that they agree on it and on `setup`.
+) -> Agreed:
+    """The parameters, once all ranks have found that they agree on them and on `setup`.
 
     A rank that can't go on says so before it raises, so that the others do not wait for it.
     """
+    each = topology.ranks_per_site
+    shards: Sequence[Any] = ()  # by rank of this site
     setup = {"sites": topology.num_sites} | dict(setup)
     failure: Exception | None = None
     try:
-        layout = FlatParameters(inner)
+        layout = FlatParameters(inner, _ranks_of_site(topology))
         check_denormals(layout.device)
-        setup["parameters"] = layout.describe()
+        setup["parameters"], setup["shards"] = layout.describe(), layout.shards()
     except Exception as error:
         failure, layout = error, None
         setup = {"error": f"{type(error).__name__}: {error}"}
     try:
-        agree_on_setup(everyone, topology.ranks_per_site, setup)
+        setups = agree_on_setup(everyone, each, setup)
+        first = everyone.rank - topology.rank_in_site
+        shards = [theirs["shards"] for theirs in setups[first : first + each]]
     except AgreementError:
         if failure is None:
             raise
     if failure is not None:
         raise failure
     assert layout is not None
-    return layout
+    described = layout.describe()
+    rank, sizes = topology.rank_in_site, [math.prod(shape) for shape in layout.shapes]
+    if not layout.is_sharded:
+        return Agreed(layout, Part.of_whole(rank, each, sizes), fingerprint(described))
+    return Agreed(layout, Part.of_shards(rank, shards, sum(sizes)), fingerprint([described, shards]))
 
 
-def agree_on_setup(everyone: Transport, ranks_per_site: int, setup: Mapping[str, Any]) -> None:
-    """Compare what every rank was built with; JSON-able values only.
+def _ranks_of_site(topology: SiteTopology) -> list[int]:
+    """By their numbers in the process group, as device meshes have them."""
+    group = topology.site_group
+    return [0] if group is None else dist.get_process_group_ranks(group)
+
+
+def agree_on_setup(
+    everyone: Transport, ranks_per_site: int, setup: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Compare what every rank was built with; JSON-able values only -> all ranks' setups.
+
+    "shards" is compared among the ranks of the same number in each site, all else among all ranks.
 
     Raises:
         AgreementError: on every rank; names what differs, where, and both values.
@@ -64,10 +95,14 @@ def agree_on_setup(everyone: Transport, ranks_per_site: int, setup: Mapping[str,
         if "error" in theirs:
             raise AgreementError(f"{where(rank)} could not be built: {theirs['error']}")
     for rank, theirs in enumerate(setups):
-        if theirs == setups[0]:
+        peer = rank % ranks_per_site  # of site 0
+        expected = setups[0] | {what: told for what, told in setups[peer].items() if what == "shards"}
+        if theirs == expected:
             continue
-        what, here, there = _difference(setups[0], theirs)
-        raise AgreementError(f"the sites differ in {what}: site 0 has {here}, {where(rank)} has {there}")
+        what, here, there = _difference(expected, theirs)
+        first = where(peer) if what.startswith("shards") else "site 0"
+        raise AgreementError(f"the sites differ in {what}: {first} has {here}, {where(rank)} has {there}")
+    return setups
 
 
 def fingerprint(described: Any) -> str:
@@ -96,23 +131,31 @@ def check_denormals(device: torch.device) -> None:
         )
 
 
-def check_first_anchor(
-    everyone: Transport, topology: SiteTopology, layout: FlatParameters, anchor: Tensor, start: int
-) -> None:
-    """Every rank tells every other what it sees of its slice, from `start`, so that all refuse it or none."""
-    first_bad = first_nonfinite(anchor)
-    first_bad += start if first_bad >= 0 else 0
-    digest = kernels.digest(anchor)
-    record = first_bad.to_bytes(8, "little", signed=True) + digest.to_bytes(8, "little")
+def check_first_anchor(everyone: Transport, state: OuterState) -> None:
+    """Every rank tells every other what it sees of its part of θ, and of the weights that it has in common
+    with other ranks, so that all refuse them or none."""
+    layout, part, each = state.parameters, state.part, state.topology.ranks_per_site
+    first_bad = first_nonfinite(state.anchor)
+    bad_param = layout.index_at(state.start + first_bad) if first_bad >= 0 else -1
+    digest = kernels.digest(state.anchor)
+    record = bad_param.to_bytes(8, "little", signed=True) + digest.to_bytes(8, "little")
+    record += digests_of_copies(layout, part)
     records = everyone.swap_records(record, phase="check of the first anchor")
-    of_site_0 = records[: topology.ranks_per_site]
     for rank, raw in enumerate(records):
-        position = int.from_bytes(raw[:8], "little", signed=True)
-        if position >= 0:
-            raise ValueError(f"parameter {layout.name_at(position)} is infinite or NaN on site 0")
-        site, index = divmod(rank, topology.ranks_per_site)
-        if raw != of_site_0[index]:
-            raise ReplicaError(f"site {site} did not receive the anchor that site 0 sent")
+        param = int.from_bytes(raw[:8], "little", signed=True)
+        if param >= 0:
+            raise ValueError(f"parameter {layout.name_of(param)} is infinite or NaN on site 0")
+        if raw[:16] != records[rank % each][:16]:
+            raise ReplicaError(f"site {rank // each} did not receive the anchor that site 0 sent")
+    for first in range(0, len(records), each):
+        copies = differing_copies([raw[16:] for raw in records[first : first + each]], part)
+        if copies is not None:
+            ranks = ", ".join(str(first + rank) for rank in copies.ranks)
+            raise ReplicaError(
+                f"site {first // each}: its ranks {ranks} hold copies of parameter "
+                f"{layout.name_of(copies.params[0])} and others, and these differ: give all ranks of a site "
+                f"the same weights (the same seed, or the same file) before you build the optimizer"
+            )
 
 
 def first_nonfinite(values: Tensor) -> int:

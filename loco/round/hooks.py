@@ -37,7 +37,7 @@ class RoundProgress:
         number: of the round, from 1.
         view: who takes part, and the links to them.
         state: `optimizer.outer_state`. A hook may change weights and state at "begun" and "applied", and
-            nothing in between.
+            nothing in between; at "applied" the weights must stay the cast of θ.
         entries: what this rank sends, from "encoded" on. Where all elements are sent as FP32, their place
             is taken by the sums: at "encoded" and "announced" they are still there.
         contributions: from "received" on, what is added up in this order: each site's entries, or their sums.

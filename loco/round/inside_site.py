@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections.abc import Sequence
 from itertools import pairwise
 
 from loco import kernels
@@ -12,17 +13,20 @@ from ..wire.records import Status
 from ..wire.refusal import Problem
 from .outer_state import OuterState
 from .parameters import FlatParameters
+from .part import Copies, Part
 
 GATHER_ELEMENTS = 1 << 20  # of the anchor at a time: 4 MiB from each rank
+_DIGEST, _NORM = 8, struct.Struct("<d")
 
 
 def compare(
-    inside: Transport, parameters: FlatParameters, norm: float, round: int, *, encoded: bool
+    inside: Transport, state: OuterState, norm: float, round: int, *, encoded: bool
 ) -> tuple[float, Problem | None]:
-    """The ranks of a site exchange slices of what must be one and the same model.
+    """The ranks of a site exchange digests of what several of them hold alike: of whole parameters all of it,
+    of sharded ones the replicas.
 
     Args:
-        norm: of what this rank would send.
+        norm: the share of this rank in what the site would send, see `Part.norm`.
         encoded: a rank that could not encode votes for its own reason, and has no digest to compare.
 
     Returns:
@@ -30,40 +34,60 @@ def compare(
     """
     if inside.size == 1:
         return norm, None
-    failure, digest = None, bytes(8)
+    part, failure, digests = state.part, None, bytes(_DIGEST * len(state.part.copies))
     if encoded:
         try:
-            with parameters.pieces(0, parameters.numel) as weights:
-                digest = kernels.digest_of_all(weights)
+            digests = digests_of_copies(state.parameters, part)
         except Exception as error:
             failure = Problem(Status.FAILED, seen=error)
-    record = struct.pack("<8sd", digest, norm)
     phase = f"round {round}, weights inside the site"
-    told = inside.swap_records(record, phase=phase, limit=inside.patience)
-    found = [struct.unpack("<8sd", theirs) for theirs in told]
-    known = {digest for digest, _ in found if digest != bytes(8)}
-    norm = math.hypot(*(part for _, part in found))
-    return norm, failure or (Problem(Status.SITE_DRIFT) if len(known) > 1 else None)
+    told = inside.swap_records(digests + _NORM.pack(norm), phase=phase, limit=inside.patience)
+    norm = math.hypot(*(_NORM.unpack(record[-_NORM.size :])[0] for record in told))
+    differ = differing_copies(told, part)
+    return norm, failure or (Problem(Status.SITE_DRIFT) if differ else None)
+
+
+def digests_of_copies(parameters: FlatParameters, part: Part) -> bytes:
+    """Of the weights that other ranks of this site hold too, in the order of `part.copies`; zeros for those
+    that this rank does not hold."""
+    return b"".join(
+        kernels.digest_of_all(parameters.of(copies.params)) if part.rank in copies.ranks else bytes(_DIGEST)
+        for copies in part.copies
+    )
+
+
+def differing_copies(told: Sequence[bytes], part: Part) -> Copies | None:
+    """The first ones that should be equal and are not.
+
+    Args:
+        told: by rank of the site, what begins with its `digests_of_copies`; all zeros if it could not compute
+            them.
+    """
+    for k, copies in enumerate(part.copies):
+        found = {told[rank][k * _DIGEST : (k + 1) * _DIGEST] for rank in copies.ranks}
+        if len(found - {bytes(_DIGEST)}) > 1:
+            return copies
+    return None
 
 
 def share_anchor(state: OuterState, view: View, *, write: bool = True) -> None:
-    """Each rank of a site has the new θ of its slice; all need its cast, w = cast(θ).
+    """Where the ranks of a site each have the new θ of a slice, all need its cast, w = cast(θ).
 
     Args:
         write: False only sends, because the weights of this rank have moved on.
     """
-    inside, parameters, width = view.inside, state.parameters, state.width
-    if inside.size == 1:
+    inside, parameters, slices = view.inside, state.parameters, state.part.slices
+    if len(slices) == 1:
         return
     phase = f"round {state.rounds_done}, anchor inside the site"
+    width = slices[0].stop  # of the longest
     for low, high in pairwise([*range(0, width, GATHER_ELEMENTS), width]):
         # The last slices may be shorter, or empty: what they lack is sent as zeros, and nobody looks at it.
         part = state.anchor.new_zeros(high - low)
         mine = state.anchor[low:high]
         part[: mine.numel()] = mine
         for rank, values in enumerate(inside.gather(part, phase=phase)):
-            first = rank * width + low
-            last = min(first + high - low, (rank + 1) * width, parameters.numel)
+            first, last = slices[rank].start + low, min(slices[rank].start + high, slices[rank].stop)
             if not write or rank == inside.rank or first >= last:
                 continue
             with parameters.pieces(first, last, write=True) as weights:

@@ -17,7 +17,7 @@ from ..report import SyncReport
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
 from .first_anchor import agree_to_adopt, share_first_anchor, start_again
-from .handshake import agree_on_parameters, fingerprint
+from .handshake import agree_on_parameters
 from .hooks import COUNTS, Hooks, Phase
 from .inside_site import share_anchor
 from .outer_state import OuterState
@@ -56,12 +56,10 @@ class OuterLoop:
         self._wire = wire
         setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
-        parameters = agree_on_parameters(topology.everyone(), topology, inner, setup)
+        agreed = agree_on_parameters(topology.everyone(), topology, inner, setup)
         tuner = ExchangeTuner(wire.codec, topology.num_sites)
-        self.state = OuterState.of(parameters, settings, topology, tuner, offload=offload)
-        self._membership = topology.membership(
-            self.state.device, setup | {"parameters": fingerprint(parameters.describe())}
-        )
+        self.state = OuterState.of(agreed.parameters, agreed.part, settings, topology, tuner, offload=offload)
+        self._membership = topology.membership(self.state.device, setup | {"parameters": agreed.fingerprint})
         self._membership.reconnects_by(self)
         self._view: View | None = None
         self._pending: Round | None = None  # promised or applied by this rank, perhaps; its end is missing
@@ -220,7 +218,7 @@ class OuterLoop:
                 doubt=pending.view.name if pending is not None and in_doubt else "",
             )
         )
-        if view is not self._view and view.inside.size > 1 and catches_up:
+        if view is not self._view and len(state.part.slices) > 1 and catches_up:
             self._converse(lambda: self._catch_up_in_site(view))
         self._view = view
         return view
@@ -274,7 +272,7 @@ class OuterLoop:
             pending.apply()
         self._committed = pending.view.name
         view = self._view
-        if pending.view.inside.size > 1:
+        if len(self.state.part.slices) > 1:
             if view is not None and view.is_whole:
                 self._converse(lambda: pending.share(view))
             else:

@@ -15,20 +15,20 @@ from ..errors import LocoError
 from ..exchange.tuning import ExchangeTuner
 from ..members.view import SiteTopology
 from .parameters import FlatParameters
+from .part import Part
 
 
 @dataclass(kw_only=True)
 class OuterState:
     """The state of the outer optimization on one rank.
 
-    The ranks of a site share it in equal slices of the flat parameters, the last ones possibly shorter. This
-    rank's slice is the elements `start` to `stop`.
+    It covers this rank's part, which is the elements `start` to `stop` of its flat parameters: see `Part`.
 
     Attributes:
         settings: equal on all sites.
         topology: who the sites are.
         parameters: of the inner optimizer, as one flat vector.
-        width: of a slice.
+        part: which of them this rank exchanges.
         anchor: θ.
         momentum: m; None where μ = 0.
         residual: e; None where everything is sent.
@@ -42,9 +42,7 @@ class OuterState:
     settings: Settings
     topology: SiteTopology
     parameters: FlatParameters
-    width: int
-    start: int
-    stop: int
+    part: Part
     anchor: Tensor
     momentum: Tensor | None
     residual: Tensor | None
@@ -59,6 +57,7 @@ class OuterState:
     @staticmethod
     def of(
         parameters: FlatParameters,
+        part: Part,
         settings: Settings,
         topology: SiteTopology,
         tuner: ExchangeTuner,
@@ -66,24 +65,21 @@ class OuterState:
         offload: bool,
     ) -> "OuterState":
         """The state before the first round, with this site's own weights as θ."""
-        width = -(-parameters.numel // topology.ranks_per_site)
-        start = min(topology.rank_in_site * width, parameters.numel)
-        stop = min(start + width, parameters.numel)
         device = torch.device("cpu") if offload else parameters.device
         seen = GATES[settings.gate]
 
         def zeros() -> Tensor:
             # In host memory it is pinned, if there is a GPU to copy from.
             pinned = device.type == "cpu" and parameters.device.type == "cuda"
-            return torch.zeros(stop - start, dtype=torch.float32, device=device, pin_memory=pinned)
+            return torch.zeros(
+                part.own.stop - part.own.start, dtype=torch.float32, device=device, pin_memory=pinned
+            )
 
         state = OuterState(
             settings=settings,
             topology=topology,
             parameters=parameters,
-            width=width,
-            start=start,
-            stop=stop,
+            part=part,
             anchor=zeros(),
             momentum=zeros() if settings.outer_momentum else None,
             residual=None if seen is None else zeros(),
@@ -101,8 +97,16 @@ class OuterState:
         return state
 
     @property
+    def start(self) -> int:
+        return self.part.own.start
+
+    @property
+    def stop(self) -> int:
+        return self.part.own.stop
+
+    @property
     def numel(self) -> int:
-        """Of this rank's slice."""
+        """Of this rank's part."""
         return self.stop - self.start
 
     @property
@@ -132,7 +136,7 @@ class OuterState:
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """8. w = cast(θ), of this rank's slice."""
+        """8. w = cast(θ), of this rank's part."""
         with self.parameters.pieces(self.start, self.stop, write=True) as weights:
             kernels.write_weights(self.anchor, weights)
 

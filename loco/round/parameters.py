@@ -1,7 +1,7 @@
 """The parameters of an optimizer as one flat vector: which element lies where."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from itertools import accumulate, pairwise
@@ -12,33 +12,64 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .sharding import GatheredCopies, check_sharded, is_sharded, layout_of, local, shard_of
+
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FlatParameters:
-    """Every parameter once, in the order of the parameter groups, each in its logical (row-major) order.
+    """Every trained parameter once, in the order of the parameter groups, each in its row-major order. Of a
+    DTensor it is the elements that this rank holds.
 
-    Frozen parameters have their place too: they may thaw later, and the sites must agree on them anyway.
+    Parameters that are frozen (`requires_grad` is False) have no place in it and cost nothing. Thawing them
+    later is refused, since the other sites would not know. Those that freeze later keep their place.
+
+    Args:
+        inner: whose parameters they are.
+        site_ranks: the ranks of this site in the process group, beyond which no DTensor may reach; None: not
+            known.
+
+    Attributes:
+        params: as the optimizer has them; see `tensors`.
+        shapes: of what this rank holds.
+        is_sharded: any of them is a DTensor.
 
     Raises:
         ValueError: a parameter that can't be synchronised, and why.
     """
 
-    def __init__(self, inner: Optimizer) -> None:
+    def __init__(self, inner: Optimizer, site_ranks: Collection[int] | None = None) -> None:
         named = _named_parameters(inner)
         if not named:
             raise ValueError("the inner optimizer has no parameters")
+        self._given = [p for _, p in named]
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        named = [(name, p) for name, p in named if p.requires_grad]
+        if not named:
+            raise ValueError(
+                "all of the inner optimizer's parameters are frozen (requires_grad is False): build it on "
+                "those that are trained"
+            )
         self.device = named[0][1].device
+        self._gathered = GatheredCopies(named)
         for name, p in named:
-            self._check(name, p)
+            if is_sharded(p):
+                check_sharded(name, p, site_ranks)
+            elif is_traceable_wrapper_subclass(p):
+                raise ValueError(f"parameter {name} is a {type(p).__name__}; loco synchronises plain tensors")
+            self._check(name, local(p) if is_sharded(p) else p)
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
-        self.shapes = [tuple(p.shape) for p in self.params]
-        self.dtypes = [p.dtype for p in self.params]
-        self.starts = list(accumulate((p.numel() for p in self.params), initial=0))
+        self.is_sharded = any(is_sharded(p) for p in self.params)
+        tensors = self.tensors
+        self.shapes = [tuple(t.shape) for t in tensors]
+        self.dtypes = [t.dtype for t in tensors]
+        self.starts = list(accumulate((t.numel() for t in tensors), initial=0))
         self.numel = self.starts.pop()
         # Two parameters on one memory would be written twice, from two places of the flat vector.
-        spans = sorted((p.data_ptr(), _end(p), name) for name, p in named if p.numel())
+        spans = sorted(
+            (t.data_ptr(), _end(t), name) for name, t in zip(self.names, tensors, strict=True) if t.numel()
+        )
         for (_, end, name), (start, _, other) in pairwise(spans):
             if start < end:
                 raise ValueError(
@@ -46,9 +77,17 @@ class FlatParameters:
                     f"Parameters: tie weights by using one Parameter in both places"
                 )
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What this rank holds of each parameter, in the memory where it lies now."""
+        return [local(p) for p in self.params]
+
     def _check(self, name: str, p: Tensor) -> None:
-        if is_traceable_wrapper_subclass(p):
-            raise ValueError(f"parameter {name} is a {type(p).__name__}; loco synchronises plain tensors")
+        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+            raise ValueError(
+                f"parameter {name} is of FullyShardedDataParallel (FSDP1), whose shards do not say what "
+                f"they are part of: use torch.distributed.fsdp.fully_shard"
+            )
         if isinstance(p, UninitializedParameter) or p.is_meta:
             raise ValueError(f"parameter {name} has no values yet: give the model its weights first")
         if p.dtype not in SUPPORTED:
@@ -66,11 +105,22 @@ class FlatParameters:
                 f"parameters lie on {self.device} and ({name}) on {p.device}; "
                 f"all parameters of one optimizer must be on one device"
             )
+        memory = p.untyped_storage()
+        if p.numel() and _end(p) > memory.data_ptr() + memory.nbytes():
+            raise ValueError(
+                f"parameter {name} has no memory, a framework has freed it: build the inner optimizer from "
+                f"the model's parameters as they are between two steps"
+            )
 
     def describe(self) -> list[list]:
-        """Names, shapes and dtypes, as the sites compare them."""
-        columns = zip(self.names, self.shapes, self.dtypes, strict=True)
-        return [[name, list(shape), str(dtype)] for name, shape, dtype in columns]
+        """Names, shapes and dtypes of the parameters, and how DTensors are divided, as the sites compare
+        them: the same on all ranks of a site."""
+        columns = zip(self.names, self.params, self.dtypes, strict=True)
+        return [[name, list(p.shape), str(dtype), *layout_of(p)] for name, p, dtype in columns]
+
+    def shards(self) -> list[list]:
+        """Which part of each parameter this rank holds; empty if it holds all of them whole."""
+        return [shard_of(p) for p in self.params] if self.is_sharded else []
 
     def name_of(self, index: int) -> str:
         """A parameter's name by its number; the number may come from a peer, and be none."""
@@ -87,15 +137,26 @@ class FlatParameters:
         """The parameters are still those the sites agreed on.
 
         Raises:
-            ValueError: some were added, replaced, moved or converted since.
+            ValueError: some were added, replaced, thawed, moved or converted since, or all of them frozen.
         """
         now = _named_parameters(inner)
-        if [id(p) for _, p in now] != [id(p) for p in self.params]:
+        if [id(p) for _, p in now] != [id(p) for p in self._given]:
             raise ValueError(
                 "the inner optimizer's parameters have changed since the sites agreed on them: "
                 "build a new optimizer with all of them"
             )
-        for name, p, shape, dtype in zip(self.names, self.params, self.shapes, self.dtypes, strict=True):
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise ValueError(
+                    f"parameter {name} was frozen when the sites agreed on what is trained, and now requires "
+                    f"gradients: thaw it before you build the optimizer, or build a new one"
+                )
+        if not any(p.requires_grad for p in self.params):
+            raise ValueError(
+                "all parameters that the sites agreed on have been frozen since, as a peft_config does: "
+                "build the optimizer on the parameters that are trained now"
+            )
+        for name, p, shape, dtype in zip(self.names, self.tensors, self.shapes, self.dtypes, strict=True):
             if p.device != self.device or p.dtype != dtype or tuple(p.shape) != shape:
                 raise ValueError(
                     f"parameter {name} was {dtype} {shape} on {self.device} when the sites agreed, and is "
@@ -106,11 +167,21 @@ class FlatParameters:
     def over(self, tensors: Sequence[Tensor]) -> "FlatParameters":
         """The same vector over other tensors of these shapes and dtypes, such as a saved state's weights; a
         ValueError if they have others."""
-        if [(t.shape, t.dtype) for t in tensors] != [(p.shape, p.dtype) for p in self.params]:
+        if [(tuple(t.shape), t.dtype) for t in tensors] != list(zip(self.shapes, self.dtypes, strict=True)):
             raise ValueError("the tensors have other shapes or dtypes than the optimizer's parameters")
         other = copy(self)
         other.params = list(tensors)
+        other._gathered = GatheredCopies([])
         return other
+
+    def drop_gathered_copies(self) -> None:
+        """Before the parameters are written: have the next forward pass read them anew."""
+        self._gathered.drop()
+
+    def of(self, indices: Sequence[int]) -> list[Tensor]:
+        """The elements of some parameters, by number, as contiguous 1-D tensors; to be read only."""
+        tensors = self.tensors
+        return [flat for k in indices if (flat := tensors[k].reshape(-1).contiguous()).numel()]
 
     @contextmanager
     def pieces(self, start: int, stop: int, *, write: bool = False) -> Iterator[list[Tensor]]:
@@ -120,11 +191,12 @@ class FlatParameters:
         """
         pieces: list[Tensor] = []
         copied: list[tuple[Tensor, Tensor]] = []
-        for p, begin in zip(self.params, self.starts, strict=True):
-            low, high = max(start, begin), min(stop, begin + p.numel())
+        if write:
+            self.drop_gathered_copies()
+        for param, begin in zip(self.tensors, self.starts, strict=True):
+            low, high = max(start, begin), min(stop, begin + param.numel())
             if low >= high:
                 continue
-            param = p.detach()
             flat = param.reshape(-1).contiguous()
             if not param.is_contiguous():
                 copied.append((param, flat))

@@ -120,7 +120,7 @@ class Round:
         self._encoded = self._attempt(encoded)
         if self._encoded is not None:
             own = self._own = self._encoded.entries
-            self._norm = self._attempt(lambda: float(torch.linalg.vector_norm(own.values))) or 0.0
+            self._norm = self._attempt(lambda: state.part.norm(own, state.parameters.starts)) or 0.0
             bad = self._encoded.first_nonfinite
             if bad >= 0:
                 self.problem = Problem(Status.NON_FINITE, state.parameters.index_at(state.start + bad))
@@ -134,7 +134,7 @@ class Round:
         view.liveness.say(f"round {self.number}, exchanging")
         view.register.prepare(self.number)
         encoded = self._own is not None
-        norm, drift = compare(view.inside, state.parameters, self._norm, self.number, encoded=encoded)
+        norm, drift = compare(view.inside, state, self._norm, self.number, encoded=encoded)
         self.problem = self.problem or drift
         mine = self._attempt(lambda: self._announcement(norm))
         said = announce(view, mine or vote_of(view, self.problem, self.number))

@@ -44,7 +44,7 @@ def state_of(outer: OuterState, *, undecided_round: int | None) -> dict[str, Any
         "anchor": outer.anchor,
         "momentum": outer.momentum,
         "residual": outer.residual,
-        "weights": [p.detach() for p in outer.parameters.params],
+        "weights": outer.parameters.tensors,
         "tuner": outer.tuner.state(),
         "took_part": dict(outer.took_part),
     }
@@ -84,6 +84,7 @@ def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
             "that round, the next round will fail with a ReplicaError",
             state["undecided_round"],
         )
+    outer.parameters.drop_gathered_copies()
     with outer.rewriting():
         for _, mine, saved in _tensors(outer, state):
             mine.copy_(saved)
@@ -95,7 +96,8 @@ def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
 
 def identity(topology: SiteTopology, parameters: FlatParameters) -> dict[str, Any]:
     """Which rank a state belongs to, and which parameters."""
-    return topology.seat() | {"parameters": parameters.describe()}
+    shards = {"shards": parameters.shards()} if parameters.is_sharded else {}
+    return topology.seat() | {"parameters": parameters.describe()} | shards
 
 
 def check_same(key: str, saved: Any, mine: Any) -> None:
@@ -120,5 +122,5 @@ def _tensors(outer: OuterState, state: Mapping[str, Any]) -> Iterator[tuple[str,
         if mine is not None:
             yield name, mine, state.get(name)
     layout = outer.parameters
-    for name, param, saved in zip(layout.names, layout.params, state["weights"], strict=True):
+    for name, param, saved in zip(layout.names, layout.tensors, state["weights"], strict=True):
         yield f"weight {name}", param, saved

@@ -108,7 +108,8 @@ def _reported(vote: Vote, name_of: NameOf) -> LocoError:
     if vote.status == Status.SITE_DRIFT:
         return ReplicaError(
             f"{where}: its ranks hold different weights. Wrap the model of a site of several ranks "
-            f"in DistributedDataParallel(process_group=topology.site_group)"
+            f"in DistributedDataParallel(process_group=topology.site_group); with FSDP2 average the "
+            f"gradients of parameters that are not sharded"
         )
     if vote.status == Status.FAILED:
         return PeerError(

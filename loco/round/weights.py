@@ -46,7 +46,7 @@ class ShownAnchor:
     @torch.no_grad()
     def __init__(self, state: OuterState, show: Callable[[], object]) -> None:
         self._state = state
-        self.weights: list[Tensor] = [p.detach().clone() for p in state.parameters.params]
+        self.weights: list[Tensor] = [w.clone() for w in state.parameters.tensors]
         try:
             show()
         except BaseException:
@@ -61,5 +61,7 @@ class ShownAnchor:
         self._write()
 
     def _write(self) -> None:
-        for p, kept in zip(self._state.parameters.params, self.weights, strict=True):
-            p.detach().copy_(kept)
+        parameters = self._state.parameters
+        parameters.drop_gathered_copies()
+        for w, kept in zip(parameters.tensors, self.weights, strict=True):
+            w.copy_(kept)

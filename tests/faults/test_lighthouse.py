@@ -77,7 +77,7 @@ def test_rounds_wait_for_a_lighthouse_that_is_gone_and_say_so(
     def said(text: str) -> bool:
         return any(text in record.getMessage() for record in caplog.records)
 
-    topology = loco.ElasticTopology(sites=1, name="a", lighthouse=beacon.address, address="127.0.0.1")
+    topology = loco.Sites(1, site="a", lighthouse=beacon.address)
     optimizer = loco.DiLoCo(torch.optim.SGD(small_model(0).parameters(), lr=0.1), topology=topology)
     optimizer.sync()
     with caplog.at_level(logging.WARNING, "loco"), ThreadPoolExecutor(1) as pool:

@@ -32,7 +32,9 @@ def disagree(rank: int) -> list[tuple[str, str]]:
         lambda: build(bf16=odd),
         lambda: loco.Topology(ranks_per_site=3 if odd else 1),
         # A rank that can't be built tells the others, who would wait for it.
-        lambda: loco.PulseLoCo(torch.optim.SGD([torch.ones(2, dtype=torch.float64 if odd else None)], lr=1)),
+        lambda: loco.PulseLoCo(
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(2, dtype=torch.float64 if odd else None))], lr=1)
+        ),
         lambda: build(sync_every=8.0 if odd else 8, outer_lr=1 if odd else np.float64(1), nesterov=1),
     ]
     return [error_of(attempt) for attempt in attempts]

@@ -137,3 +137,49 @@ def test_weights_that_are_not_finite_are_adopted_by_no_site() -> None:
     assert other[0] == "PeerError"
     assert "rank 0 can't: parameter 2.bias is infinite or NaN on site 0" in other[1]
     assert (same_0, same_1, rounds_0, rounds_1) == (True, True, 2, 2)
+
+
+def adopted_alone(rank: int) -> tuple[tuple[str, str], bool, int]:
+    """Rank 1 lives, but does not come."""
+    net = small_model()
+    topology = loco.Topology(patience=2, timeout=20)
+    optimizer = loco.PulseLoCo(torch.optim.SGD(net.parameters(), lr=1e-3), topology=topology, sync_every=3)
+    train(net, optimizer, rank, range(4))
+    before, failed = snapshot(optimizer), ("", "")
+    if rank == 0:
+        failed = error_of(optimizer.adopt_weights)
+        tell("rank 0 has given up")
+    else:
+        hear("rank 0 has given up")
+    after = snapshot(optimizer)
+    same = all(np.array_equal(before[name], after[name]) for name in before)
+    train(net, optimizer, rank, range(4, 6))
+    return failed, same, optimizer.round
+
+
+def test_weights_that_one_site_alone_wants_to_adopt_are_not() -> None:
+    (failed, same_0, rounds_0), (_, same_1, rounds_1) = run_ranks(2, adopted_alone)
+    assert failed[0] == "TransportError"
+    assert failed[1].startswith("adopting weights after round 1: ")
+    assert "no answer from site 1 within 2 s" in failed[1]
+    assert (same_0, same_1, rounds_0, rounds_1) == (True, True, 2, 2)
+
+
+def without_links(rank: int) -> tuple[tuple[str, str], bool, bool]:
+    net, spread, optimizer = built(2)
+    train(spread, optimizer, rank, range(4))
+    kept = flat(net)
+    optimizer._rounds.loop._membership.give_up("")
+    failed = error_of(optimizer.eval)
+    same = torch.equal(flat(net), kept)
+    optimizer.sync()  # which builds new links
+    train(spread, optimizer, rank, range(4, 5))
+    optimizer.eval()
+    return failed, same, not torch.equal(flat(net), kept)
+
+
+def test_weights_are_given_back_on_all_ranks_if_links_inside_the_site_are_lost() -> None:
+    for failed, same, shown in run_ranks(2, without_links):
+        assert failed[0] == "TransportError"
+        assert same
+        assert shown

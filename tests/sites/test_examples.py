@@ -45,8 +45,8 @@ def test_without_a_launcher_the_error_says_how_to_launch() -> None:
     done = run(str(EXAMPLE))
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ValueError: loco needs several processes")
-    assert "(RANK is not set): launch with `torchrun --nproc-per-node 4 train.py`" in last
+    assert last.startswith("ValueError: nobody says who the sites are: give this one a name")
+    assert "(torchrun --nproc-per-node 4 train.py; RANK is not set, so no launcher" in last
 
 
 def test_what_the_machine_lacks_is_said_by_one_of_its_ranks(tmp_path: Path) -> None:

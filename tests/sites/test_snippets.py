@@ -34,7 +34,9 @@ def run_snippet(rank: int, source: str, folder: str) -> tuple[Any, ...]:
     if "optimizer = " not in source:
         known["optimizer"] = loco.PulseLoCo(known["inner"], sync_every=1)
     exec(source.replace(", 1000)", ", 200)"), known)  # a page's own, whose training loop is cut short
-    optimizer, inner = known["optimizer"], known["optimizer"].inner
+    handle = known.get("handle")
+    optimizer = handle if isinstance(handle, loco.Attached) else known["optimizer"]
+    inner = optimizer.inner
     for p in known["model"].parameters():
         p.grad = torch.ones_like(p)
     inner.step()
@@ -105,22 +107,29 @@ def test_the_training_loop_of_sites_that_come_and_go_is_the_readmes_and_runs(tmp
     ((_, of_readme),) = code(page("README.md"), "diff")
     ((_, diff),) = code(page("docs/elastic.md"), "diff")
     before, after = sides(diff)
-    common = sides(of_readme)[1].partition("\nif torch.distributed")[0]
+    common = sides(of_readme)[1].partition("\nprint(")[0]
     assert before == common
     assert "optimizer.round < 1000" in after
-    after = after.replace("optimizer.round < 1000", "optimizer.round < 3").replace("sites=4", "sites=2")
+    after = after.replace("optimizer.round < 1000", "optimizer.round < 3")
     (tmp_path / "train.py").write_text(after + "\nprint(optimizer.last_report)\n")
     lighthouse = LighthouseServer(
         "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=60_000
     )
     port = lighthouse.address().rpartition(":")[2]
     ((_, launch),) = [one for one in code(page("docs/elastic.md"), "sh") if "SITE=" in one[1]]
-    launch = launch.replace("10.0.0.1:29510", f"127.0.0.1:{port}").replace("python", sys.executable)
+    launch = launch.replace("10.0.0.1:29510", f"127.0.0.1:{port}").replace("SITES=4", "SITES=2")
     assert "127.0.0.1" in launch
-    assert "SITE=berlin DATA=0 " in launch
+    assert "LOCO_SITE=berlin " in launch
+    assert "DATA=0 python" in launch
     sites = [
         subprocess.Popen(
-            ["bash", "-c", launch.replace("SITE=berlin DATA=0 ", f"SITE={name} DATA={seed} exec env ")],
+            [
+                "bash",
+                "-c",
+                launch.replace("SITE=berlin", f"SITE={name}").replace(
+                    "DATA=0 python", f"DATA={seed} exec {sys.executable}"
+                ),
+            ],
             cwd=tmp_path,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

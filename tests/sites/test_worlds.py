@@ -53,16 +53,15 @@ def test_worlds_of_their_own_train_as_one_world_does(kind: str, sites: int, rank
             assert_same(state, expected[number * ranks + rank][1])
 
 
-def knows_its_neighbours(rank: int) -> tuple[tuple[str, ...], str, str]:
+def knows_itself(rank: int) -> tuple[str, str]:
     topology = loco.Sites(2, dead_after=1.0)
-    return topology.names, repr(topology), error_of(lambda: loco.Sites(dead_after=1.0))[1]
+    return repr(topology), error_of(lambda: loco.Sites(dead_after=1.0))[1]
 
 
-def test_a_process_is_one_site_at_a_time_and_knows_the_others() -> None:
-    told = run_worlds(["b", "a"], 1, knows_its_neighbours)
-    for number, [(names, said, again)] in zip((1, 0), told, strict=True):
-        assert names == ("a", "b")
-        assert f"this is site {number} (a, b), rank 0 of 1" in said
+def test_a_process_is_one_site_at_a_time() -> None:
+    told = run_worlds(["b", "a"], 1, knows_itself)
+    for name, number, [(said, again)] in zip("ba", (1, 0), told, strict=True):
+        assert said == f"Sites(site={name!r}): this is site {number} of 2, rank 0 of 1 in it"
         assert "is here already, in process" in again
 
 
@@ -207,3 +206,13 @@ def test_the_store_outlives_its_hosts_program_as_long_as_others_need_it() -> Non
         ended[name] = said, errors
     assert ended["b"][0] == "done 3\n"
     assert "no answer" not in ended["b"][1]
+
+
+def knows_its_site_by_variables(rank: int) -> tuple[str, int]:
+    optimizer = loco.PulseLoCo(Scripted(parameters(7, NUMEL), 3, 0))
+    return type(optimizer.topology).__name__, optimizer.topology.num_sites
+
+
+def test_an_optimizer_that_is_told_nothing_goes_by_the_variables() -> None:
+    assert run_worlds(["a", "b"], 1, knows_its_site_by_variables) == [[("Sites", 2)]] * 2
+    assert run_ranks(2, knows_its_site_by_variables) == [("Topology", 2)] * 2

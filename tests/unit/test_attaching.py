@@ -33,6 +33,18 @@ def test_a_detached_optimizer_is_its_own_again() -> None:
     assert again.round == 1
 
 
+def test_detaching_in_eval_mode_gives_the_weights_back() -> None:
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    handle = loco.attach(inner, sync_every=4)
+    train(net, inner, 2)
+    before = weights(net)
+    handle.eval()
+    assert not torch.equal(weights(net), before)
+    handle.detach()
+    assert torch.equal(weights(net), before)
+
+
 def test_an_optimizer_is_attached_once() -> None:
     inner = torch.optim.SGD(model().parameters(), lr=0.1)
     handle = loco.attach(inner)

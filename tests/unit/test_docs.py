@@ -27,9 +27,10 @@ TOPICS = (
         "elastic",
         "failures",
         "frontier",
+        "optimizer",
         "reproduce",
     ),
-    *("integrations", "results", "sites", "wire"),
+    *("integrations", "results", "sharded", "sites", "wire"),
 )
 
 

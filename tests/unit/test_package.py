@@ -22,8 +22,9 @@ ALLOWED = {
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
     *("coordination", "net", "wire", "members", "exchange", "round"),
-    *("checkpoints", "several", "init_step", "wrapper", "outer_optimizer", "surface"),
-    *("low_communication", "optimizer", "attach", "integrations"),
+    *("checkpoints", "several", "init_step", "wrapper", "setup_warnings"),
+    *("outer_optimizer", "surface", "low_communication", "optimizer", "attach"),
+    *("integrations",),
 )
 
 
@@ -181,7 +182,7 @@ with warnings.catch_warnings(record=True) as warned:
     assert loco.kernels.home("cuda") is loco.kernels.reference
 print(warned[0].message)
 try:
-    loco.ElasticTopology(sites=2, lighthouse="http://127.0.0.1:1")
+    loco.Sites(2, site="a", lighthouse="http://127.0.0.1:1")
 except ImportError as error:
     print(error)
 """

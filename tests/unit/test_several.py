@@ -111,6 +111,23 @@ def test_a_step_counts_when_all_of_them_have_stepped() -> None:
     assert "loco" not in adamw.state_dict()
 
 
+def test_none_of_them_may_step_in_eval_mode() -> None:
+    net = model()
+    muon, adamw = muon_and_adamw(net)
+    handle = loco.attach([muon, adamw], sync_every=2)
+    loss_of(net).backward()
+    muon.step()
+    handle.eval()
+    shown = weights(net)
+    for optimizer in (adamw, muon):
+        with pytest.raises(ValueError, match=r"step\(\) in eval mode"):
+            optimizer.step()
+    assert torch.equal(weights(net), shown)
+    handle.train()
+    adamw.step()
+    assert handle.local_step == 1
+
+
 def test_what_cannot_step_together_is_refused() -> None:
     net = model()
     with pytest.raises(ValueError, match="got an empty list"):
