@@ -79,7 +79,7 @@ def test_the_page_has_a_row_for_every_key_by_which_sites_find_each_other() -> No
     keys = {key.removeprefix("default_pg/0//") for key in found}
     text = page("docs/architecture.md")
     rows = [pattern(row[0]) for row in table(text, "| key before there is a session |")]
-    later = ["loco/sites/" + pattern(row[0]) for row in table(text, "| key | value |")]
+    later = ["sites/" + pattern(row[0]) for row in table(text, "| key | value |")]
     before = {key for key in keys if not any(re.fullmatch(row, key) for row in later)}
     assert not [one for one in before if not any(re.fullmatch(row, one) for row in rows)]
     assert not [row for row in rows if not any(re.fullmatch(row, one) for one in keys)]
