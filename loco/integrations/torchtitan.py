@@ -55,7 +55,7 @@ class LocoOptimizersContainer(OptimizersContainer):
         Apart(self.optimizers[0], self._keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """Flat, as torchtitan's; and this rank's rounds, under a key that no other rank has."""
+        """Flat, as torchtitan's, with one more entry: this rank's rounds, under a key of its own."""
         return super().state_dict() | {self._key: self.handle.state_dict()["loco"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

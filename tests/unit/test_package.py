@@ -23,8 +23,7 @@ FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
     *("coordination", "net", "wire", "members", "exchange", "round"),
     *("checkpoints", "several", "init_step", "wrapper", "setup_warnings"),
-    *("outer_optimizer", "surface", "low_communication", "optimizer", "attach"),
-    *("integrations",),
+    *("outer_optimizer", "surface", "low_communication", "optimizer", "attach", "integrations"),
 )
 
 
