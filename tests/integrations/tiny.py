@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import loco
@@ -110,4 +111,5 @@ def hashes(rounds: Any) -> list[int]:
 
 
 def _params(rounds: Any) -> list[Tensor]:
-    return [p for group in rounds.inner.param_groups for p in group["params"]]
+    params = [p for group in rounds.inner.param_groups for p in group["params"]]
+    return [p.to_local() if isinstance(p, DTensor) else p for p in params]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torchtitan.tools.utils
 from tiny import LENGTH, WORDS, site_tokens
-from torch import Tensor, nn
+from torch import Tensor
 
 # What torchtitan takes for a device module: without a GPU it would take torch.cuda.
 if not torch.cuda.is_available():
@@ -81,16 +81,11 @@ class Batches(BaseDataLoader):
         self.done = state_dict["done"]
 
 
-def unsharded(model: nn.Module, **_: Any) -> nn.Module:
-    return model
-
-
 def config(folder: str, steps: int = STEPS) -> Trainer.Config:
     llama3_configs["tiny"] = tiny
     spec = model_registry("tiny")
     for _, _, parent, name in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, str(name), ScaledDotProductAttention.Config())  # the others don't train on a CPU
-    spec.parallelize_fn = unsharded
     optimizer = default_adamw(lr=1e-3)
     optimizer.implementation = "for-loop"
     return Trainer.Config(
