@@ -7,10 +7,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from claims import ended_alike, learned_separately, resumed, same_training, sent_its_rounds_only
+from sites import launch_worlds
 from tiny import Told, finish, llama, site_tokens, tokens, watch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import run_worlds
 
 import loco
 from loco.integrations.accelerate import attach
@@ -86,14 +86,14 @@ def loss_of(model: nn.Module) -> float:
 def test_it_does_what_a_plain_loop_does_evaluates_theta_and_resumes(
     mixed_precision: str, tmp_path: Path
 ) -> None:
-    (berlin,), (paris,) = run_worlds(accelerate_site, str(tmp_path), mixed_precision)
+    (berlin,), (paris,) = launch_worlds(accelerate_site, str(tmp_path), mixed_precision)
     learned_separately(berlin, paris)
     ended_alike(berlin, paris)
     sent_its_rounds_only(berlin, paris, rounds=3)
     assert berlin.more == paris.more  # both have evaluated θ
-    for found, expected in zip((berlin, paris), run_worlds(plain_site, mixed_precision), strict=True):
+    for found, expected in zip((berlin, paris), launch_worlds(plain_site, mixed_precision), strict=True):
         same_training(found, expected[0])
         assert found.more == expected[0].more
-    again = run_worlds(accelerate_site, str(tmp_path), mixed_precision, True)
+    again = launch_worlds(accelerate_site, str(tmp_path), mixed_precision, True)
     for found, whole in zip(again, (berlin, paris), strict=True):
         resumed(found[0], whole, after=6)

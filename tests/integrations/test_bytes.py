@@ -5,10 +5,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from sites import launch_worlds
 from test_trainer import BATCH, STEPS, H, arguments
 from tiny import dataset, llama, site_tokens
 from transformers import Trainer, TrainerCallback
-from worlds import run_worlds
 
 from experiments.ledger import TcpBytes, tcp_bytes
 from loco.integrations.transformers import LocoCallback
@@ -41,7 +41,7 @@ def counted_site(folder: str) -> list[tuple[float, TcpBytes, int]]:
 @pytest.mark.skipif(tcp_bytes() is None, reason="needs a kernel that counts each socket's bytes")
 def test_the_kernel_counts_the_rounds_bytes_and_heartbeats(tmp_path: Any) -> None:
     dense = 4 * sum(p.numel() for p in llama().parameters())
-    for [noted] in run_worlds(counted_site, str(tmp_path)):
+    for [noted] in launch_worlds(counted_site, str(tmp_path)):
         assert sum(reported > 0 for *_, reported in noted) >= STEPS // H
         for (began, before, _), (ended, after, reported) in pairwise(noted):
             other = (after - before).sent - reported

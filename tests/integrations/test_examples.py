@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds import free_port
+from sites import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "integrations").glob("with_*.py"))

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from claims import resumed, same_bits
+from sites import launch_worlds
 from test_trainer import trainer_site
 from tiny import Told
-from worlds import run_worlds
 
 
 def check(sites: list[list[Any]]) -> None:
@@ -27,9 +27,9 @@ def check(sites: list[list[Any]]) -> None:
 
 def test_the_trainer_with_ddp_inside_a_site_resumes_bit_for_bit(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3}
-    whole = run_worlds(trainer_site, str(tmp_path), saving, ranks=2)
+    whole = launch_worlds(trainer_site, str(tmp_path), saving, ranks=2)
     check(whole)
-    again = run_worlds(trainer_site, str(tmp_path), saving, "checkpoint-6", ranks=2)
+    again = launch_worlds(trainer_site, str(tmp_path), saving, "checkpoint-6", ranks=2)
     for site, expected in zip(again, whole, strict=True):
         for rank in (0, 1):
             resumed(site[rank], expected[rank], after=6)

@@ -10,11 +10,11 @@ from claims import ended_alike, learned_separately, resumed, same_bits, same_tra
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from sites import launch_worlds
 from tiny import Told, finish, llama, site_tokens, tokens, watch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from worlds import run_worlds
 
 import loco
 from loco.integrations.lightning import LocoCallback, SiteState, attach
@@ -122,23 +122,23 @@ def loss_of_anchor(rounds: Any, *, is_bf16: bool = False) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_trainers_do_what_a_plain_loop_does_and_evaluate_theta(case: str, tmp_path: Path) -> None:
-    (berlin,), (paris,) = run_worlds(lightning_site, str(tmp_path), CASES[case])
+    (berlin,), (paris,) = launch_worlds(lightning_site, str(tmp_path), CASES[case])
     learned_separately(berlin, paris)
     ended_alike(berlin, paris)
     sent_its_rounds_only(berlin, paris, rounds=3)
     assert len(berlin.more["losses"]) == 3
-    for found, expected in zip((berlin, paris), run_worlds(plain_site, CASES[case]), strict=True):
+    for found, expected in zip((berlin, paris), launch_worlds(plain_site, CASES[case]), strict=True):
         same_training(found, expected[0])
         assert found.more == expected[0].more
 
 
 def test_it_saves_theta_and_resumes_bit_for_bit_from_between_two_rounds(tmp_path: Path) -> None:
-    whole = run_worlds(lightning_site, str(tmp_path), {})
+    whole = launch_worlds(lightning_site, str(tmp_path), {})
     saved = [torch.load(tmp_path / name / "step=6.ckpt", weights_only=False) for name in ("berlin", "paris")]
     assert [checkpoint["loco"]["ranks"][0]["local_step"] for checkpoint in saved] == [2, 2]
     one, other = (list(checkpoint["state_dict"].values()) for checkpoint in saved)
     assert same_bits(one, other)
-    for again, expected in zip(run_worlds(lightning_site, str(tmp_path), {}, True), whole, strict=True):
+    for again, expected in zip(launch_worlds(lightning_site, str(tmp_path), {}, True), whole, strict=True):
         resumed(again[0], expected[0], after=6)
 
 
@@ -175,14 +175,14 @@ def fabric_site(folder: str, precision: Any, resume: bool = False) -> Told:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_fabric_does_what_a_plain_loop_does_and_resumes(precision: str, tmp_path: Path) -> None:
-    (berlin,), (paris,) = run_worlds(fabric_site, str(tmp_path), precision)
+    (berlin,), (paris,) = launch_worlds(fabric_site, str(tmp_path), precision)
     learned_separately(berlin, paris)
     ended_alike(berlin, paris)
     sent_its_rounds_only(berlin, paris, rounds=3)
     options = {"gradient_clip_val": 0.5} | ({"precision": precision} if precision != "32-true" else {})
-    for found, expected in zip((berlin, paris), run_worlds(plain_site, options), strict=True):
+    for found, expected in zip((berlin, paris), launch_worlds(plain_site, options), strict=True):
         same_training(found, expected[0])
         assert found.more == expected[0].more
-    again = run_worlds(fabric_site, str(tmp_path), precision, True)
+    again = launch_worlds(fabric_site, str(tmp_path), precision, True)
     for found, whole in zip(again, (berlin, paris), strict=True):
         resumed(found[0], whole, after=6)

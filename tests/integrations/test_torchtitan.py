@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 from claims import ended_alike, learned_separately, resumed, sent_its_rounds_only
+from sites import free_port, launch_worlds
 from tiny import Told, finish, watch
-from worlds import free_port, run_worlds
 
 H = 4
 
@@ -33,13 +33,13 @@ def titan_site(folder: str) -> Told:
 
 
 def test_two_trainers_are_two_sites_and_resume_bit_for_bit(tmp_path: Path) -> None:
-    (berlin,), (paris,) = whole = run_worlds(titan_site, str(tmp_path))
+    (berlin,), (paris,) = whole = launch_worlds(titan_site, str(tmp_path))
     learned_separately(berlin, paris)
     ended_alike(berlin, paris)
     sent_its_rounds_only(berlin, paris, rounds=3)
     for name in ("berlin", "paris"):
         assert (tmp_path / name / "checkpoint" / "step-6").is_dir()
         shutil.rmtree(tmp_path / name / "checkpoint" / "step-10")
-    for again, expected in zip(run_worlds(titan_site, str(tmp_path)), whole, strict=True):
+    for again, expected in zip(launch_worlds(titan_site, str(tmp_path)), whole, strict=True):
         resumed(again[0], expected[0], after=6)
     assert not torch.equal(berlin.outer["residual"], paris.outer["residual"])

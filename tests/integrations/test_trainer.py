@@ -9,10 +9,10 @@ import pytest
 import torch
 from claims import ended_alike, learned_separately, resumed, same_bits, same_training, sent_its_rounds_only
 from safetensors.torch import load_file
+from sites import launch_worlds
 from tiny import Told, dataset, finish, llama, site_tokens, tokens, watch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
-from worlds import run_worlds
 
 import loco
 from loco.integrations.transformers import LocoCallback
@@ -145,19 +145,19 @@ def _name() -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_trainers_are_two_sites_and_do_what_a_plain_loop_does(case: str, tmp_path: Path) -> None:
-    (berlin,), (paris,) = run_worlds(trainer_site, str(tmp_path), CASES[case])
+    (berlin,), (paris,) = launch_worlds(trainer_site, str(tmp_path), CASES[case])
     learned_separately(berlin, paris)
     ended_alike(berlin, paris)
     assert same_bits(list(berlin.more["model"].values()), list(paris.more["model"].values()))
     sent_its_rounds_only(berlin, paris, rounds=3)  # after 4, 8, and at the end
-    for found, expected in zip((berlin, paris), run_worlds(plain_site, CASES[case]), strict=True):
+    for found, expected in zip((berlin, paris), launch_worlds(plain_site, CASES[case]), strict=True):
         same_training(found, expected[0])
 
 
 def test_it_resumes_bit_for_bit_from_between_two_rounds(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
-    (berlin,), (paris,) = run_worlds(trainer_site, str(tmp_path), saving)
-    again = run_worlds(trainer_site, str(tmp_path), saving, "checkpoint-6")
+    (berlin,), (paris,) = launch_worlds(trainer_site, str(tmp_path), saving)
+    again = launch_worlds(trainer_site, str(tmp_path), saving, "checkpoint-6")
     for found, whole in zip(again, (berlin, paris), strict=True):
         resumed(found[0], whole, after=6)
     assert not same_bits([berlin.outer["residual"]], [paris.outer["residual"]])
@@ -165,7 +165,7 @@ def test_it_resumes_bit_for_bit_from_between_two_rounds(tmp_path: Path) -> None:
 
 def test_the_rounds_state_is_saved_once(tmp_path: Path) -> None:
     """Beside the checkpoint, by each rank, and not also in what one rank saves of the optimizer."""
-    run_worlds(trainer_site, str(tmp_path), {"save_strategy": "steps", "save_steps": 5})
+    launch_worlds(trainer_site, str(tmp_path), {"save_strategy": "steps", "save_steps": 5})
     for name in ("berlin", "paris"):
         folder = tmp_path / name / "checkpoint-5"
         assert set(torch.load(folder / "optimizer.pt")) == {"state", "param_groups"}
@@ -175,8 +175,8 @@ def test_the_rounds_state_is_saved_once(tmp_path: Path) -> None:
 
 def test_it_evaluates_and_saves_theta_between_two_rounds(tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
-    (berlin,), (paris,) = run_worlds(trainer_site, str(tmp_path), options)
-    expected = [plain[0] for plain in run_worlds(plain_site, {})]
+    (berlin,), (paris,) = launch_worlds(trainer_site, str(tmp_path), options)
+    expected = [plain[0] for plain in launch_worlds(plain_site, {})]
     for found, plain in zip((berlin, paris), expected, strict=True):
         losses = {entry["step"]: entry["eval_loss"] for entry in found.more["log"] if "eval_loss" in entry}
         assert list(losses) == [3, 6, 9, 10]
@@ -200,7 +200,7 @@ def test_the_best_model_is_the_same_on_all_sites(tmp_path: Path) -> None:
         "save_steps": 3,
     }
     options |= {"load_best_model_at_end": True, "learning_rate": 0.3}
-    (berlin,), (paris,) = run_worlds(trainer_site, str(tmp_path), options)
+    (berlin,), (paris,) = launch_worlds(trainer_site, str(tmp_path), options)
     losses = {entry["step"]: entry["eval_loss"] for entry in berlin.more["log"] if "eval_loss" in entry}
     best = min(losses, key=lambda step: losses[step])
     assert best != 10
@@ -211,7 +211,7 @@ def test_the_best_model_is_the_same_on_all_sites(tmp_path: Path) -> None:
 
 
 def test_reports_are_in_the_logs(tmp_path: Path) -> None:
-    (berlin,), _ = run_worlds(trainer_site, str(tmp_path), {})
+    (berlin,), _ = launch_worlds(trainer_site, str(tmp_path), {})
     logged = {e["step"]: e for e in berlin.more["log"] if "loco/round" in e}
     assert [(step, entry["loco/round"]) for step, entry in logged.items()] == [(4, 1), (8, 2), (10, 3)]
     first, second, third = berlin.reports
@@ -236,7 +236,7 @@ def refused(folder: str, options: dict[str, Any]) -> str:
 
 
 def test_a_checkpoint_without_the_rounds_is_refused(tmp_path: Path) -> None:
-    ((said,),) = run_worlds(refused, str(tmp_path), {"save_only_model": True}, names=["berlin"])
+    ((said,),) = launch_worlds(refused, str(tmp_path), {"save_only_model": True}, names=["berlin"])
     assert said.startswith(f"{tmp_path}/checkpoint-3 has no loco_rank0.pt, this rank's state of the rounds")
 
 
@@ -255,6 +255,6 @@ def world_of_sites() -> str:
 
 
 def test_sites_in_one_world_are_refused() -> None:
-    for said in run_worlds(world_of_sites, names=["berlin"], ranks=2)[0]:
+    for said in launch_worlds(world_of_sites, names=["berlin"], ranks=2)[0]:
         assert said.startswith("torch's world has 2 ranks, a site of this topology has 1")
         assert "loco.Sites" in said

@@ -8,6 +8,7 @@ import torch
 from claims import ended_alike, learned_separately, resumed, same_training, sent_its_rounds_only
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from sites import launch_worlds
 from test_trainer import BATCH, RATE, STEPS, H, Watch, plain_loop
 from tiny import Told, llama, site_tokens, texts, tokenizer
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
-from worlds import run_worlds
 
 from loco.integrations.transformers import LocoCallback
 
@@ -100,13 +100,13 @@ def grpo_site(folder: str, kind: str, resume: bool = False) -> Told:
 
 
 def check_sft(kind: str, folder: str) -> tuple[Told, Told]:
-    (berlin,), (paris,) = run_worlds(sft_site, folder, kind)
+    (berlin,), (paris,) = launch_worlds(sft_site, folder, kind)
     learned_separately(berlin, paris)
     ended_alike(berlin, paris)
     sent_its_rounds_only(berlin, paris, rounds=3)
-    for found, expected in zip((berlin, paris), run_worlds(plain_site, kind), strict=True):
+    for found, expected in zip((berlin, paris), launch_worlds(plain_site, kind), strict=True):
         same_training(found, expected[0])
-    for again, whole in zip(run_worlds(sft_site, folder, kind, True), (berlin, paris), strict=True):
+    for again, whole in zip(launch_worlds(sft_site, folder, kind, True), (berlin, paris), strict=True):
         resumed(again[0], whole, after=6)
     return berlin, paris
 
@@ -122,7 +122,7 @@ def test_sft_with_lora_exchanges_the_adapter_only(tmp_path: Path) -> None:
 
 
 def check_grpo(kind: str, folder: str) -> None:
-    (berlin,), (paris,) = run_worlds(grpo_site, folder, kind)
+    (berlin,), (paris,) = launch_worlds(grpo_site, folder, kind)
     learned_separately(berlin, paris)
     ended_alike(berlin, paris)
     sent_its_rounds_only(berlin, paris, rounds=3)
@@ -131,7 +131,7 @@ def check_grpo(kind: str, folder: str) -> None:
             groups = [prompts[k : k + 4] for k in range(0, len(prompts), 4)]
             assert all(len(group) == 4 and len(set(group)) == 1 for group in groups)
             assert set(prompts) <= told.more["own"]
-    for again, whole in zip(run_worlds(grpo_site, folder, kind, True), (berlin, paris), strict=True):
+    for again, whole in zip(launch_worlds(grpo_site, folder, kind, True), (berlin, paris), strict=True):
         resumed(again[0], whole, after=6)
 
 
