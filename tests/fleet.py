@@ -3,8 +3,11 @@
 import logging
 import os
 import pickle
+import re
 import signal
+import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -67,11 +70,14 @@ class Fleet:
         self._running: dict[str, tuple[Any, Connection]] = {}
 
     def start(self, *names: str, **options: Any) -> None:
-        """A process for each name; it then waits for the run's θ. `options` are PulseLoCo's."""
+        """A process for each name; it then waits for the run's θ. `options` are PulseLoCo's.
+
+        "s1 again" is one more process of site s1.
+        """
         for name in names:
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_site, args=(name, self.address, self.sites, theirs, options), daemon=True
+                target=_site, args=(name.split()[0], self.address, self.sites, theirs, options), daemon=True
             )
             process.start()
             theirs.close()
@@ -105,6 +111,20 @@ class Fleet:
         while new not in rounds[-1][names[0]].came:
             rounds.append(self.round(*names))
         return rounds
+
+    def has_told(self, name: str) -> bool:
+        return self._running[name][1].poll(0.1)
+
+    def wait_for_requests(self, count: int) -> None:
+        """Until so many processes have asked for the next quorum."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            with urllib.request.urlopen(f"{self.address}/status") as answer:
+                asked = re.search(r"(\d+)/\d+ participants", answer.read().decode())
+            if asked is not None and int(asked[1]) >= count:
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
     def send(self, name: str, signum: signal.Signals) -> None:
         os.kill(self._running[name][0].pid, signum)

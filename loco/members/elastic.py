@@ -5,6 +5,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -84,19 +85,27 @@ class ElasticSites:
         self.notes = Alone()  # what a site keeps is its own
         self._links: Links | None = None
         self.plan: Plan | None = None
+        self._belongs = False
+        self._namesakes: set[str] = set()  # ids of processes that were in a quorum in this one's place
 
     def gather(self, claim: Claim) -> Plan:
         """Ask who is there, and decide with them who does what.
 
         Raises:
-            AgreementError: the run's sites were set up differently from this one.
+            AgreementError: the run's sites were set up differently from this one, or its name is taken by a
+                process that lives.
             TransportError: the lighthouse is gone.
         """
-        try:
-            decided = plan(*self._lighthouse.ask(claim))
-        except TransportError as error:
-            error.lasting = True
-            raise
+        claim = replace(claim, belongs=self._belongs)
+        while True:
+            try:
+                decided = plan(*self._lighthouse.ask(claim))
+            except TransportError as error:
+                error.lasting = True
+                raise
+            if all(member.id != self.id for member in decided.namesakes):
+                break
+            self._refuse_living_namesake(decided)
         if decided.index_of(self.id) < 0:
             raise AgreementError(
                 f"{self.name} was set up differently from the sites of the run that it came to: "
@@ -104,7 +113,18 @@ class ElasticSites:
             )
         self._tell(decided)
         self.plan = decided
+        self._belongs = True
         return decided
+
+    def _refuse_living_namesake(self, decided: Plan) -> None:
+        """Return as long as it may be a process that has died after it asked for this quorum."""
+        (other,) = (member for member in decided.members + decided.strangers if member.name == self.name)
+        if other.id in self._namesakes:
+            raise AgreementError(
+                f"site {self.name} is here already, in {other.where}, and is alive: give every site a name "
+                f"of its own (LOCO_SITE), or end that process first"
+            )
+        self._namesakes.add(other.id)
 
     def link(self, decided: Plan) -> None:
         """Link up with all members of a quorum, or keep the links that all of them hold.
@@ -184,6 +204,8 @@ class ElasticSites:
             _logger.warning("the sites are now %s (gone: %s; come: %s)", ", ".join(now.values()), gone, come)
         for member in decided.strangers:
             _logger.warning("%s was set up differently, and is left out", member.name)
+        for member in decided.namesakes:
+            _logger.warning("another process has the name %s, and is left out: %s", member.name, member.where)
 
 
 def _address_towards(lighthouse: str) -> str:

@@ -19,6 +19,7 @@ class Claim:
     committed: the attempt that made its last round, "" if this process made none.
     doubt: an attempt of which it has everything but the last vote, "" if there is none.
     setup: of parameters and settings; sites of different setups don't belong together.
+    belongs: it was a member of an earlier quorum of the run.
     """
 
     round: int
@@ -28,6 +29,7 @@ class Claim:
     committed: str = ""
     doubt: str = ""
     setup: str = ""
+    belongs: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,12 +42,14 @@ class Member:
     id: of this process; the sites are numbered in its order.
     name: of the site, which outlives its processes.
     store: where the store that it hosts is reached.
+    where: the process, for people.
     """
 
     id: str
     name: str
     store: str
     claim: Claim
+    where: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class Plan:
     runs: there is a round.
     keep_links: all members hold the same links, which join just them.
     strangers: members left out, because they were set up differently.
+    namesakes: members left out, because another one has their name.
     """
 
     attempt: str
@@ -69,9 +74,10 @@ class Plan:
     runs: bool
     keep_links: bool
     strangers: tuple[Member, ...]
+    namesakes: tuple[Member, ...] = ()
 
     def index_of(self, id: str) -> int:
-        """A member's index; −1 for a stranger."""
+        """A member's index; −1 for one that is left out."""
         return next((k for k, member in enumerate(self.members) if member.id == id), -1)
 
 
@@ -79,13 +85,14 @@ def plan(attempt: str, quorum: Sequence[Member]) -> Plan:
     """
     1. A site in doubt about an attempt that another has committed will commit it too: it counts as done, and
        so do the inner steps that the site has come with. It is not ready for another round.
-    2. The run is what most of the sites that are ready hold, of those who are furthest: rounds first, then
+    2. Of several processes with one name the one that trained before takes part, or the first.
+    3. The run is what most of the sites that are ready hold, of those who are furthest: rounds first, then
        numbers, then the first site. If none that is ready has done a round (a start, or a restart), of all:
        a site that has lost its checkpoints may be ready before the others have brought theirs.
-    3. Ready sites that hold it run a round. All others are given its result: that of the round, if there is
+    4. Ready sites that hold it run a round. All others are given its result: that of the round, if there is
        one, so that who has done no steps is not counted among the R of a round.
     """
-    everyone = _settled(sorted(quorum, key=lambda member: member.id))
+    everyone, namesakes = _one_of_each_name(_settled(sorted(quorum, key=lambda member: member.id)))
     ready = [member for member in everyone if member.claim.ready]
     lead = _furthest([member for member in ready if member.claim.round > 0] or everyone)
     members = tuple(member for member in everyone if member.claim.setup == lead.setup)
@@ -103,6 +110,21 @@ def plan(attempt: str, quorum: Sequence[Member]) -> Plan:
         runs=bool(at_work),
         keep_links=bool(lead.links) and {member.claim.links for member in members} == {lead.links},
         strangers=strangers,
+        namesakes=namesakes,
+    )
+
+
+def _one_of_each_name(members: list[Member]) -> tuple[list[Member], tuple[Member, ...]]:
+    """-> those who take part, in order, and those who can't. A process that has just died, and was started
+    again, may be in a quorum with the new one: it is not in the next."""
+    chosen: dict[str, Member] = {}
+    for member in members:
+        before = chosen.setdefault(member.name, member)
+        if (member.claim.belongs, member.claim.round) > (before.claim.belongs, before.claim.round):
+            chosen[member.name] = member
+    return (
+        [member for member in members if chosen[member.name] is member],
+        tuple(member for member in members if chosen[member.name] is not member),
     )
 
 
