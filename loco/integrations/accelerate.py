@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 import loco
 
 from . import rank_file
-from .apart import Apart
 from .one_site import topology_of_one_world
 
 
@@ -47,8 +46,8 @@ def attach(
             "bring this site late to its rounds. Use 'bf16'"
         )
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    handle = loco.attach(inner, topology=topology_of_one_world(topology), **options)
-    folder = Path()
+    handle = loco.attach(inner, topology=topology_of_one_world(topology), in_state_dict=False, **options)
+    folder: Path | None = None  # which is being loaded
 
     def save(models: Any, weights: Any, output_dir: str) -> None:
         rank_file.save(handle, output_dir, rank_file.fingerprint(inner))
@@ -57,8 +56,14 @@ def attach(
         nonlocal folder
         folder = Path(input_dir)
 
+    def load(_: Optimizer) -> None:
+        nonlocal folder
+        at, folder = folder, None
+        if at is not None:
+            rank_file.load(handle, at, rank_file.fingerprint(inner))
+
     # Accelerate loads the models, and then the optimizer: only then is it time for the rounds.
-    Apart(inner, lambda: rank_file.load(handle, folder, rank_file.fingerprint(inner)))
+    inner.register_load_state_dict_post_hook(load)
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(remember)
     return handle

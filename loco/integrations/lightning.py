@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 import loco
 
-from .apart import Apart
 from .one_site import topology_of_one_world
 from .site_state import SiteState
 
@@ -47,7 +46,6 @@ class LocoCallback(Callback):
         self._topology = topology
         self._options = options
         self._saved: dict[str, Any] | None = None
-        self._apart: Apart | None = None
         self._site: SiteState | None = None
         self._logged = 0
         self.handle: loco.Attached | None = None
@@ -61,12 +59,21 @@ class LocoCallback(Callback):
             )
         self._topology = topology_of_one_world(self._topology)
         optimizers = [_inner(optimizer) for optimizer in trainer.optimizers]
-        self.handle = loco.attach(
-            optimizers if len(optimizers) > 1 else optimizers[0], topology=self._topology, **self._options
-        )
+        several = optimizers if len(optimizers) > 1 else optimizers[0]
+        self.handle = loco.attach(several, topology=self._topology, in_state_dict=False, **self._options)
         self._site = SiteState(self.handle)
-        self._apart = Apart(optimizers[0], self._bring)
         self._logged = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        saved, self._saved = self._saved, None
+        if saved is None or self._site is None:
+            return
+        if not saved:
+            raise ValueError(
+                "this checkpoint has no state of the rounds: it was saved without loco. Load its weights "
+                "into the module, and fit without ckpt_path"
+            )
+        self._site.load_state_dict(saved)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         handle = self._attached
@@ -109,9 +116,8 @@ class LocoCallback(Callback):
             self._attached.sync()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self.handle is not None and self._apart is not None:
+        if stage == "fit" and self.handle is not None:
             self.handle.detach()
-            self._apart.remove()
             self.handle = None
 
     @property
@@ -119,16 +125,6 @@ class LocoCallback(Callback):
         if self.handle is None:
             raise RuntimeError("fit has not begun")
         return self.handle
-
-    def _bring(self) -> dict[str, Any]:
-        """This rank's rounds, when Lightning loads the optimizer."""
-        assert self._site is not None
-        if not self._saved:
-            raise ValueError(
-                "this checkpoint has no state of the rounds: it was saved without loco. Load its weights "
-                "into the module, and fit without ckpt_path"
-            )
-        return self._site.own(self._saved)
 
 
 def attach(
@@ -159,16 +155,8 @@ def attach(
         ValueError: torch's world is not one site; or precision is "16-mixed".
     """
     _refuse_scaler(fabric._precision.precision)
-    inner = _inner(optimizer)
-    handle = loco.attach(inner, topology=topology_of_one_world(topology), **options)
-
-    def keep() -> dict[str, Any]:
-        """The rounds come after the optimizer. Until then they stay, whatever inner state comes."""
-        own = handle.state_dict()["loco"]
-        return {name: value for name, value in own.items() if name != "inner_entries"}
-
-    Apart(inner, keep)
-    return handle
+    topology = topology_of_one_world(topology)
+    return loco.attach(_inner(optimizer), topology=topology, in_state_dict=False, **options)
 
 
 def _inner(optimizer: Any) -> Optimizer:

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,8 +22,8 @@ def save(handle: loco.Attached, folder: str | Path, weights: list[int]) -> None:
     os.replace(partial, path)
 
 
-def load(handle: loco.Attached, folder: str | Path, weights: list[int]) -> dict[str, Any]:
-    """What a state dict has under "loco".
+def load(handle: loco.Attached, folder: str | Path, weights: list[int]) -> None:
+    """Load the rounds, once the framework has loaded the model and the optimizer.
 
     Args:
         weights: the `fingerprint` of those that the framework has loaded.
@@ -45,7 +44,7 @@ def load(handle: loco.Attached, folder: str | Path, weights: list[int]) -> dict[
             f"{path} was saved beside other weights than those that were loaded: resume from {path.parent}, "
             f"or say where the checkpoint is"
         )
-    return saved["loco"]
+    handle.load_state_dict({**handle.inner.state_dict(), "loco": saved["loco"]})
 
 
 def fingerprint(optimizer: Optimizer) -> list[int]:

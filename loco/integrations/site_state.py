@@ -30,8 +30,8 @@ class SiteState:
         dist.gather_object(own, ranks, dst=0, group=self._group)
         return {} if ranks is None else {"ranks": ranks}
 
-    def own(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What a state dict of this rank's optimizer has under "loco".
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the model and the optimizer first.
 
         Raises:
             ValueError: it was saved by a site of another size.
@@ -40,8 +40,5 @@ class SiteState:
         if len(ranks) != self._size:
             raise ValueError(f"this state is of a site of {len(ranks)} ranks, this one has {self._size}")
         own = ranks[dist.get_rank() if self._size > 1 else 0]
-        return {**own, "weights": ranks[0]["weights"]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the model and the optimizer first."""
-        self._handle.load_state_dict({**self._handle.state_dict(), "loco": self.own(state_dict)})
+        own = {**own, "weights": ranks[0]["weights"]}
+        self._handle.load_state_dict({**self._handle.inner.state_dict(), "loco": own})

@@ -16,7 +16,6 @@ from torchtitan.components.optimizer.utils import init_optim_state
 
 import loco
 
-from .apart import Apart
 from .one_site import topology_of_one_world
 
 
@@ -51,8 +50,7 @@ class LocoOptimizersContainer(OptimizersContainer):
         options = dict(config.loco)
         topology = topology_of_one_world(options.pop("topology", None))
         several = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
-        self.handle = loco.attach(several, topology=topology, **options)
-        Apart(self.optimizers[0], self._keep)
+        self.handle = loco.attach(several, topology=topology, in_state_dict=False, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Flat, as torchtitan's; and this rank's rounds, under a key that no other rank has."""
@@ -60,12 +58,8 @@ class LocoOptimizersContainer(OptimizersContainer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.handle.load_state_dict({**self.handle.state_dict(), "loco": state_dict[self._key]})
+        self.handle.load_state_dict({**self.handle.inner.state_dict(), "loco": state_dict[self._key]})
 
     @property
     def _key(self) -> str:
         return f"loco.rank{dist.get_rank()}"
-
-    def _keep(self) -> dict[str, Any]:
-        """The rounds come after the optimizers; until then they stay."""
-        return self.handle.state_dict()["loco"]

@@ -15,7 +15,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 import loco
 
 from . import rank_file
-from .apart import Apart
 from .one_site import topology_of_one_world
 
 
@@ -45,7 +44,6 @@ class LocoCallback(TrainerCallback):
         self._topology = topology
         self._options = options
         self._sent = self._received = self._counted = self._logged = 0
-        self._apart: Apart | None = None
         self.handle: loco.Attached | None = None
 
     def on_train_begin(
@@ -57,11 +55,11 @@ class LocoCallback(TrainerCallback):
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         loaded = rank_file.fingerprint(optimizer)
-        self.handle = handle = loco.attach(optimizer, topology=self._topology, **self._options)
-        self._apart = Apart(optimizer)
+        self.handle = handle = loco.attach(
+            optimizer, topology=self._topology, in_state_dict=False, **self._options
+        )
         if state.global_step:
-            own = rank_file.load(handle, _checkpoint(args, state), loaded)
-            handle.load_state_dict({**handle.state_dict(), "loco": own})
+            rank_file.load(handle, _checkpoint(args, state), loaded)
         self._sent = self._received = 0
         self._counted = self._logged = handle.round
         if args.eval_on_start:
@@ -130,8 +128,6 @@ class LocoCallback(TrainerCallback):
             if handle.local_step:  # a callback stopped the training
                 handle.sync()
         handle.detach()
-        if self._apart is not None:
-            self._apart.remove()
 
     @property
     def _attached(self) -> loco.Attached:
