@@ -3,9 +3,12 @@
 Every site of a quorum is handed the same list, so that all reach the same decision without another word.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from ..errors import AgreementError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,37 @@ class Claim:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def of_site(claims: Sequence[Claim]) -> Claim:
+    """What a site says of itself, by what each of its ranks does. Where they differ the site holds nothing
+    whole: it is given θ.
+
+    Raises:
+        AgreementError: they have come for different things.
+    """
+    for rank, claim in enumerate(claims):
+        if claim.ready != claims[0].ready:
+            ready, other = (0, rank) if claims[0].ready else (rank, 0)
+            raise AgreementError(
+                f"rank {ready} of this site has come for a round, rank {other} for θ alone: build the "
+                f"optimizer, load and call step() or sync() on all ranks of a site alike"
+            )
+
+    def common(field: str, otherwise: Any) -> Any:
+        told = {getattr(claim, field) for claim in claims}
+        return told.pop() if len(told) == 1 else otherwise
+
+    digest = hashlib.blake2b(" ".join(claim.digest for claim in claims).encode(), digest_size=8).hexdigest()
+    return Claim(
+        round=common("round", -1),
+        digest=digest,
+        ready=claims[0].ready,
+        links=common("links", ""),
+        committed=common("committed", ""),
+        doubt=common("doubt", ""),
+        setup=claims[0].setup,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +109,16 @@ class Plan:
     keep_links: bool
     strangers: tuple[Member, ...]
     namesakes: tuple[Member, ...] = ()
+
+    def to_json(self) -> list[Any]:
+        """What `plan` made it of."""
+        everyone = [*self.members, *self.strangers, *self.namesakes]
+        return [self.attempt, [asdict(member) for member in everyone]]
+
+    @staticmethod
+    def of_json(told: list[Any]) -> "Plan":
+        attempt, members = told
+        return plan(attempt, [Member(**one | {"claim": Claim(**one["claim"])}) for one in members])
 
     def index_of(self, id: str) -> int:
         """A member's index; −1 for one that is left out."""
