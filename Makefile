@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test check poison lint bench gpu clean
+.PHONY: install demo test check poison integrations lint bench gpu clean
 .DEFAULT_GOAL := demo
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -38,6 +38,21 @@ poison: .venv/installed
 	GLIBC_TUNABLES=glibc.malloc.perturb=1:glibc.malloc.tcache_count=0 \
 		$(PYTEST) --check --shuffle $(SEED)
 
+# loco in other people's trainers, which want a gigabyte of their own packages. The first pip leaves the frameworks
+# nothing to choose about torch.
+.venv-integrations/installed: requirements-integrations.txt pyproject.toml
+	@echo "installing the frameworks into .venv-integrations, which takes two minutes"
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet $$(grep '^torch==' requirements-integrations.txt)
+	.venv-integrations/bin/python -m pip install --quiet -r requirements-integrations.txt
+	.venv-integrations/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Each test runs two sites, each of them a process or two: one test at a time is enough for a small machine.
+integrations: .venv/installed .venv-integrations/installed
+	$(BIN)/pyright -p tests/integrations
+	.venv-integrations/bin/python -m pytest --check tests/integrations
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,4 +68,4 @@ gpu:
 	$(PYTHON) -m experiments.bench kernels
 
 clean:
-	rm -rf .venv build *.egg-info runs
+	rm -rf .venv .venv-integrations build *.egg-info runs

@@ -23,6 +23,7 @@ def attach(
     optimizer: Optimizer | Iterable[Optimizer],
     *,
     method: Callable[..., LowCommunicationOptimizer] = PulseLoCo,
+    in_state_dict: bool = True,
     **options: Any,
 ) -> "Attached":
     """Run rounds after the steps of `optimizer`, which stays the object that its framework knows.
@@ -46,6 +47,8 @@ def attach(
         optimizer: a torch optimizer with its parameters; or several, each with parameters of its own. A step
             counts when all of them have stepped. The first one's state dict has "loco".
         method: `loco.PulseLoCo` or `loco.DiLoCo`.
+        in_state_dict: whether `optimizer.state_dict()` has "loco". Without it the handle's own `state_dict`
+            must be saved on every rank: for frameworks of which one rank saves the optimizer for all.
         options: the method's arguments: `sync_every`, `topology` and so on.
 
     Raises:
@@ -58,7 +61,7 @@ def attach(
                 f"this {type(one).__name__} has no step hooks, because it skips torch.optim.Optimizer's "
                 f"constructor: attach to the optimizer inside it"
             )
-    return Attached(method(given, **options))
+    return Attached(method(given, **options), in_state_dict=in_state_dict)
 
 
 class Attached(RoundSurface):
@@ -68,19 +71,21 @@ class Attached(RoundSurface):
 
     Args:
         wrapper: built around the optimizer. The handle takes its place.
+        in_state_dict: as for `loco.attach`.
 
     Attributes:
         inner: the optimizer; or if there are several, one that stands for them.
         topology: the sites, and this rank's position among them.
     """
 
-    def __init__(self, wrapper: LowCommunicationOptimizer) -> None:
+    def __init__(self, wrapper: LowCommunicationOptimizer, *, in_state_dict: bool) -> None:
         self.inner = wrapper.inner
         self.topology = wrapper.topology
         self._rounds = wrapper._rounds
         self._optimizers = each_of(self.inner)
         self._stepped: set[int] = set()  # which of them have, since the last step that counts
         self._has_warned = False
+        self._in_state_dict = in_state_dict
         self._own_call = False  # the handle itself saves or loads
         self._loading: dict[str, Any] | None = None
         self._hooks: list[RemovableHandle] = []
@@ -166,11 +171,22 @@ class Attached(RoundSurface):
             )
 
     def _add_own_state(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        return None if self._own_call else {**state, "loco": self._rounds.own_state(state)}
+        if self._own_call or not self._in_state_dict:
+            return None
+        return {**state, "loco": self._rounds.own_state(state)}
 
     def _check_own_state(self, _: Optimizer, state: dict[str, Any]) -> None:
         """Nothing has been loaded yet: what is refused here changes nothing."""
-        self._loading = None if self._own_call else self._rounds.check_own_state(state)
+        self._loading = None
+        if self._own_call:
+            return
+        if self._in_state_dict:
+            self._loading = self._rounds.check_own_state(state)
+        elif "loco" in state:
+            raise ValueError(
+                "this state has that of the rounds under 'loco', and loco.attach was told "
+                "in_state_dict=False: load it with the handle's load_state_dict"
+            )
 
     def _take_over(self, _: Optimizer) -> None:
         own, self._loading = self._loading, None

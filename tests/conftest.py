@@ -4,6 +4,8 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import poison
@@ -20,6 +22,8 @@ settings.register_profile("test", deadline=None, max_examples=EXAMPLES)
 settings.register_profile("check", deadline=None)
 
 _LEFT_OUT = pytest.StashKey[list[str]]()
+_NEEDS_FRAMEWORKS = "needs what requirements-integrations.txt lists: `make integrations` runs these tests"
+_HAS_FRAMEWORKS = all(find_spec(name) for name in ("trl", "lightning", "torchtitan"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +41,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return 2 * (os.cpu_count() or 1)
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave tests/integrations out where the frameworks are not installed; None lets other hooks decide."""
+    return None if _HAS_FRAMEWORKS or collection_path.name != "integrations" else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = any("::" in argument for argument in config.args)
     reasons = {} if named else _left_out(items)  # also before --check: a wrong sample is an error
@@ -51,6 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):  # its keywords have the names of its folders, too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
+    for item in [] if _HAS_FRAMEWORKS else items:
+        if "integrations" in item.path.parts:  # named on the command line
+            item.add_marker(pytest.mark.skip(reason=_NEEDS_FRAMEWORKS))
 
 
 def _left_out(items: list[pytest.Item]) -> dict[pytest.Item, str]:
@@ -74,6 +86,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not _HAS_FRAMEWORKS:
+        terminalreporter.write_line(f"tests/integrations: {_NEEDS_FRAMEWORKS}")
     reasons = config.stash.get(_LEFT_OUT, [])
     if reasons:
         terminalreporter.section(f"`make check` runs these {len(reasons):,} tests, too")

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a process of its own, joined by gloo over loopback."""
+"""Run a function on several ranks, each a process of its own: of one world, or of one world for each site."""
 
 import multiprocessing as mp
 import os
@@ -10,8 +10,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import poison
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 # Processes are forked from a server that has torch loaded, and torch._dynamo, which the first optimizer of
-# a process would import: a rank starts in a tenth of a second.
+# a process would import: a rank starts in a tenth of a second. The server passes over frameworks that are not
+# installed; without its own requirements `experiments` would end it.
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(
     [
@@ -30,7 +31,10 @@ context.set_forkserver_preload(
         "pytest",
         "hypothesis",
         "loco",
-        "experiments.compare",
+        *(["experiments.compare"] if find_spec("omegaconf") else []),
+        "trl",
+        "trl.trainer.grpo_trainer",
+        "lightning",
     ]
 )
 
@@ -40,18 +44,47 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 
     An exception on any rank ends all of them and is raised here with that rank's traceback.
     """
-    return _run(world, [{}] * world, function, args, timeout, sites=1)
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{folder}/rendezvous"
+        starts = [_Start(f"rank {k}", _as_one_of(k, world), rendezvous, (k, *args)) for k in range(world)]
+        return _run(starts, function, timeout)
 
 
 def run_worlds(
     names: Sequence[str], ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0
 ) -> list[list[Any]]:
     """`function(rank, *args)` on every rank of every site, each site a world of its own with variables for
-    `loco.Sites` -> results by site and rank."""
-    told = {"LOCO_SITES": str(len(names)), "LOCO_AT": f"127.0.0.1:{free_port()}"}
-    variables = [told | {"LOCO_SITE": name} for name in names for _ in range(ranks)]
-    results = _run(ranks, variables, function, args, timeout, sites=len(names))
-    return [results[k : k + ranks] for k in range(0, len(results), ranks)]
+    `loco.Sites` -> results by site and rank. A site of one rank needs no process group, and has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        starts = [
+            _Start(
+                f"rank {rank} of {name}",
+                site | _as_one_of(rank, ranks),
+                f"file://{folder}/rendezvous-{name}" if ranks > 1 else None,
+                (rank, *args),
+            )
+            for name, site in _as_sites(names)
+            for rank in range(ranks)
+        ]
+        return _by_site(_run(starts, function, timeout), ranks)
+
+
+def launch_worlds(
+    function: Callable[..., Any],
+    *args: Any,
+    names: Sequence[str] = ("berlin", "paris"),
+    ranks: int = 1,
+    timeout: float = 180.0,
+) -> list[list[Any]]:
+    """As `run_worlds`, but joining is left to `function(*args)`, or to a framework in it: a rank has the
+    variables that its site's `torchrun` would give it, and a lone rank none of them."""
+    starts = []
+    for name, site in _as_sites(names):
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": str(ranks)}
+        for rank in range(ranks):
+            told = world | {"LOCAL_RANK": str(rank)} | _as_one_of(rank, ranks) if ranks > 1 else {}
+            starts.append(_Start(f"rank {rank} of {name}", site | told, None, args))
+    return _by_site(_run(starts, function, timeout), ranks)
 
 
 def free_port() -> int:
@@ -60,33 +93,43 @@ def free_port() -> int:
         return trial.getsockname()[1]
 
 
-def _run(
-    world: int,
-    variables: Sequence[Mapping[str, str]],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    timeout: float,
-    *,
-    sites: int,
-) -> list[Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        ends: list[Connection] = []
-        processes = []
-        for k in range(sites * world):
+class _Start(NamedTuple):
+    name: str
+    variables: Mapping[str, str]
+    rendezvous: str | None  # where it joins a process group before the function runs
+    args: tuple[Any, ...]
+
+
+def _as_one_of(rank: int, world: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(world)}
+
+
+def _as_sites(names: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    told = {"LOCO_SITES": str(len(names)), "LOCO_AT": f"127.0.0.1:{free_port()}"}
+    return [(name, told | {"LOCO_SITE": name}) for name in names]
+
+
+def _by_site(results: list[Any], ranks: int) -> list[list[Any]]:
+    return [results[k : k + ranks] for k in range(0, len(results), ranks)]
+
+
+def _run(starts: Sequence[_Start], function: Callable[..., Any], timeout: float) -> list[Any]:
+    ends: dict[Connection, int] = {}
+    processes = []
+    try:
+        for k, start in enumerate(starts):
             ours, theirs = context.Pipe(duplex=False)
-            rendezvous = str(Path(folder) / f"rendezvous-{k // world}")
-            ready = _Start(k % world, world, rendezvous, variables[k], poison.are_tensors_filled())
-            process = context.Process(target=_rank, args=(ready, theirs, function, args), daemon=True)
+            args = (start, poison.are_tensors_filled(), theirs, function)
+            process = context.Process(target=_rank, args=args, daemon=True)
             process.start()
             theirs.close()
-            ends.append(ours)
+            ends[ours] = k
             processes.append(process)
-        try:
-            return _collect(ends, timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        return _collect(ends, [start.name for start in starts], timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def error_of(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
@@ -108,48 +151,39 @@ def hear(word: str) -> None:
     dist.distributed_c10d._get_default_store().wait([f"tests/{word}"], timedelta(seconds=60))
 
 
-def _collect(ends: list[Connection], timeout: float) -> list[Any]:
+def _collect(ends: Mapping[Connection, int], names: Sequence[str], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     while len(results) < len(ends):
-        waiting = [end for rank, end in enumerate(ends) if rank not in results]
+        waiting = [end for end, k in ends.items() if k not in results]
         ready = wait(waiting, max(deadline - time.monotonic(), 0.0))
         if not ready:
-            raise TimeoutError(f"only ranks {sorted(results)} of {len(ends)} ended within {timeout:g} s")
+            late = ", ".join(names[ends[end]] for end in waiting)
+            raise TimeoutError(f"{late} did not end within {timeout:g} s")
         for end in ready:
             assert isinstance(end, Connection)
-            rank = ends.index(end)
+            k = ends[end]
             try:
                 ok, result = pickle.loads(end.recv_bytes())
             except EOFError:
-                raise RuntimeError(f"rank {rank} died without a word") from None
+                raise RuntimeError(f"{names[k]} died without a word") from None
             if not ok:
-                raise RuntimeError(f"rank {rank} failed:\n{result}")
-            results[rank] = result
-    return [results[rank] for rank in range(len(ends))]
+                raise RuntimeError(f"{names[k]} failed:\n{result}")
+            results[k] = result
+    return [results[k] for k in range(len(ends))]
 
 
-class _Start(NamedTuple):
-    rank: int
-    world: int
-    rendezvous: str
-    variables: Mapping[str, str]
-    filled: bool
-
-
-def _rank(start: _Start, results: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(start: _Start, filled: bool, results: Connection, function: Callable[..., Any]) -> None:
     # A suite that was started in the background of a shell has SIGINT ignored, and so would its ranks.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    poison.fill_tensors(start.filled)
+    poison.fill_tensors(filled)
     torch.set_num_threads(1)
-    rank, world = start.rank, start.world
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), **start.variables)
+    os.environ.update(start.variables)
     try:
-        if world > 1 or not start.variables:  # a site of one rank needs no process group
-            dist.init_process_group(
-                "gloo", init_method=f"file://{start.rendezvous}", rank=rank, world_size=world
-            )
-        message = True, function(rank, *args)
+        if start.rendezvous is not None:
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group("gloo", init_method=start.rendezvous, rank=rank, world_size=world)
+        message = True, function(*start.args)
     except BaseException:
         message = False, traceback.format_exc()
     results.send_bytes(pickle.dumps(message))

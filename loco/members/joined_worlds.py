@@ -23,7 +23,7 @@ from ..net.linking import PatientStore, link
 from ..net.mesh import GroupMesh, Mesh, NoLinks, only_gloo, wire_device
 from .one_world import ensure_process_group
 
-_PREFIX = "loco/sites"  # of the keys in the store at which the sites meet
+_PREFIX = "sites"  # of the keys in the store at which the sites meet
 _LINGER = 30.0  # seconds that a host serves others that live, when its own program has ended
 _POLL = 0.2  # seconds
 _PATIENT = 5.0  # seconds until it is said what is waited for
@@ -51,6 +51,8 @@ class JoinedWorlds:
         AgreementError: the sites, or the ranks of this one, do not fit together.
         TransportError: not all came, or nobody hosts the store.
     """
+
+    told = b""
 
     def __init__(self, sites: int, site: str, at: str, *, patience: float, dead_after: float) -> None:
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -117,7 +119,7 @@ class JoinedWorlds:
         _joined += 1
         if self.ranks_per_site == 1:
             return gather()
-        store, root = dist.distributed_c10d._get_default_store(), f"loco/joined/{_joined}"
+        store, root = dist.distributed_c10d._get_default_store(), f"loco-joined/{_joined}"
         keys = [f"{root}/{rank}" for rank in range(self.ranks_per_site)]
         try:
             store.set(keys[self._rank_in_site], json.dumps(told))

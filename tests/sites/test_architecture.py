@@ -1,5 +1,6 @@
 """docs/architecture.md names every key of the store and every thread, and none that is not there."""
 
+import os
 import re
 import threading
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from pages import page, table
-from sites import run_ranks
+from sites import run_ranks, run_worlds
+from torch._C._distributed_c10d import TCPStore
 
 import loco
 
@@ -48,6 +50,15 @@ def seen_in_a_run(rank: int, folder: str) -> tuple[set[str], set[str]]:
     return keys, threads
 
 
+def seen_at_a_meeting(rank: int) -> set[str]:
+    """Keys in the store at the sites' address, and in that of this site's own world."""
+    inner = torch.optim.SGD(torch.nn.Linear(8, 8).parameters(), lr=1e-3)
+    loco.PulseLoCo(inner, topology=loco.Sites()).sync()
+    host, port = os.environ["LOCO_AT"].split(":")
+    keys = set(TCPStore(host, int(port), is_master=False).list_keys())
+    return keys | {key for key in dist.distributed_c10d._get_default_store().list_keys() if "joined" in key}
+
+
 def pattern(described: str) -> str:
     """Of what a row is about: <name> is anything without a slash, and … is anything."""
     return re.sub(r"<\w+>", "[^/]+", re.escape(described).replace("…", ".+"))
@@ -61,3 +72,14 @@ def test_the_page_has_a_row_for_every_store_key_and_every_thread_and_no_other(tm
         rows = [pattern(row[0]) for row in table(page("docs/architecture.md"), head)]
         assert not [one for one in seen if not any(re.fullmatch(row, one) for row in rows)]
         assert not [row for row in rows if not any(re.fullmatch(row, one) for one in seen)]
+
+
+def test_the_page_has_a_row_for_every_key_by_which_sites_find_each_other() -> None:
+    found = {key for site in run_worlds(["a", "b"], 2, seen_at_a_meeting) for keys in site for key in keys}
+    keys = {key.removeprefix("default_pg/0//") for key in found}
+    text = page("docs/architecture.md")
+    rows = [pattern(row[0]) for row in table(text, "| key before there is a session |")]
+    later = ["sites/" + pattern(row[0]) for row in table(text, "| key | value |")]
+    before = {key for key in keys if not any(re.fullmatch(row, key) for row in later)}
+    assert not [one for one in before if not any(re.fullmatch(row, one) for row in rows)]
+    assert not [row for row in rows if not any(re.fullmatch(row, one) for one in keys)]

@@ -46,12 +46,12 @@ def test_attached_and_wrapped_give_the_same_bits(kind: str, world: int, each: in
 
 def resumed(rank: int, stop_at: int, by: str) -> tuple[Snapshot, Snapshot, Snapshot, Snapshot]:
     """Train 10 steps at a stretch, and again stopped, saved and loaded as a framework does that knows the
-    inner optimizer only, or by the handle."""
+    inner optimizer only, or by the handle, or as one that saves the optimizer apart from the rounds."""
 
     def fresh(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, loco.Attached]:
         net = small_model(seed)
         inner = torch.optim.AdamW(net.parameters(), lr=1e-4)
-        return net, inner, loco.attach(inner, sync_every=4)
+        return net, inner, loco.attach(inner, sync_every=4, in_state_dict=by != "both")
 
     def saved(state: Any) -> Any:
         file = io.BytesIO()
@@ -66,14 +66,18 @@ def resumed(rank: int, stop_at: int, by: str) -> tuple[Snapshot, Snapshot, Snaps
     train(net, inner, rank, range(stop_at))
     state = saved((inner if by == "optimizer" else handle).state_dict())
     assert set(state) == {"state", "param_groups", "loco"}
+    inners = saved(inner.state_dict())
     net, inner, handle = fresh(50 + rank)
+    if by == "both":
+        inner.load_state_dict(inners)
+        state = {**inner.state_dict(), "loco": state["loco"]}
     (inner if by == "optimizer" else handle).load_state_dict(state)
     assert (handle.round, handle.local_step) == divmod(stop_at, 4)
     train(net, inner, rank, range(stop_at, 10))
     return snapshot(whole), inner_state(whole_inner), snapshot(handle), inner_state(inner)
 
 
-@pytest.mark.parametrize("by", ["optimizer", "handle"])
+@pytest.mark.parametrize("by", ["optimizer", "handle", "both"])
 def test_an_attached_optimizer_resumes_bit_for_bit_in_the_middle_of_a_round(by: str) -> None:
     for outer, inner, outer_2, inner_2 in run_ranks(2, resumed, 6, by):
         assert_same(outer, outer_2)

@@ -3,7 +3,12 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
+from selection import SHARDINGS
+from sites import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
 
@@ -53,3 +58,21 @@ def test_what_the_machine_lacks_is_said_by_one_of_its_ranks(tmp_path: Path) -> N
     done = torchrun(2, EXAMPLE, CC="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no C compiler (no-such-compiler) was found") == 1
+
+
+@pytest.mark.check(SHARDINGS, sample="with_fsdp2-2")
+@pytest.mark.parametrize(("name", "ranks"), [("with_fsdp2", 2), ("with_hsdp", 4)])
+def test_the_sharded_examples_run_with_a_torchrun_for_each_site(name: str, ranks: int) -> None:
+    script = EXAMPLE.with_name(f"{name}.py")
+    assert len(script.read_text().splitlines()) <= 40
+    shared = {"LOCO_SITES": "2", "LOCO_AT": f"127.0.0.1:{free_port()}", "CUDA_VISIBLE_DEVICES": ""}
+    with ThreadPoolExecutor() as pool:
+        sites = [
+            pool.submit(torchrun, ranks, script, LOCO_SITE=site, **shared) for site in ("berlin", "paris")
+        ]
+    for site in sites:
+        done = site.result()
+        assert done.returncode == 0, done.stderr
+        assert sorted(line[:15] for line in done.stdout.splitlines()) == [
+            f"rank {rank}: round 4" for rank in range(ranks)
+        ]

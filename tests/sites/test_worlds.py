@@ -216,3 +216,42 @@ def knows_its_site_by_variables(rank: int) -> tuple[str, int]:
 def test_an_optimizer_that_is_told_nothing_goes_by_the_variables() -> None:
     assert run_worlds(["a", "b"], 1, knows_its_site_by_variables) == [[("Sites", 2)]] * 2
     assert run_ranks(2, knows_its_site_by_variables) == [("Topology", 2)] * 2
+
+
+def joins_twice(rank: int) -> tuple[int, Snapshot]:
+    """Without a new process in between."""
+    first = loco.Sites(dead_after=1.0)
+    optimizer, inner = optimizer_over(first, "PulseLoCo")
+    for _ in range(STEPS * 2):
+        optimizer.step()
+    saved, count = optimizer.state_dict(), inner.count
+    first.close()
+    again = loco.Sites(dead_after=1.0)
+    optimizer, inner = optimizer_over(again, "PulseLoCo")
+    optimizer.load_state_dict(saved)
+    inner.count = count
+    for _ in range(STEPS * (ROUNDS - 2)):
+        optimizer.step()
+    return again.site, snapshot(optimizer)
+
+
+def test_sites_that_have_left_come_together_again_in_the_same_processes() -> None:
+    twice = run_worlds(["a", "b"], 2, joins_twice)
+    once = run_worlds(["a", "b"], 2, in_a_world_of_its_own, "PulseLoCo")
+    for one, other in zip(chain(*twice), chain(*once), strict=True):
+        assert one[0] == other[0]
+        assert_same(one[1], other[1])
+
+
+def with_a_key(rank: int, keys: dict[str, bytes | None]) -> tuple[str, str]:
+    key = keys[os.environ["LOCO_SITE"]]
+    return error_of(lambda: trained(loco.Sites(key=key, patience=10.0, dead_after=1.0), "PulseLoCo"))
+
+
+def test_sites_with_one_key_train_and_others_are_refused() -> None:
+    one, other = b"0123456789abcdef", b"fedcba9876543210"
+    assert run_worlds(["a", "b"], 1, with_a_key, {"a": one, "b": one}) == [[("", "nothing was raised")]] * 2
+    for keys, error in (((one, other), "AuthenticationError"), ((one, None), "AgreementError")):
+        told = run_worlds(["a", "b"], 1, with_a_key, dict(zip("ab", keys, strict=True)))
+        assert error in {site[0][0] for site in told}
+        assert all(site[0][0] for site in told)

@@ -108,6 +108,22 @@ def test_an_attached_optimizer_refuses_what_is_not_its_state_before_anything_cha
     assert (handle.round, handle.local_step) == (1, 1)
 
 
+def test_an_optimizers_own_state_dict_can_be_without_the_rounds() -> None:
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=0.1)
+    handle = loco.attach(inner, sync_every=2, in_state_dict=False)
+    train(net, inner, 3)
+    own, both = inner.state_dict(), handle.state_dict()
+    assert set(own) == {"state", "param_groups"}
+    assert set(both) == {"state", "param_groups", "loco"}
+    inner.load_state_dict(own)  # and the rounds stay
+    assert (handle.round, handle.local_step) == (1, 1)
+    with pytest.raises(ValueError, match=r"told in_state_dict=False: load it with the handle's"):
+        inner.load_state_dict(both)
+    handle.load_state_dict(both)
+    assert (handle.round, handle.local_step) == (1, 1)
+
+
 INNER = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1),

@@ -30,7 +30,7 @@ TOPICS = (
         "optimizer",
         "reproduce",
     ),
-    *("results", "sharded", "sites", "wire"),
+    *("integrations", "results", "sharded", "sites", "wire"),
 )
 
 
@@ -126,3 +126,10 @@ def test_the_architecture_page_names_every_wing_and_draws_it() -> None:
     assert wings | {"kernels/", "experiments/", "examples/", "configs/", "tests/"} == listed
     ((_, drawing),) = code(text, "mermaid")
     assert all(wing in drawing for wing in wings)
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    sources = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
+    for path in PAGES:
+        for name in re.findall(r"`(test_\w+)`", path.read_text()):
+            assert f"def {name}(" in sources, f"{path.name}: {name}"

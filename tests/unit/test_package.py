@@ -24,6 +24,7 @@ FLOORS = (
     *("coordination", "net", "wire", "members", "exchange", "round"),
     *("checkpoints", "several", "init_step", "wrapper", "setup_warnings"),
     *("outer_optimizer", "surface", "low_communication", "optimizer", "attach"),
+    *("integrations",),
 )
 
 

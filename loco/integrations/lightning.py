@@ -1,0 +1,172 @@
+"""Rounds in Lightning's Trainer, and in a loop of Fabric's.
+
+    trainer = Trainer(callbacks=[LocoCallback(sync_every=8)])
+    trainer.fit(module, loader)                     # `configure_optimizers` returns the inner optimizer
+
+    model, optimizer = fabric.setup(model, optimizer)
+    handle = attach(fabric, optimizer, sync_every=8)
+
+Every site starts it as a world of its own, with LOCO_SITES, LOCO_SITE and LOCO_AT set.
+"""
+
+from typing import Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.wrappers import _FabricOptimizer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+import loco
+
+from .one_site import topology_of_one_world
+from .site_state import SiteState
+
+
+class LocoCallback(Callback):
+    """Attaches loco to the optimizers of `configure_optimizers`, which make one round.
+
+    - What Lightning validates and saves is θ, not this site's weights between two rounds.
+    - A checkpoint has the rounds of all ranks of the site, and `fit(ckpt_path=…)` continues bit for bit, if
+      the data does: use a stateful loader. Every site needs a folder of its own.
+    - The last step ends a round, so that all sites end with the same model.
+    - Logs have `loco/round`, `loco/density`, `loco/residual_norm`, `loco/sent_bytes` and
+      `loco/received_bytes` of the latest round.
+
+    All sites must take equally many steps: give them the same `max_steps`.
+
+    Args:
+        topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT.
+        options: as for `loco.attach`: `sync_every`, `method` and so on.
+
+    Attributes:
+        handle: what `loco.attach` returned, once `fit` has begun.
+    """
+
+    def __init__(self, *, topology: loco.SiteTopology | None = None, **options: Any) -> None:
+        self._topology = topology
+        self._options = options
+        self._saved: dict[str, Any] | None = None
+        self._site: SiteState | None = None
+        self._logged = 0
+        self.handle: loco.Attached | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _refuse_scaler(trainer.precision)
+        if trainer.strategy.restore_checkpoint_after_setup:
+            raise ValueError(
+                f"{type(trainer.strategy).__name__} loads weights and optimizer at once, in an order that "
+                f"loco can't follow: use a strategy without sharding, or a plain loop"
+            )
+        self._topology = topology_of_one_world(self._topology)
+        optimizers = [_inner(optimizer) for optimizer in trainer.optimizers]
+        several = optimizers if len(optimizers) > 1 else optimizers[0]
+        self.handle = loco.attach(several, topology=self._topology, in_state_dict=False, **self._options)
+        self._site = SiteState(self.handle)
+        self._logged = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        saved, self._saved = self._saved, None
+        if saved is None or self._site is None:
+            return
+        if not saved:
+            raise ValueError(
+                "this checkpoint has no state of the rounds: it was saved without loco. Load its weights "
+                "into the module, and fit without ckpt_path"
+            )
+        self._site.load_state_dict(saved)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
+        handle = self._attached
+        if trainer.global_step == trainer.max_steps and handle.local_step:
+            handle.sync()
+        report = handle.last_report
+        if report is not None and report.round != self._logged:
+            self._logged = report.round
+            for name in ("round", "density", "residual_norm", "sent_bytes", "received_bytes"):
+                pl_module.log(f"loco/{name}", float(getattr(report, name)), batch_size=1)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.handle is not None:
+            self.handle.eval()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.handle is not None:
+            self.handle.train()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self.handle is None or self._site is None:
+            return
+        checkpoint["loco"] = self._site.state_dict()
+        if self.handle.local_step:
+            # Written later than this, when the weights are this site's own again.
+            self.handle.eval()
+            shown = trainer.strategy.lightning_module_state_dict()
+            checkpoint["state_dict"] = {name: value.to("cpu", copy=True) for name, value in shown.items()}
+            self.handle.train()
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._saved = checkpoint.get("loco", {})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._attached.local_step:  # stopped before `max_steps`
+            self._attached.sync()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self.handle is not None:
+            self.handle.detach()
+            self.handle = None
+
+    @property
+    def _attached(self) -> loco.Attached:
+        if self.handle is None:
+            raise RuntimeError("fit has not begun")
+        return self.handle
+
+
+def attach(
+    fabric: Fabric,
+    optimizer: _FabricOptimizer | Optimizer,
+    *,
+    topology: loco.SiteTopology | None = None,
+    **options: Any,
+) -> loco.Attached:
+    """Attach loco to an optimizer that `fabric.setup` returned.
+
+    The optimizer's own state dict is without the rounds. They are saved and loaded as one more entry:
+
+        state = {"model": model, "optimizer": optimizer, "rounds": SiteState(handle)}
+        fabric.save(path, state)
+        fabric.load(path, state)
+
+    Call `handle.sync()` when the loop ends, and `handle.eval()` and `handle.train()` around an evaluation,
+    which then sees θ.
+
+    Args:
+        fabric: that has set up the optimizer.
+        optimizer: what `fabric.setup` returned.
+        topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT.
+        options: as for `loco.attach`: `sync_every`, `method` and so on.
+
+    Raises:
+        ValueError: torch's world is not one site; or precision is "16-mixed".
+    """
+    _refuse_scaler(fabric._precision.precision)
+    topology = topology_of_one_world(topology)
+    return loco.attach(_inner(optimizer), topology=topology, in_state_dict=False, **options)
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    """Lightning's wrappers imitate the class of what they wrap."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _refuse_scaler(precision: Any) -> None:
+    if precision == "16-mixed":
+        raise ValueError(
+            "precision '16-mixed' can't be used with loco: the steps that its gradient scaler skips would "
+            "bring this site late to its rounds. Use 'bf16-mixed'"
+        )

@@ -1,0 +1,260 @@
+"""transformers' Trainer: each site runs its own, unmodified, with one callback."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from claims import ended_alike, learned_separately, resumed, same_bits, same_training, sent_its_rounds_only
+from safetensors.torch import load_file
+from sites import launch_worlds
+from tiny import Told, dataset, finish, llama, site_tokens, tokens, watch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
+
+import loco
+from loco.integrations.transformers import LocoCallback
+
+STEPS, BATCH, RATE, H = 10, 4, 1e-3, 4
+CASES = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "clipping": {"max_grad_norm": 0.05},
+    "bf16": {"bf16": True},
+    "bf16-weights": {"dtype": torch.bfloat16},
+}
+
+
+class Watch(TrainerCallback):
+    """After the callback that it watches."""
+
+    def __init__(self, callback: LocoCallback) -> None:
+        self.callback = callback
+        self.told = Told()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        assert self.callback.handle is not None
+        self.told = watch(self.callback.handle)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        assert self.callback.handle is not None
+        finish(self.told, self.callback.handle)
+
+
+def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
+    usual: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "learning_rate": RATE,
+        "weight_decay": 0.1,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(**usual | options)
+
+
+def trainer_site(folder: str, options: dict[str, Any], resume: str = "") -> Told:
+    options = dict(options)
+    callback = LocoCallback(sync_every=H)
+    watching = Watch(callback)
+    model = llama(options.pop("dtype", torch.float32))
+    model.train()
+    trainer = Trainer(
+        model,
+        arguments(f"{folder}/{_name()}", **options),
+        train_dataset=dataset(site_tokens(BATCH * STEPS * 3)),
+        eval_dataset=dataset(tokens(7, 8)),
+        callbacks=[callback, watching],
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/{_name()}/{resume}" if resume else None)
+    watching.told.more = {
+        "log": trainer.state.log_history,
+        "model": {name: p.detach().clone() for name, p in model.named_parameters()},
+    }
+    return watching.told
+
+
+def plain_site(options: dict[str, Any]) -> Told:
+    return plain_loop(llama(options.get("dtype", torch.float32)), options)
+
+
+def plain_loop(
+    model: nn.Module, options: dict[str, Any], loss_of: Callable[..., Tensor] | None = None
+) -> Told:
+    """The same training as a loop of torch's.
+
+    Args:
+        loss_of: outputs, labels and their number; by default the model has its own.
+    """
+    model.train()
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    inner = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    optimizer = loco.PulseLoCo(inner, sync_every=H, topology=loco.Sites())
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, STEPS)
+    told = watch(optimizer)
+    told.more["losses"] = []
+    pieces = options.get("gradient_accumulation_steps", 1)
+    batches = iter(site_tokens(BATCH * STEPS * 3).split(BATCH))
+    for _ in range(STEPS):
+        rows = [next(batches) for _ in range(pieces)]
+        count = torch.tensor(sum(x[:, 1:].numel() for x in rows)) / 1
+        for x in rows:
+            with torch.autocast("cpu", torch.bfloat16, enabled=options.get("bf16", False)):
+                if loss_of is None:
+                    loss = model(input_ids=x, labels=x, num_items_in_batch=count).loss
+                else:
+                    loss = loss_of(model(input_ids=x), x, count)
+            loss.backward()
+        nn.utils.clip_grad_norm_(params, options.get("max_grad_norm", 1.0))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        told.more["losses"].append(evaluated(optimizer))
+    optimizer.sync()
+    return finish(told, optimizer)
+
+
+@torch.no_grad()
+def evaluated(optimizer: loco.PulseLoCo) -> float:
+    """The loss of θ on the data that all sites evaluate on."""
+    model = llama()
+    params = [p for p in model.parameters() if p.ndim > 1] + [p for p in model.parameters() if p.ndim == 1]
+    anchor = optimizer.outer_state.anchor
+    if anchor.numel() != sum(p.numel() for p in params):
+        return 0.0  # of an adapter
+    for p, values in zip(params, anchor.split([p.numel() for p in params]), strict=True):
+        p.copy_(values.view_as(p))
+    rows = tokens(7, 8)
+    return model.eval()(input_ids=rows, labels=rows).loss.item()
+
+
+def _name() -> str:
+    return os.environ["LOCO_SITE"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_trainers_are_two_sites_and_do_what_a_plain_loop_does(case: str, tmp_path: Path) -> None:
+    (berlin,), (paris,) = launch_worlds(trainer_site, str(tmp_path), CASES[case])
+    learned_separately(berlin, paris)
+    ended_alike(berlin, paris)
+    assert same_bits(list(berlin.more["model"].values()), list(paris.more["model"].values()))
+    sent_its_rounds_only(berlin, paris, rounds=3)  # after 4, 8, and at the end
+    for found, expected in zip((berlin, paris), launch_worlds(plain_site, CASES[case]), strict=True):
+        same_training(found, expected[0])
+
+
+def test_it_resumes_bit_for_bit_from_between_two_rounds(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    (berlin,), (paris,) = launch_worlds(trainer_site, str(tmp_path), saving)
+    again = launch_worlds(trainer_site, str(tmp_path), saving, "checkpoint-6")
+    for found, whole in zip(again, (berlin, paris), strict=True):
+        resumed(found[0], whole, after=6)
+    assert not same_bits([berlin.outer["residual"]], [paris.outer["residual"]])
+
+
+def test_the_rounds_state_is_saved_once(tmp_path: Path) -> None:
+    """Beside the checkpoint, by each rank, and not also in what one rank saves of the optimizer."""
+    launch_worlds(trainer_site, str(tmp_path), {"save_strategy": "steps", "save_steps": 5})
+    for name in ("berlin", "paris"):
+        folder = tmp_path / name / "checkpoint-5"
+        assert set(torch.load(folder / "optimizer.pt")) == {"state", "param_groups"}
+        state = torch.load(folder / "loco_rank0.pt")["loco"]
+        assert (state["round"], state["local_step"]) == (1, 1)
+
+
+def test_it_evaluates_and_saves_theta_between_two_rounds(tmp_path: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    (berlin,), (paris,) = launch_worlds(trainer_site, str(tmp_path), options)
+    expected = [plain[0] for plain in launch_worlds(plain_site, {})]
+    for found, plain in zip((berlin, paris), expected, strict=True):
+        losses = {entry["step"]: entry["eval_loss"] for entry in found.more["log"] if "eval_loss" in entry}
+        assert list(losses) == [3, 6, 9, 10]
+        assert [losses[step] for step in (3, 6, 9)] == [plain.more["losses"][step - 1] for step in (3, 6, 9)]
+        same_training(found, plain)  # so evaluating and saving have changed nothing
+    for step in (3, 6, 9, 10):
+        one, other = (
+            load_file(tmp_path / name / f"checkpoint-{step}" / "model.safetensors")
+            for name in ("berlin", "paris")
+        )
+        assert one.keys() == other.keys()
+        assert same_bits(list(one.values()), list(other.values()))
+
+
+def test_the_best_model_is_the_same_on_all_sites(tmp_path: Path) -> None:
+    """With a learning rate that ruins the model, the best one is an early one."""
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
+    options |= {"load_best_model_at_end": True, "learning_rate": 0.3}
+    (berlin,), (paris,) = launch_worlds(trainer_site, str(tmp_path), options)
+    losses = {entry["step"]: entry["eval_loss"] for entry in berlin.more["log"] if "eval_loss" in entry}
+    best = min(losses, key=lambda step: losses[step])
+    assert best != 10
+    model = berlin.more["model"]
+    saved = load_file(tmp_path / "paris" / f"checkpoint-{best}" / "model.safetensors")
+    assert same_bits(list(model.values()), [saved[name] for name in model])
+    assert same_bits(list(model.values()), list(paris.more["model"].values()))
+
+
+def test_reports_are_in_the_logs(tmp_path: Path) -> None:
+    (berlin,), _ = launch_worlds(trainer_site, str(tmp_path), {})
+    logged = {e["step"]: e for e in berlin.more["log"] if "loco/round" in e}
+    assert [(step, entry["loco/round"]) for step, entry in logged.items()] == [(4, 1), (8, 2), (10, 3)]
+    first, second, third = berlin.reports
+    assert logged[10]["loco/sent_bytes"] == first.sent_bytes + second.sent_bytes + third.sent_bytes
+    assert logged[8]["loco/received_bytes"] == first.received_bytes + second.received_bytes
+    assert logged[4]["loco/density"] == first.density
+
+
+def refused(folder: str, options: dict[str, Any]) -> str:
+    """What the Trainer says when it shall resume, at one site alone."""
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3, **options}
+    callback = LocoCallback(sync_every=2)
+    trainer = Trainer(
+        llama(), arguments(folder, **options), train_dataset=dataset(site_tokens(64)), callbacks=[callback]
+    )
+    trainer.train()
+    try:
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_checkpoint_without_the_rounds_is_refused(tmp_path: Path) -> None:
+    ((said,),) = launch_worlds(refused, str(tmp_path), {"save_only_model": True}, names=["berlin"])
+    assert said.startswith(f"{tmp_path}/checkpoint-3 has no loco_rank0.pt, this rank's state of the rounds")
+
+
+def world_of_sites() -> str:
+    """Several sites in one world of torch's, as plain `torchrun` gives."""
+    torch.distributed.init_process_group("gloo")
+    callback = LocoCallback(sync_every=2, topology=loco.Topology())
+    trainer = Trainer(
+        llama(), arguments("unused"), train_dataset=dataset(site_tokens(64)), callbacks=[callback]
+    )
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_sites_in_one_world_are_refused() -> None:
+    for said in launch_worlds(world_of_sites, names=["berlin"], ranks=2)[0]:
+        assert said.startswith("torch's world has 2 ranks, a site of this topology has 1")
+        assert "loco.Sites" in said
