@@ -12,7 +12,8 @@ from pathlib import Path
 
 from disks import small_disk
 from fault_harness import Run, Told
-from fault_rows import AGAIN, REFUSED, RESTARTED, ROWS, Case, table
+from fault_row import AGAIN, REFUSED, RESTARTS, Case
+from fault_rows import ROWS, table
 from fault_site import Setup
 from faulty import Fault
 
@@ -37,16 +38,17 @@ def play(case: Case, folder: Path) -> Played:
     faults = [Fault(what, phase, rank, seconds=row.seconds) for rank in row.victims]
     if phase in AGAIN:
         faults.insert(0, Fault("closed", "payload", rank=0))
-    saves = row.afterwards == RESTARTED or phase == "checkpoint"
+    saves = row.afterwards in RESTARTS or phase == "checkpoint"
     with small_disk(folder / "1", "256k") if row.what == "full disk" else nullcontext():
         with Run(setup, faults, folder=str(folder) if saves else "") as run:
             _go_on(run, case)
         restarted = None
-        if row.afterwards == RESTARTED:
+        if row.afterwards in RESTARTS:
             with Run(setup, folder=str(folder)) as again:
                 again.finish()
             restarted = again.told
-    return Played(run.told, clean(replace(setup, networks=False)), restarted)
+    # Worlds of their own train as one does, bit for bit.
+    return Played(run.told, clean(replace(setup, networks=False, worlds=False)), restarted)
 
 
 def _go_on(run: Run, case: Case) -> None:
@@ -73,7 +75,7 @@ def _go_on(run: Run, case: Case) -> None:
         run.link_is_back(row.victims[0])
     if row.flow == "store" and row.what == "SIGSTOP":
         run.send(-1, signal.SIGCONT)
-    if row.afterwards in (RESTARTED, REFUSED):
+    if row.afterwards in (*RESTARTS, REFUSED):
         run.end()
     else:
         run.finish()

@@ -15,7 +15,7 @@ from typing import Any
 
 from fault_site import Raised, Setup, live
 from faulty import Fault
-from sites import context
+from sites import context, free_port
 from states import Snapshot
 from switch import Switch
 
@@ -93,7 +93,8 @@ class Run:
                     _receive(end)
                     self.network.attach(process.pid)
                     end.send("attached")
-            address = "10.0.0.1" if self.network else "127.0.0.1", _receive(self._ends[0])
+            host = "10.0.0.1" if self.network else "127.0.0.1"
+            address = host, _receive(self._ends[0]), free_port()
             for end in self._ends[1:]:
                 end.send(address)
         except BaseException:
@@ -168,6 +169,11 @@ class Run:
                 assert self.network is not None
                 self.network.cut(rank + 1)
                 end.send("cut")
+            if fault == "site killed":
+                each = self.setup.ranks_per_site
+                for other in range(rank - rank % each, rank - rank % each + each):
+                    self.told.struck[other] = self.told.struck[rank]
+                    self.send(other, signal.SIGKILL)
         elif what == "raised":
             self.told.raised[rank].append(value)
             self.waiting.add(rank)

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from faulty import Fault
 from scripted import Scripted, parameters
 from states import Snapshot, snapshot
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import loco
 from experiments.bench.namespaces import leave_network
 from experiments.orphans import die_with_parent
+from loco.coordination.store_client import host_and_port
+from loco.members import joined_worlds
 from loco.wire import framing
 
 NUMEL = 1003
@@ -38,6 +40,7 @@ class Setup:
     timeout: float = 40.0
     outlier_factor: float | None = None
     networks: bool = False  # every process in a network namespace of its own
+    worlds: bool = False  # every site has a world of its own: `loco.Sites`, whose store the first one hosts
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,17 @@ def live(rank: int, setup: Setup, faults: tuple[Fault, ...], folder: str, end: C
             store = TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
             end.send(store.port)
             time.sleep(3600)
-        host, port = end.recv()
+        host, port, meeting = end.recv()
         store = TCPStore(host, port, setup.world, False, timedelta(seconds=60))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=setup.world)
-        Site(rank, setup, faults, folder, port, end).train()
+        site, rank_in_site = divmod(rank, setup.ranks_per_site)
+        if setup.worlds:
+            of_site = PrefixStore(f"world {site}", store)
+            dist.init_process_group("gloo", store=of_site, rank=rank_in_site, world_size=setup.ranks_per_site)
+            topology = _joined(setup, site, f"{host}:{meeting}", store)
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=setup.world)
+            topology = loco.Topology(ranks_per_site=setup.ranks_per_site, **_limits(setup))
+        Site(rank, topology, setup, faults, folder, port, end).train()
     except SystemExit:
         raise
     except BaseException:
@@ -78,11 +88,39 @@ def live(rank: int, setup: Setup, faults: tuple[Fault, ...], folder: str, end: C
         raise
 
 
+def _joined(setup: Setup, site: int, at: str, store: TCPStore) -> loco.Sites:
+    """The first site hosts the store at which all meet: the others wait until it does."""
+    if site > 0:
+        store.wait(["the first site is there"], timedelta(seconds=60))
+    sites = setup.world // setup.ranks_per_site
+    if site == 0 and dist.get_rank() == 0:
+        joined_worlds._host_if_local(*host_and_port(at))
+        store.set("the first site is there", "")
+    return loco.Sites(sites, site="abc"[site], at=at, **_limits(setup))
+
+
+def _limits(setup: Setup) -> dict[str, Any]:
+    """No round is repeated: each error is to be seen."""
+    return {
+        "dead_after": setup.dead_after,
+        "patience": setup.patience,
+        "timeout": setup.timeout,
+        "repeats": 0,
+    }
+
+
 class Site:
     """One rank. It waits for a word of the harness after each error, and before it ends."""
 
     def __init__(
-        self, rank: int, setup: Setup, faults: tuple[Fault, ...], folder: str, port: int, end: Connection
+        self,
+        rank: int,
+        topology: loco.SiteTopology,
+        setup: Setup,
+        faults: tuple[Fault, ...],
+        folder: str,
+        port: int,
+        end: Connection,
     ) -> None:
         framing.LEAST = framing.MOST = 256  # a payload of several frames
         self.setup = setup
@@ -94,13 +132,6 @@ class Site:
         early = [fault for fault in mine if fault.at == "construction"]
         self._built = early[0].what if early else ""
         self._may_refuse = any(fault.at == "construction" for fault in faults)
-        topology = loco.Topology(
-            ranks_per_site=setup.ranks_per_site,
-            dead_after=setup.dead_after,
-            patience=setup.patience,
-            timeout=setup.timeout,
-            repeats=0,  # each error is to be seen
-        )
         self.inner = Scripted(parameters(3, NUMEL), 3, topology.site)
         self.optimizer = self._build(topology)
         self.checkpoints = loco.Checkpoints(self._folder) if folder else None
@@ -175,7 +206,7 @@ class Site:
         )
         self.end.send(("ended", (self.states, self.reports, last)))
 
-    def _build(self, topology: loco.Topology) -> loco.PulseLoCo:
+    def _build(self, topology: loco.SiteTopology) -> loco.PulseLoCo:
         options: dict[str, Any] = {"sync_every": STEPS, "outlier_factor": self.setup.outlier_factor}
         if self._built:
             self.end.send(("struck", (time.monotonic(), self._built)))
@@ -194,7 +225,7 @@ class Site:
 
     def _do(self, fault: Fault) -> None:
         self.end.send(("struck", (time.monotonic(), fault.what)))
-        if fault.what == "cut":
+        if fault.what in ("cut", "site killed"):  # by the harness
             self.end.recv()
         elif fault.what == "closed":
             faulty.close_links(self._port)

@@ -3,16 +3,25 @@
 import logging
 import os
 import pickle
+import re
 import signal
+import tempfile
+import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from sites import context
-from states import Snapshot, small_model, snapshot, train
+from states import Snapshot, assert_same, small_model, snapshot, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import loco
 from loco.errors import TransportError
@@ -50,38 +59,63 @@ class Told:
 class Fleet:
     """A lighthouse in this process, and the sites that were started. Use it in a `with`.
 
+    ranks: of each site. What several ranks tell is put together, and checked to agree.
+    shards: FSDP2 divides the parameters among the ranks of a site.
     liveness: milliseconds without a sign of life after which the lighthouse counts a site as dead. Every
         death costs a test so long; where none dies, it may as well be more than any machine is ever busy.
     """
 
-    def __init__(self, sites: int, *, liveness: int = HEARTBEAT) -> None:
+    def __init__(
+        self, sites: int, *, ranks: int = 1, shards: bool = False, liveness: int = HEARTBEAT
+    ) -> None:
         from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
 
-        self.sites = sites
+        self.sites, self.ranks, self.shards = sites, ranks, shards
+        self._folder = tempfile.TemporaryDirectory()
         self._lighthouse = LighthouseServer(
             "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=liveness
         )
         # It calls itself by the host's name, at which it may not listen.
         port = self._lighthouse.address().rpartition(":")[2]
         self.address = f"http://127.0.0.1:{port}"
-        self._running: dict[str, tuple[Any, Connection]] = {}
+        self._running: dict[str, tuple[Any, Connection]] = {}  # by rank, "s1/0"
+        self._started = 0
 
-    def start(self, *names: str, **options: Any) -> None:
-        """A process for each name; it then waits for the run's θ. `options` are PulseLoCo's."""
+    def start(self, *names: str, ranks: int | None = None, **options: Any) -> None:
+        """A process for each name; it then waits for the run's θ. `options` are PulseLoCo's.
+
+        "s1 again" is one more process of site s1.
+        """
         for name in names:
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_site, args=(name, self.address, self.sites, theirs, options), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._running[name] = process, ours
+            self._started += 1
+            world = ranks or self.ranks
+            for key in self._ranks_of(name):
+                del self._running[key]
+            for rank in range(world):
+                ours, theirs = context.Pipe()
+                own = _World(rank, world, f"{self._folder.name}/{self._started}", self.shards)
+                process = context.Process(
+                    target=_site,
+                    args=(name.split()[0], own, self.address, self.sites, theirs, options),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self._running[f"{name}/{rank}"] = process, ours
+
+    def _ranks_of(self, name: str) -> list[str]:
+        """Of "s1" all, of "s1/0" one."""
+        return [key for key in self._running if name in (key, key.rpartition("/")[0])]
 
     def order(self, name: str, *command: Any) -> None:
-        self._running[name][1].send(command)
+        for key in self._ranks_of(name):
+            self._running[key][1].send(command)
 
     def hear(self, name: str) -> Told:
         """What a site tells next; what it raised is raised here."""
+        return put_together([self._heard(key) for key in self._ranks_of(name)], shards=self.shards)
+
+    def _heard(self, name: str) -> Told:
         end = self._running[name][1]
         if not end.poll(PATIENCE):
             raise TimeoutError(f"{name} told nothing within {PATIENCE:g} s")
@@ -106,13 +140,29 @@ class Fleet:
             rounds.append(self.round(*names))
         return rounds
 
+    def has_told(self, name: str) -> bool:
+        return all(self._running[key][1].poll(0.1) for key in self._ranks_of(name))
+
+    def wait_for_requests(self, count: int) -> None:
+        """Until so many processes have asked for the next quorum."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            with urllib.request.urlopen(f"{self.address}/status") as answer:
+                asked = re.search(r"(\d+)/\d+ participants", answer.read().decode())
+            if asked is not None and int(asked[1]) >= count:
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
     def send(self, name: str, signum: signal.Signals) -> None:
-        os.kill(self._running[name][0].pid, signum)
+        for key in self._ranks_of(name):
+            os.kill(self._running[key][0].pid, signum)
 
     def wait_for_death(self, name: str) -> None:
-        process, _ = self._running[name]
-        process.join(PATIENCE)
-        assert process.exitcode == -signal.SIGKILL
+        for key in self._ranks_of(name):
+            process, _ = self._running[key]
+            process.join(PATIENCE)
+            assert process.exitcode == -signal.SIGKILL
 
     def kill(self, name: str) -> None:
         self.send(name, signal.SIGKILL)
@@ -126,11 +176,58 @@ class Fleet:
             process.kill()
             process.join()
         self._lighthouse.shutdown()
+        self._folder.cleanup()
 
 
-def _site(name: str, lighthouse: str, sites: int, parent: Connection, options: dict[str, Any]) -> None:
+def put_together(ranks: list[Told], *, shards: bool) -> Told:
+    """What the ranks of a site tell, each of its part, as if the site had one."""
+    if len(ranks) == 1:
+        return ranks[0]
+    first = ranks[0]
+    for told in ranks:
+        assert (told.round, told.sites, told.came) == (first.round, first.sites, first.came)
+        for state in told.gave_up:
+            assert_same(state, told.before)
+    before = _whole([told.before for told in ranks], shards=shards)
+    return replace(
+        first,
+        before=before,
+        after=_whole([told.after for told in ranks], shards=shards),
+        gave_up=[before] if any(told.gave_up for told in ranks) else [],
+        error="\n".join(told.error for told in ranks if told.error),
+        extra=[told.extra for told in ranks]
+        if any(told.extra != first.extra for told in ranks)
+        else first.extra,
+        warned="\n".join(told.warned for told in ranks if told.warned),
+    )
+
+
+def _whole(parts: list[Snapshot], *, shards: bool) -> Snapshot:
+    """θ, m and e of all ranks, and w, which each has whole if it is not divided."""
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if parts[0] and not shards:
+        whole["weights"] = parts[0]["weights"]
+        for part in parts:
+            np.testing.assert_array_equal(part["weights"], whole["weights"])
+    return whole
+
+
+class _World(NamedTuple):
+    rank: int
+    size: int
+    rendezvous: str
+    shards: bool
+
+
+def _site(
+    name: str, own: _World, lighthouse: str, sites: int, parent: Connection, options: dict[str, Any]
+) -> None:
     torch.set_num_threads(1)
     try:
+        if own.size > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{own.rendezvous}", rank=own.rank, world_size=own.size
+            )
         topology = ElasticSites(
             sites=sites,
             name=name,
@@ -139,16 +236,18 @@ def _site(name: str, lighthouse: str, sites: int, parent: Connection, options: d
             dead_after=6.0,
             connect_timeout=10.0,
         )
-        _Site(topology, options).obey(parent)
+        _Site(topology, options, shards=own.shards).obey(parent)
     except BaseException:
         parent.send_bytes(pickle.dumps(traceback.format_exc()))
 
 
 class _Site:
-    def __init__(self, topology: ElasticSites, options: dict[str, Any]) -> None:
+    def __init__(self, topology: ElasticSites, options: dict[str, Any], *, shards: bool) -> None:
         self.topology = topology
         self.seed = int(topology.name[1:])  # "s2"
         self.net = small_model(self.seed)
+        if shards:
+            fully_shard(self.net, mesh=init_device_mesh("cpu", (topology.ranks_per_site,)))
         inner = torch.optim.AdamW(self.net.parameters(), lr=1e-4)
         self.optimizer = loco.PulseLoCo(inner, topology=topology, **{"sync_every": 10_000, **options})
         self.gave_up: list[Snapshot] = []
@@ -157,9 +256,10 @@ class _Site:
         failed = quorum_membership.QuorumAttempts.failed
 
         def failed_and_told(*args: Any, **kwargs: Any) -> None:
-            self.gave_up.append(snapshot(self.optimizer))
-            own = self.optimizer.state_dict()["loco"]  # which must change nothing
-            self.saved_in_doubt.append((own["round"], own["undecided_round"]))
+            with suppress(loco.LocoError):  # the round is applied, and not yet shared inside the site
+                own = self.optimizer.state_dict()["loco"]  # which must change nothing
+                self.saved_in_doubt.append((own["round"], own["undecided_round"]))
+                self.gave_up.append(snapshot(self.optimizer))
             failed(*args, **kwargs)
 
         quorum_membership.QuorumAttempts.failed = failed_and_told
@@ -251,10 +351,12 @@ class _Site:
             next(self.net.parameters()).view(-1)[0] = float("nan")
 
     def die_when(self, moment: str) -> None:
-        """In the next round: while sites send their entries, or when they vote on what arrived; or when this
-        site has given another one θ and not yet m."""
+        """In the next round: while sites send their entries, when they vote on what arrived, or once it
+        counts; or when this site has given another one θ and not yet m."""
         if moment == "voting":
             Round.vote = _die
+        elif moment == "applying":
+            Round.apply = _die
         elif moment == "giving":
             recovery.give = _give_half
         else:

@@ -29,7 +29,7 @@ def snapshot(optimizer: loco.Saveable) -> Snapshot:
     """θ, m, e and w, bit for bit."""
     outer = optimizer.outer_state
     tensors = {"anchor": outer.anchor, "momentum": outer.momentum, "residual": outer.residual}
-    weights = torch.cat([p.detach().float().reshape(-1) for p in outer.parameters.params])
+    weights = torch.cat([p.detach().float().reshape(-1) for p in outer.parameters.tensors])
     return {name: bits(t.cpu()) for name, t in (tensors | {"weights": weights}).items() if t is not None}
 
 

@@ -1,6 +1,8 @@
 """A training as a user writes it, for a site with a world of its own: restarted when it fails, it resumes.
 
-FOLDER is the site's; VICTIM ("b/0") is killed or stopped once, in round 5 at PHASE.
+FOLDER is the site's, and each rank says there, in a file of its own, what it does: the ranks of a torchrun
+share a pipe, and with PYTHONUNBUFFERED a line is several writes, so their lines run into each other.
+VICTIM ("b/0") is killed or stopped once, in round 5 at PHASE.
 """
 
 import hashlib
@@ -26,7 +28,13 @@ def main() -> None:
     checkpoints = loco.Checkpoints(folder / "checkpoints")
     resumed = checkpoints.load(optimizer)
     inner.count = resumed.extra if resumed else 0
-    print("begins at round", optimizer.round, flush=True)
+    said = folder / f"said-{topology.rank_in_site}"
+
+    def say(what: str) -> None:
+        with said.open("a") as file:
+            file.write(f"{what}\n")
+
+    say(f"begins at round {optimizer.round}")
     is_victim = os.environ["VICTIM"] == f"{os.environ['LOCO_SITE']}/{topology.rank_in_site}"
     struck = folder / "struck"
 
@@ -46,7 +54,7 @@ def main() -> None:
             checkpoints.save(optimizer, inner.count)
     checkpoints.wait()
     state = snapshot(optimizer)
-    print("ended", hashlib.sha256(b"".join(state[name].tobytes() for name in sorted(state))).hexdigest())
+    say("ended " + hashlib.sha256(b"".join(state[name].tobytes() for name in sorted(state))).hexdigest())
 
 
 if __name__ == "__main__":

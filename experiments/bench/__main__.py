@@ -8,7 +8,7 @@ import sys
 
 # "projection" reads what "wire" and "link" have written.
 PARTS = ("kernels", "wire", "link", "projection", "peers")
-APART = ("large",)  # needs all of a machine's memory, so it runs only by name
+APART = ("large", "shards")  # run only by name: one needs all of a machine's memory, the other many processes
 
 
 def main(arguments: list[str]) -> int:

@@ -2,21 +2,27 @@
 
 import json
 import logging
+import os
 import socket
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 
-from ..coordination.rendezvous import Alone
+from ..coordination.rendezvous import Agreement, Alone
 from ..coordination.store_client import host_and_port
 from ..errors import AgreementError, TransportError
 from ..net.links import Links, host_store
 from ..net.mesh import NoLinks, Subset
 from ..net.transport import Transport
+from .fixed import FixedSites
 from .lighthouse import Lighthouse
+from .one_world import ensure_process_group
+from .own_world import OwnWorld
 from .quorum import Claim, Plan, plan
 from .quorum_membership import QuorumMembership
 
@@ -24,7 +30,10 @@ _logger = logging.getLogger(__name__)
 
 
 class ElasticSites:
-    """Sites of one process each, of which some may die and come back while the others train on.
+    """Sites of which some may die and come back while the others train on.
+
+    A site of several ranks comes and goes as one: its first rank asks for all. Each rank is linked with those
+    of the same number in the other sites.
 
     Before each round a quorum says who takes part: the sites that live, numbered by their names. R, the
     divisor of the mean, is their number. A round in which one is lost has changed nothing on the others, and
@@ -37,8 +46,8 @@ class ElasticSites:
         lighthouse: where torchft's lighthouse listens, e.g. "http://10.0.0.1:29510".
         at: host:port by which the others reach the store that this site hosts, on which the sites meet when
             it is the first of them; None: this machine's address on the way to the lighthouse, and any port.
-        timeout, dead_after: as `loco.Sites`. Whether the next quorum waits for a site that is dead is up to
-            the lighthouse (--heartbeat_timeout_ms).
+        timeout, patience, dead_after: as `loco.Sites`. Whether the next quorum waits for a site that is dead
+            is up to the lighthouse (--heartbeat_timeout_ms).
         connect_timeout: seconds for all sites of a quorum to link up.
 
     Attributes:
@@ -49,7 +58,8 @@ class ElasticSites:
     Raises:
         ImportError: torchft is not installed.
         ValueError: `at` can't be used.
-        TransportError: no lighthouse answers.
+        AgreementError: the ranks of this site were started differently.
+        TransportError: no lighthouse answers, or a rank of this site is lost.
     """
 
     def __init__(
@@ -60,43 +70,77 @@ class ElasticSites:
         lighthouse: str,
         at: str | None = None,
         timeout: float,
+        patience: float = 600.0,
         dead_after: float,
         connect_timeout: float = 30.0,
     ) -> None:
-        process = uuid.uuid4().hex[:12]
-        self.ranks_per_site, self.rank_in_site = 1, 0
         self.sites = sites
         self.name = name
-        self.id = f"{self.name}:{process}"
-        self.timeout = self.patience = float(timeout)  # whoever is in a quorum has come to its round
+        self.timeout = float(timeout)
         self.dead_after = float(dead_after)
         self.connect_timeout = float(connect_timeout)
         self.num_sites, self.site = 1, 0
-        self.site_group = None
+        self.own = own_world(timeout=timeout, patience=patience, dead_after=dead_after)
+        self.ranks_per_site = 1 if self.own is None else self.own.ranks_per_site
+        self.rank_in_site = 0 if self.own is None else self.own.rank_in_site
+        self.site_group = None if self.own is None else self.own.site_group
+        # What a site keeps is its own.
+        self.notes: Agreement = Alone() if self.own is None else self.own.notes
         if at is None:
             self._address, port = _address_towards(lighthouse), 0
         else:
             self._address, port = host_and_port(at)
-        self._hosted, where = host_store(self._address, port)
-        self._lighthouse = Lighthouse(
-            lighthouse, id=self.id, name=self.name, store=where, timeout=self.connect_timeout
-        )
-        self.notes = Alone()  # what a site keeps is its own
+        process = self._one_id([sites, name, lighthouse, at])
+        self.id = f"{self.name}:{process}"
+        self._lighthouse: Lighthouse | None = None
+        if self.rank_in_site == 0:
+            self._hosted, where = host_store(self._address, port)
+            self._lighthouse = Lighthouse(
+                lighthouse, id=self.id, name=self.name, store=where, timeout=self.connect_timeout
+            )
+        elif not _is_local(self._address):
+            self._address = _address_towards(lighthouse)
         self._links: Links | None = None
         self.plan: Plan | None = None
+        self._belongs = False
+        self._namesakes: set[str] = set()  # ids of processes that were in a quorum in this one's place
+
+    def _one_id(self, told: list[Any]) -> str:
+        """A number that no other process has; the ranks of a site have one."""
+        process = uuid.uuid4().hex[:12]
+        if self.own is None:
+            return process
+        blobs = self.own.everyone().swap_blobs(
+            json.dumps([told, process]).encode(), phase="start of this site", limit=self.own.patience
+        )
+        each = [json.loads(blob) for blob in blobs]
+        for rank, (theirs, _) in enumerate(each):
+            if theirs != each[0][0]:
+                raise AgreementError(
+                    f"rank 0 of this world was started with {each[0][0]} (sites, site, lighthouse, at), rank "
+                    f"{rank} with {theirs}: every site needs a world, so a torchrun, of its own"
+                )
+        return each[0][1]
 
     def gather(self, claim: Claim) -> Plan:
-        """Ask who is there, and decide with them who does what.
+        """Ask who is there, and decide with them who does what. The first rank of a site asks.
 
         Raises:
-            AgreementError: the run's sites were set up differently from this one.
+            AgreementError: the run's sites were set up differently from this one, or its name is taken by a
+                process that lives.
             TransportError: the lighthouse is gone.
         """
-        try:
-            decided = plan(*self._lighthouse.ask(claim))
-        except TransportError as error:
-            error.lasting = True
-            raise
+        claim = replace(claim, belongs=self._belongs)
+        assert self._lighthouse is not None
+        while True:
+            try:
+                decided = plan(*self._lighthouse.ask(claim))
+            except TransportError as error:
+                error.lasting = True
+                raise
+            if all(member.id != self.id for member in decided.namesakes):
+                break
+            self._refuse_living_namesake(decided)
         if decided.index_of(self.id) < 0:
             raise AgreementError(
                 f"{self.name} was set up differently from the sites of the run that it came to: "
@@ -104,10 +148,22 @@ class ElasticSites:
             )
         self._tell(decided)
         self.plan = decided
+        self._belongs = True
         return decided
 
+    def _refuse_living_namesake(self, decided: Plan) -> None:
+        """Return as long as it may be a process that has died after it asked for this quorum."""
+        (other,) = (member for member in decided.members + decided.strangers if member.name == self.name)
+        if other.id in self._namesakes:
+            raise AgreementError(
+                f"site {self.name} is here already, in {other.where}, and is alive: give every site a name "
+                f"of its own (LOCO_SITE), or end that process first"
+            )
+        self._namesakes.add(other.id)
+
     def link(self, decided: Plan) -> None:
-        """Link up with all members of a quorum, or keep the links that all of them hold.
+        """Link up with all members of a quorum, each rank with those of its number, or keep the links that
+        all of them hold.
 
         Raises:
             TransportError: a member did not come, or was lost on the way.
@@ -122,6 +178,7 @@ class ElasticSites:
                 store=members[0].store,
                 member=decided.index_of(self.id),
                 size=len(members),
+                rank=self.rank_in_site,
                 address=self._address,
                 timeout=self.connect_timeout,
                 dead_after=self.dead_after,
@@ -157,22 +214,32 @@ class ElasticSites:
     def close(self) -> None:
         """Leave: the others go on without this site as soon as the lighthouse has forgotten it."""
         self.unlink()
-        self._lighthouse.close()
+        if self._lighthouse is not None:
+            self._lighthouse.close()
+        if self.own is not None:
+            self.own.close()
 
     def everyone(self) -> Transport:
         """A site is built alone: who the others are, a quorum says."""
-        return self.alone()
+        return self.alone() if self.own is None else self.own.everyone()
 
     def alone(self) -> Transport:
         return self._transport_among(None, [0], 0)
 
     def membership(self, device: torch.device, setup: Mapping[str, Any]) -> QuorumMembership:
-        return QuorumMembership(self, json.dumps({"sites": self.sites} | dict(setup)))
+        own = None if self.own is None else self.own.membership(device, setup)
+        common = {"sites": self.sites, "ranks_per_site": self.ranks_per_site} | dict(setup)
+        return QuorumMembership(self, own, json.dumps(common))
 
     def seat(self) -> dict[str, Any]:
         """A site is known by its name: its number is another one in every quorum. To its state and to its
         checkpoints it is alone."""
-        return {"name": self.name, "site": 0, "num_sites": 1, "rank_in_site": 0, "ranks_per_site": 1}
+        alone = {"site": 0, "num_sites": 1}
+        return {
+            "name": self.name,
+            "rank_in_site": self.rank_in_site,
+            "ranks_per_site": self.ranks_per_site,
+        } | alone
 
     def _tell(self, decided: Plan) -> None:
         """Log who has come and who is gone."""
@@ -184,6 +251,30 @@ class ElasticSites:
             _logger.warning("the sites are now %s (gone: %s; come: %s)", ", ".join(now.values()), gone, come)
         for member in decided.strangers:
             _logger.warning("%s was set up differently, and is left out", member.name)
+        for member in decided.namesakes:
+            _logger.warning("another process has the name %s, and is left out: %s", member.name, member.where)
+
+
+def own_world(*, timeout: float, patience: float, dead_after: float) -> FixedSites | None:
+    """This site's world; None if it has one rank."""
+    if not (dist.is_available() and dist.is_initialized()) and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    ensure_process_group()
+    if dist.get_world_size() == 1:
+        return None
+    return FixedSites(
+        OwnWorld(), timeout=timeout, patience=patience, dead_after=dead_after, repeats=0, key=None
+    )
+
+
+def _is_local(host: str) -> bool:
+    """Whether it is an address of this machine."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _address_towards(lighthouse: str) -> str:

@@ -26,7 +26,7 @@ from ..net.mesh import Mesh, NoLinks
 from ..net.transport import Transport, listed
 from .world import WorldMembership
 
-_OPENING = struct.Struct("<I?16s")  # ranks_per_site, is there a key, random bytes
+_OPENING = struct.Struct("<?16s")  # is there a key, random bytes
 _logger = logging.getLogger(__name__)
 
 
@@ -36,6 +36,7 @@ class Ranks(Protocol):
     Attributes:
         rank: this one, of 0 … world−1.
         store: by which all agree; each of its clients clones it.
+        told: what all ranks have told each other by now, the same on all.
         address: by which the other ranks reach this machine; "": what gloo finds.
         site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
     """
@@ -43,6 +44,7 @@ class Ranks(Protocol):
     rank: int
     world: int
     ranks_per_site: int
+    told: bytes
     address: str
 
     @property
@@ -70,7 +72,7 @@ class FixedSites:
         timeout, patience, dead_after, repeats, key: as `loco.Topology`.
 
     Raises:
-        AgreementError: the ranks were started differently.
+        AgreementError: not all ranks have a key.
         TransportError: a rank did not come, or the store does not answer.
     """
 
@@ -208,24 +210,18 @@ class FixedSites:
         return self._transport(self._ranks.everyone(), list(range(self._ranks.world)), "rank", reunion=True)
 
     def _agree(self, key: bytes | None) -> bytes:
-        """Groups are built by all ranks together: ranks that disagree would wait for each other.
-
-        -> what names this session. Every rank has put random bytes of its own into it, so it is no older
+        """-> what names this session. Every rank has put random bytes of its own into it, so it is no older
         one: a message of which somebody kept a copy proves nothing in it.
         """
-        mine = _OPENING.pack(self.ranks_per_site, key is not None, uuid.uuid4().bytes)
+        mine = _OPENING.pack(key is not None, uuid.uuid4().bytes)
         records = self.everyone().swap_records(mine, phase="topology", limit=self.patience)
-        opened = [_OPENING.unpack(record) for record in records]
+        keyed = [_OPENING.unpack(record)[0] for record in records]
         world = self._ranks.world
-        for rank, (size, keyed, _) in enumerate(opened):
-            if size != opened[0][0]:
-                raise AgreementError(
-                    f"ranks_per_site differs: rank 0 has {opened[0][0]}, rank {rank} of {world} has {size}"
-                )
-            if keyed != opened[0][1]:
-                have, lack = (0, rank) if opened[0][1] else (rank, 0)
+        for rank in range(world):
+            if keyed[rank] != keyed[0]:
+                have, lack = (0, rank) if keyed[0] else (rank, 0)
                 raise AgreementError(f"rank {have} of {world} has a key, rank {lack} has none")
-        return hashlib.blake2b(b"".join(records), digest_size=16).digest()
+        return hashlib.blake2b(self._ranks.told + b"".join(records), digest_size=16).digest()
 
     def _named(self, ranks: Sequence[int]) -> str:
         if self.ranks_per_site == 1:

@@ -52,6 +52,8 @@ class JoinedWorlds:
         TransportError: not all came, or nobody hosts the store.
     """
 
+    told = b""
+
     def __init__(self, sites: int, site: str, at: str, *, patience: float, dead_after: float) -> None:
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             ensure_process_group()

@@ -5,6 +5,8 @@ asks before each round who takes part in it. The answer comes once all that live
 """
 
 import logging
+import os
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -39,6 +41,7 @@ class Lighthouse:
         self.address = address
         self.id = id
         self._name = name
+        self._where = f"process {os.getpid()} on {socket.gethostname()}"
         self._store = store
         self._timeout = timeout
         self._client = _client(address, timeout)
@@ -58,7 +61,7 @@ class Lighthouse:
             self._ticker = Ticker(
                 self, beats.beat, every=BEAT, name="loco lighthouse heartbeat", patience=3.0
             )
-        data = {"name": self._name, **claim.to_json()}
+        data = {"name": self._name, "where": self._where, **claim.to_json()}
         while True:
             try:
                 quorum = self._client.quorum(
@@ -135,7 +138,8 @@ def _client(address: str, timeout: float) -> Any:
 
 def _member(participant: Any) -> Member:
     data = dict(participant.data or {})
-    name = data.pop("name", participant.replica_id)
+    name = str(data.pop("name", participant.replica_id))
+    where = str(data.pop("where", ""))
     try:
         claim = Claim(**data)
     except TypeError as error:
@@ -143,4 +147,5 @@ def _member(participant: Any) -> Member:
             f"{participant.replica_id} asks the same lighthouse and is no site of this run ({error}): "
             f"a run needs a lighthouse of its own"
         ) from error
-    return Member(id=participant.replica_id, name=str(name), store=participant.store_address, claim=claim)
+    store = participant.store_address
+    return Member(id=participant.replica_id, name=name, store=store, claim=claim, where=where)

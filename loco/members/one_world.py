@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from ..net.mesh import GroupMesh, Mesh, any_device, only_gloo, wire_device
+from ..net.mesh import GroupMesh, Mesh, Subset, any_device, only_gloo, wire_device
+from ..net.transport import Transport
+from .arrangement import NO_CLAIM, Claim, arrange, consecutive_peers, peers_in_mesh
 
 _SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,30 +48,38 @@ def ensure_process_group() -> None:
 
 
 class OneWorld:
-    """Sites of `ranks_per_site` consecutive ranks of the default process group. `Ranks` of a `FixedSites`.
+    """Sites that are ranks of the default process group. `Ranks` of a `FixedSites`.
+
+    Here and in torch's groups a rank has torch's number. To `FixedSites` the ranks are numbered site by site,
+    which differs where a mesh says who forms a site.
 
     Args:
+        ranks_per_site: consecutive ranks form a site; None: as `mesh` says, or one.
+        mesh: of the ranks of the same number in each site.
         timeout: seconds, of the groups that torch builds.
+        patience: seconds to wait for the other ranks.
 
     Raises:
         ValueError: neither a process group nor a launcher, or a world that can't be divided so.
+        AgreementError: the ranks do not agree on who forms a site.
+        TransportError: a rank did not come.
     """
 
     address = ""
 
-    def __init__(self, ranks_per_site: int, timeout: float) -> None:
+    def __init__(
+        self, ranks_per_site: int | None, mesh: DeviceMesh | None, *, timeout: float, patience: float
+    ) -> None:
         ensure_process_group()
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        if ranks_per_site < 1:
-            raise ValueError(f"ranks_per_site must be >= 1, got {ranks_per_site}")
-        if self.world % ranks_per_site:
-            raise ValueError(
-                f"the world's {self.world} ranks can't be divided into sites of {ranks_per_site}: "
-                f"ranks_per_site must divide the world size"
-            )
-        self.ranks_per_site = ranks_per_site
+        self.world = dist.get_world_size()
         self._timeout = timedelta(seconds=timeout)
         self._site_group: dist.ProcessGroup | None = None
+        told = self._tell(ranks_per_site, mesh, timeout, patience)
+        self.told = b"".join(told)
+        self._sites = arrange(told)
+        self._order = [rank for site in self._sites for rank in site]
+        self.rank = self._order.index(dist.get_rank())
+        self.ranks_per_site = len(self._sites[0])
 
     @property
     def store(self) -> Any:
@@ -78,13 +89,12 @@ class OneWorld:
     def site_group(self) -> dist.ProcessGroup:
         """The ranks of this site; all ranks build it together, at the first look."""
         if self._site_group is None:
-            self._site_group = self._new_group(inside=True)
+            self._site_group = self._new_group(self._sites)
         return self._site_group
 
     def everyone(self) -> Mesh:
-        world = dist.group.WORLD
-        assert world is not None
-        return GroupMesh(world, any_device(world), owned=False)
+        mesh = _world_mesh()
+        return Subset(mesh, self._order, close=mesh.close)
 
     def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
         world = dist.group.WORLD
@@ -92,8 +102,12 @@ class OneWorld:
         if only_gloo():
             return None
         sends = wire_device(world, device)
+        groups = self._sites if inside else [list(column) for column in zip(*self._sites, strict=True)]
         # NCCL connects later, and then still needs torch's store.
-        return GroupMesh(self._new_group(inside=inside), sends, owned=True)
+        mesh = GroupMesh(group := self._new_group(groups), sends, owned=True)
+        # torch numbers the members of a group by their ranks.
+        mine = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        return Subset(mesh, [dist.get_group_rank(group, rank) for rank in mine], close=mesh.close)
 
     def close(self) -> None:
         if self._site_group is not None:
@@ -101,11 +115,49 @@ class OneWorld:
                 dist.destroy_process_group(self._site_group)
             self._site_group = None
 
-    def _new_group(self, *, inside: bool) -> dist.ProcessGroup:
+    def _tell(
+        self, ranks_per_site: int | None, mesh: DeviceMesh | None, timeout: float, patience: float
+    ) -> list[bytes]:
+        """Of all ranks, by torch's numbers, who their peers are: a mesh knows those of this rank only.
+
+        A rank whose arguments are refused says so before it raises, so that the others do not wait for it.
+        """
+        rank, failure, claim = dist.get_rank(), None, NO_CLAIM
+        try:
+            if mesh is not None:
+                if ranks_per_site is not None:
+                    raise ValueError(
+                        "a mesh says how many ranks a site has: give mesh or ranks_per_site, not both"
+                    )
+                peers = peers_in_mesh(mesh, rank, self.world)
+            else:
+                each = 1 if ranks_per_site is None else ranks_per_site
+                peers = consecutive_peers(each, rank, self.world)
+            claim = Claim.of(peers, rank).pack()
+        except ValueError as error:
+            failure = error
+        everyone = Transport(
+            _world_mesh(),
+            range(self.world),
+            rank,
+            liveness=None,
+            timeout=timeout,
+            patience=patience,
+            member="rank",
+        )
+        told = everyone.swap_records(claim, phase="topology", limit=patience)
+        if failure is not None:
+            raise failure
+        return told
+
+    def _new_group(self, members: list[list[int]]) -> dist.ProcessGroup:
         """torch has all ranks build all groups in one order."""
-        each = self.ranks_per_site
-        at = [[first + k for k in range(each)] for first in range(0, self.world, each)]
-        members = at if inside else [list(column) for column in zip(*at, strict=True)]
         group, _ = dist.new_subgroups_by_enumeration(members, timeout=self._timeout)
         assert isinstance(group, dist.ProcessGroup)  # this rank is in one of them
         return group
+
+
+def _world_mesh() -> GroupMesh:
+    world = dist.group.WORLD
+    assert world is not None
+    return GroupMesh(world, any_device(world), owned=False)

@@ -1,5 +1,6 @@
 """Views of sites that come and go: a quorum for each round, by torchft's lighthouse."""
 
+import json
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -11,8 +12,10 @@ from ..coordination.rendezvous import Reconnects
 from ..coordination.store_client import StoreClient
 from ..errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
 from ..net.links import Links
-from .quorum import Claim, Plan
-from .view import Standing, View
+from .first_rank import FirstRank
+from .quorum import Claim, Plan, of_site
+from .view import SignsOfLife, Standing, View
+from .world import WorldMembership
 
 if TYPE_CHECKING:
     from .elastic import ElasticSites
@@ -28,35 +31,70 @@ class QuorumMembership:
     """The views of one optimizer over an `ElasticSites`: a quorum for each round.
 
     Args:
+        own: the views of this site's ranks; None: it has one.
         setup: what all sites of a run have in common.
     """
 
     others_may_be_ahead = True
 
-    def __init__(self, topology: "ElasticSites", setup: str) -> None:
+    def __init__(self, topology: "ElasticSites", own: WorldMembership | None, setup: str) -> None:
         self._topology = topology
+        self._own = own
         self._setup = setup
+        self._first = None if topology.own is None else FirstRank(topology.own)
+        self._view: View | None = None
 
     def form(self, standing: Standing) -> View:
         """
         Raises:
-            AgreementError: the run's sites were set up differently from this one.
+            AgreementError: the run's sites were set up differently from this one, or its ranks have come for
+                different things.
             LocoError: no site holds the whole anchor.
-            TransportError: the lighthouse is gone; or, and then it does not last, a member was lost.
+            TransportError: the lighthouse or a rank of this site is gone; or, and then it does not last, a
+                member was lost.
         """
+        try:
+            return self._form(standing)
+        except BaseException as error:  # Ctrl-C, too: the other ranks of this site wait for this one
+            if self._own is not None:
+                self.give_up(f"it gave up asking who takes part ({type(error).__name__})")
+            raise
+
+    def _form(self, standing: Standing) -> View:
+        topology, site, mine = self._topology, None, self._claim(standing)
+        if self._first is None:
+            plan = self._ask(mine, standing.rounds_done)
+        else:
+            site = self.form_site()
+            phase, said = "telling this site's ranks where this one stands", json.dumps(mine.to_json())
+            told = site.inside.swap_blobs(said.encode(), phase=phase, limit=site.inside.patience)
+            claim = of_site([Claim(**json.loads(blob)) for blob in told])
+            found = self._first.find_out(site, lambda: self._ask(claim, standing.rounds_done).to_json())
+            plan = topology.plan = Plan.of_json(found)
+        if standing.ready or plan.newcomers:
+            topology.link(plan)
+        self._view = self._view_of(plan, standing, site)
+        return self._view
+
+    def form_site(self) -> View:
+        assert self._own is not None
+        return self._own.form_site()
+
+    def _ask(self, claim: Claim, rounds_done: int) -> Plan:
+        """Who is there; at the start of a run, once all are."""
         topology = self._topology
         told = time.monotonic() - _REMIND + _PATIENT
         while True:
-            plan = topology.gather(self._claim(standing))
+            plan = topology.gather(claim)
             claims = [member.claim for member in plan.members]
             if max(claim.round for claim in claims) < 0:
                 raise LocoError(
-                    f"round {standing.rounds_done + 1}: no site that is left holds the whole anchor: load "
+                    f"round {rounds_done + 1}: no site that is left holds the whole anchor: load "
                     f"the last checkpoints"
                 )
             is_new_run = all(claim.round <= 0 for claim in claims) and not plan.runs
-            if standing.ready or not is_new_run or len(claims) >= topology.sites:
-                break
+            if claim.ready or not is_new_run or len(claims) >= topology.sites:
+                return plan
             if time.monotonic() - told > _REMIND:
                 told = time.monotonic()
                 here = ", ".join(member.name for member in plan.members)
@@ -64,18 +102,25 @@ class QuorumMembership:
                     "waiting for the run's sites: %d of %d are here (%s)", len(claims), topology.sites, here
                 )
             time.sleep(_PAUSE)
-        if standing.ready or plan.newcomers:
-            topology.link(plan)
-        return self._view(plan, standing)
 
     def give_up(self, why: str) -> None:
         self._topology.unlink(why)
+        if self._own is not None:  # all ranks of a site then ask for the next quorum together
+            self._own.give_up(why)
+        if self._view is not None:
+            self._view.is_whole = False
 
     def attempts(self) -> "QuorumAttempts":
-        return QuorumAttempts(self._topology)
+        return QuorumAttempts(self)
 
     def reconnects_by(self, user: Reconnects) -> None:
-        pass  # a site saves alone
+        if self._own is not None:  # a site of one rank saves alone
+            self._own.reconnects_by(user)
+
+    def members(self) -> list[str]:
+        """The ids of those in the latest quorum."""
+        plan = self._topology.plan
+        return [] if plan is None else [member.id for member in plan.members]
 
     def _claim(self, standing: Standing) -> Claim:
         links = self._topology.links
@@ -89,7 +134,11 @@ class QuorumMembership:
             setup=self._setup,
         )
 
-    def _view(self, plan: Plan, standing: Standing) -> View:
+    def _view_of(self, plan: Plan, standing: Standing, site: View | None) -> View:
+        """
+        Args:
+            site: of this site's ranks, if it has several.
+        """
         topology, links = self._topology, self._topology.links
         me = plan.index_of(topology.id)
         takes_part = me in plan.workers
@@ -99,14 +148,19 @@ class QuorumMembership:
         committed = None
         if standing.doubt:
             committed = any(member.claim.committed == standing.doubt for member in plan.members)
+        liveness: SignsOfLife = NoHeartbeats() if links is None else links.liveness
+        verdicts = None if links is None else links.store
         return View(
             name=plan.attempt,
             site=workers.index(me),
             num_sites=len(workers),
             across=topology.among(plan, workers) if takes_part else topology.alone(),
-            inside=topology.alone(),
-            liveness=NoHeartbeats() if links is None else links.liveness,
-            register=_OneVerdict(None if links is None else links.store, plan.attempt),
+            inside=topology.alone() if site is None else site.inside,
+            liveness=liveness if site is None else _InBoth(liveness, site),
+            # Alone, the ranks of a site agree by their own store.
+            register=site.register
+            if site is not None and links is None
+            else _OneVerdict(verdicts, plan.attempt),
             site_names=tuple(plan.members[k].name for k in workers),
             handover=QuorumHandover(topology, plan, me),
             runs_round=plan.runs and takes_part,
@@ -145,11 +199,27 @@ class QuorumHandover:
         return links
 
 
+class _InBoth:
+    """What a rank tells those who wait for it across the sites, and in its site."""
+
+    def __init__(self, across: SignsOfLife, site: View) -> None:
+        self._across = across
+        self._site = site
+
+    def say(self, doing: str) -> None:
+        self._across.say(doing)
+        self._site.liveness.say(doing)
+
+    def leave(self, why: str, link: str = "") -> None:
+        self._across.leave(why, link)
+        self._site.liveness.leave(why, self._site.inside.link)
+
+
 class QuorumAttempts:
     """A round that fails is tried again among those who are left, unless it keeps failing among the same."""
 
-    def __init__(self, topology: "ElasticSites") -> None:
-        self._topology = topology
+    def __init__(self, membership: QuorumMembership) -> None:
+        self._membership = membership
         self._failed: list[list[str]] = []  # ids of the members, by attempt
 
     def failed(self, view: View | None, error: Exception, *, refused: bool, own_fault: bool) -> None:
@@ -157,9 +227,8 @@ class QuorumAttempts:
         no_quorum = view is None and isinstance(error, TransportError) and error.lasting
         if own_fault or no_quorum or not is_repeatable:
             raise error from None
-        self._topology.unlink()
-        plan = self._topology.plan
-        self._failed.append([] if plan is None else [member.id for member in plan.members])
+        self._membership.give_up("it left the links")
+        self._failed.append(self._membership.members())
         _logger.warning("%s; asking who is left", error)
         latest = self._failed[-MOST:]
         if len(latest) == MOST and latest.count(latest[0]) == MOST:

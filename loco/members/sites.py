@@ -30,7 +30,7 @@ class Sites:
 
     A site that is lost fails the round on all others, which have changed nothing. All then build their
     `Sites` and optimizers anew, as `torchrun --max-restarts` does, and load their checkpoints. With torchft's
-    lighthouse sites of one process each may come and go instead, while the others train on: docs/elastic.md.
+    lighthouse sites may come and go instead, while the others train on: docs/elastic.md.
 
     Args:
         sites: how many; by default what LOCO_SITES says.
@@ -79,13 +79,14 @@ class Sites:
         lighthouse = lighthouse or os.environ.get("LOCO_LIGHTHOUSE") or None
         self._as: FixedSites | ElasticSites
         if lighthouse is not None:
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise ValueError(
-                    "sites that come and go (lighthouse=…) have one process each, and this one's world has "
-                    f"{os.environ['WORLD_SIZE']}: give at=… instead, or launch one process"
-                )
             self._as = ElasticSites(
-                sites=count, name=name, lighthouse=lighthouse, at=at, timeout=timeout, dead_after=dead_after
+                sites=count,
+                name=name,
+                lighthouse=lighthouse,
+                at=at,
+                timeout=timeout,
+                patience=patience,
+                dead_after=dead_after,
             )
             return
         at = at or _told("LOCO_AT", "where the sites meet", "10.0.0.1:29510")

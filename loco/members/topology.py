@@ -1,12 +1,14 @@
 """Sites that share one world, as a user says who they are."""
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from ..coordination.authentication import LEAST_KEY_BYTES
 from .fixed import FixedSites
 from .one_world import OneWorld
 
 
 class Topology(FixedSites):
-    """Sites of `ranks_per_site` consecutive ranks; by default every rank is a site.
+    """Sites that share one world: of consecutive ranks, or as a mesh has them; by default every rank is one.
 
     Build it on every rank. It calls `torch.distributed.init_process_group()` if you have not. With several
     ranks per site, let DDP average the gradients inside the site, and give the optimizer the same topology:
@@ -15,11 +17,21 @@ class Topology(FixedSites):
         model = DistributedDataParallel(model, process_group=topology.site_group)
         optimizer = loco.PulseLoCo(inner, topology=topology)
 
+    With a `DeviceMesh`, `mesh["site"]` is the dimension of it that goes across the sites, in whichever place
+    it is. A site is all ranks with the same coordinate in it, and the other dimensions are for FSDP2, HSDP
+    and tensor parallelism inside a site:
+
+        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("site", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = loco.PulseLoCo(inner, topology=loco.Topology(mesh=mesh["site"]))
+
     Across the sites each rank exchanges its own slice of the flat state with the ranks of the same
-    number in the other sites, so that the ranks of a site share the work, the memory and the link.
+    number in the other sites, so that the ranks of a site share the work, the memory and the link. loco
+    numbers the ranks site by site, in errors and in files too: rank 5 is rank 1 of site 1 of four ranks.
 
     Args:
-        ranks_per_site: must divide the world size.
+        ranks_per_site: consecutive ranks that form a site; must divide the world size. By default 1.
+        mesh: of one dimension, the same on all ranks: in the place of `ranks_per_site`.
         timeout: seconds a rank waits for a message of another one that is alive, from the moment it is ready
             for it until the last byte is there, before the round fails. Slow links and big payloads need
             more.
@@ -35,18 +47,20 @@ class Topology(FixedSites):
         num_sites: R.
         site: this rank's site, 0 … R−1.
         rank_in_site: this rank's number inside its site, 0 … ranks_per_site−1.
-        site_group: the ranks of this site, for DDP.
+        site_group: the ranks of this site, for DDP. torch numbers them in the order of their ranks.
         notes: by which all ranks agree outside of rounds.
 
     Raises:
         ValueError: neither a process group nor a launcher, or a world that can't be divided so.
+        AgreementError: the ranks were told different sites, or not all have a key.
         TransportError: a rank did not come, or the sites' store does not answer.
     """
 
     def __init__(
         self,
         *,
-        ranks_per_site: int = 1,
+        ranks_per_site: int | None = None,
+        mesh: DeviceMesh | None = None,
         timeout: float = 300.0,
         patience: float = 600.0,
         dead_after: float = 5.0,
@@ -55,7 +69,7 @@ class Topology(FixedSites):
     ) -> None:
         check_limits(timeout=timeout, patience=patience, dead_after=dead_after, repeats=repeats, key=key)
         super().__init__(
-            OneWorld(ranks_per_site, timeout),
+            OneWorld(ranks_per_site, mesh, timeout=timeout, patience=patience),
             timeout=timeout,
             patience=patience,
             dead_after=dead_after,

@@ -158,6 +158,15 @@ class Membership(Protocol):
         """
         ...
 
+    def form_site(self) -> View:
+        """Where a site has several ranks: a view over whose `inside` they talk, before they ask for that of a
+        round. It is the same one as long as it will do.
+
+        Raises:
+            TransportError: a rank of it is lost.
+        """
+        ...
+
     def give_up(self, why: str) -> None:
         """Hang up the links of the latest view, so that members who wait for this rank learn of it."""
         ...

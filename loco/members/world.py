@@ -36,6 +36,9 @@ class WorldMembership:
         self._has_connected = False
 
     def form(self, standing: Standing) -> View:
+        return self.form_site()
+
+    def form_site(self) -> View:
         """
         Raises:
             TransportError: a rank is dead, or not all came to connect anew.

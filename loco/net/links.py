@@ -27,6 +27,7 @@ class Links:
         name: of these links, the same on all members, and no others'.
         store: host:port of the store they meet by.
         member, size: this one's number, and how many there are.
+        rank: in its site; those of one number are linked.
         address: by which the other members reach this one.
         timeout: seconds within which all members must have come.
         dead_after: as `Topology`.
@@ -42,12 +43,14 @@ class Links:
         store: str,
         member: int,
         size: int,
+        rank: int = 0,
         address: str,
         timeout: float,
         dead_after: float,
     ) -> None:
         self.name = name
         self.size = size
+        self._rank = rank
         self.mesh = Pairs(None, name, member, size)
         self._clients: list[StoreClient | Liveness] = []
         deadline = time.monotonic() + timeout
@@ -55,15 +58,19 @@ class Links:
         try:
             self.store = StoreClient(remote, limit=dead_after, connect_limit=timeout)
             self._clients.append(self.store)
-            self.store.set(f"here/{member}", "")
+            self.store.set(f"here/{rank}/{member}", "")
             self._await_all(deadline, timeout)
             self.liveness = Liveness(
-                remote, name, member, dead_after=dead_after, connect_limit=deadline - time.monotonic()
+                remote,
+                f"rank {rank}",
+                member,
+                dead_after=dead_after,
+                connect_limit=deadline - time.monotonic(),
             )
             self._clients.append(self.liveness)
             with guarded(self.liveness, range(size), phase=f"linking {size} sites", named=_members) as guard:
                 by = PatientStore(self.store, limit=timeout, may_still_come=lambda: guard.loss is None)
-                self.mesh = link(by, name, member, size, limit=timeout, address=address)
+                self.mesh = link(by, f"{name}/rank {rank}", member, size, limit=timeout, address=address)
         except TransportError:
             raise
         except (RuntimeError, OSError) as error:
@@ -84,7 +91,7 @@ class Links:
             TransportError: the store's host is gone.
         """
         try:
-            self.store.set(f"said/{what}", "")
+            self.store.set(f"said/{self._rank}/{what}", "")
         except RuntimeError as error:
             raise TransportError(f"telling of {what}: {_no_store(error)}") from error
 
@@ -97,7 +104,7 @@ class Links:
         phase = f"waiting for {what}"
         try:
             with guarded(self.liveness, members, phase=phase, named=_members) as guard:
-                while not self.store.check([f"said/{what}"]):
+                while not self.store.check([f"said/{self._rank}/{what}"]):
                     guard.check()
                     time.sleep(_POLL)
         except TransportError:
@@ -122,7 +129,7 @@ class Links:
 
     def _await_all(self, deadline: float, timeout: float) -> None:
         """gloo's own wait would name nobody."""
-        keys = [f"here/{member}" for member in range(self.size)]
+        keys = [f"here/{self._rank}/{member}" for member in range(self.size)]
         while not self.store.check(keys):
             if time.monotonic() > deadline:
                 missing = [member for member, key in enumerate(keys) if not self.store.check([key])]

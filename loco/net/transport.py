@@ -125,11 +125,11 @@ class Transport:
         self.swap(dict.fromkeys(self.peers, mine), incoming, phase=phase, limit=limit)
         return [record if p == self.rank else to_bytes(incoming[p]) for p in range(self.size)]
 
-    def swap_blobs(self, blob: bytes, *, phase: str) -> list[bytes]:
+    def swap_blobs(self, blob: bytes, *, phase: str, limit: float | None = None) -> list[bytes]:
         """Every member's bytes, in order; sizes may differ and travel first."""
         sizes = [
             int.from_bytes(size, "little")
-            for size in self.swap_records(len(blob).to_bytes(8, "little"), phase=phase)
+            for size in self.swap_records(len(blob).to_bytes(8, "little"), phase=phase, limit=limit)
         ]
         for peer, size in enumerate(sizes):
             self._check_size(size, peer, MOST_BLOB_BYTES, phase=phase)

@@ -70,6 +70,12 @@ def differing_copies(told: Sequence[bytes], part: Part) -> Copies | None:
     return None
 
 
+def await_site(inside: Transport, *, phase: str) -> None:
+    """Return once all ranks of this site have come this far."""
+    if inside.size > 1:
+        inside.swap_records(b"\1", phase=phase, limit=inside.patience)
+
+
 def share_anchor(state: OuterState, view: View, *, write: bool = True) -> None:
     """Where the ranks of a site each have the new θ of a slice, all need its cast, w = cast(θ).
 

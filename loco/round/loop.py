@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -16,15 +18,17 @@ from ..net.linking import forget_messages
 from ..report import SyncReport
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
+from .catch_up import catch_up_in_site
 from .first_anchor import agree_to_adopt, share_first_anchor, start_again
 from .handshake import agree_on_parameters
 from .hooks import COUNTS, Hooks, Phase
-from .inside_site import share_anchor
+from .inside_site import await_site, share_anchor
 from .outer_state import OuterState
 from .recovery import adopt_state, hand_over_state
 from .round import Round
 from .state import digest_of
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -62,6 +66,7 @@ class OuterLoop:
         self._membership = topology.membership(self.state.device, setup | {"parameters": agreed.fingerprint})
         self._membership.reconnects_by(self)
         self._view: View | None = None
+        self._site_view: View | None = None  # over whose links the ranks of this site were last in one state
         self._pending: Round | None = None  # promised or applied by this rank, perhaps; its end is missing
         self._committed = ""  # the name of the view that made the latest round
         self._start()
@@ -171,9 +176,9 @@ class OuterLoop:
 
     @torch.no_grad()
     def reconnect(self) -> None:
-        """Form a new view with those who wait for it."""
+        """Form new links in this site with those who wait for them."""
         self._membership.give_up("")
-        self._form(ready=True)
+        self._form_site()
 
     def tell_step(self, local_step: int) -> None:
         """What those who wait for this rank may want to know."""
@@ -201,12 +206,14 @@ class OuterLoop:
                     self._adopt(view)
                     return True
                 hand_over_state(self.state, view.handover)
+                self._converse(partial(await_site, view.inside, phase="starting to train"))
                 return False
             except (TransportError, WireError) as error:
                 attempts.failed(view, error, refused=False, own_fault=False)
 
     def _form(self, *, ready: bool, catches_up: bool = True) -> View:
         """The membership's view, once the ranks of a site hold the same weights in it."""
+        self._form_site(catches_up=catches_up)
         state, pending = self.state, self._pending
         in_doubt = pending is not None and pending.is_promised
         view = self._membership.form(
@@ -218,10 +225,20 @@ class OuterLoop:
                 doubt=pending.view.name if pending is not None and in_doubt else "",
             )
         )
-        if view is not self._view and len(state.part.slices) > 1 and catches_up:
-            self._converse(lambda: self._catch_up_in_site(view))
         self._view = view
         return view
+
+    def _form_site(self, *, catches_up: bool = True) -> None:
+        """Links inside this site, whose ranks are then in one state."""
+        state, before = self.state, self._site_view
+        if state.topology.ranks_per_site == 1:
+            return
+        view = self._membership.form_site()
+        if view is not before and catches_up:
+            committed = self._committed if self._membership.others_may_be_ahead else None
+            self._converse(lambda: catch_up_in_site(state, view, self._pending, committed))
+        if view is not before:
+            self._site_view = self._view = view
 
     def _attempt(self, current: Round) -> SyncReport:
         """Steps 2 to 8. If they fail once this rank has promised the round, the register knows the verdict.
@@ -272,33 +289,32 @@ class OuterLoop:
             pending.apply()
         self._committed = pending.view.name
         view = self._view
-        if len(self.state.part.slices) > 1:
+        if len(self.state.part.slices) > 1 and not pending.is_shared:
             if view is not None and view.is_whole:
                 self._converse(lambda: pending.share(view))
             else:
-                self._form(ready=True)  # which ends with it
+                self._form_site()  # which ends with it
         self._pending = None
         return pending.report()
 
     def _settle_unless_told_later(self) -> SyncReport | None:
-        """Where sites come and go, the next view tells what became of a round in doubt."""
+        """Where sites come and go, the other ranks of this site, or else the next view, tell what became of a
+        round in doubt."""
         pending = self._pending
         if pending is not None and pending.is_promised and self._membership.others_may_be_ahead:
-            return None
+            self._form_site()
+            if pending.is_promised:
+                return None
         return self._settle(ABORT)
 
     def _settle_as_told(self, view: View) -> SyncReport | None:
         if self._pending is None or view.committed is None:
             return None
-        if not view.committed:
-            self._pending = None
-            return None
-        self._pending.learn_verdict(committed=True)
+        self._pending.learn_verdict(committed=view.committed)
         return self._settle(COMMIT)
 
     def _adopt(self, view: View) -> SyncReport:
-        assert view.handover is not None
-        report = adopt_state(self.state, view.handover)
+        report = self._converse(lambda: adopt_state(self.state, view))
         self._committed = ""
         return report
 
@@ -306,32 +322,19 @@ class OuterLoop:
         if view.handover is None:
             return
         try:
-            hand_over_state(self.state, view.handover)
+            self._converse(partial(hand_over_state, self.state, view.handover))
         except TransportError as error:  # the round is done; the receivers will ask again
             _logger.warning("%s", error)
-            self._membership.give_up("")
-
-    def _catch_up_in_site(self, view: View) -> None:
-        """Of a round that counts, the lost link may have kept some ranks of this site from the others' parts
-        of θ; all send theirs again, since those that had everything don't know."""
-        pending = self._pending
-        told = view.inside.swap_records(bytes([pending is not None]), phase="reconnecting inside the site")
-        if all(record == bytes(1) for record in told):
-            return
-        if pending is not None:
-            pending.share(view)
-        else:
-            share_anchor(self.state, view, write=False)
 
     def _check_parameters(self) -> None:
         self.state.parameters.check_unchanged(self._inner)
 
-    def _converse(self, speak: Callable[[], object]) -> None:
+    def _converse(self, speak: Callable[[], T]) -> T:
         """Messages that all ranks exchange in one order. A rank that leaves early hangs up, so that no
         message of a repeat is taken for one that a peer still waits for. A refusal is everyone's, and leaves
         links whole."""
         try:
-            speak()
+            return speak()
         except Refused:
             raise
         except BaseException as error:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import TransportError, WireError
-from ..members.view import Handover
+from ..members.view import Handover, View
 from ..net.transport import CHUNK, Transport, as_bytes
 from ..report import SyncReport
+from .inside_site import await_site, share_anchor
 from .outer_state import OuterState
 from .state import digest_of
 
@@ -99,8 +100,9 @@ def hand_over_state(state: OuterState, handover: Handover) -> None:
         _logger.warning("gave round %d to %s", state.rounds_done, handover.name_of(receiver))
 
 
-def adopt_state(state: OuterState, handover: Handover) -> SyncReport:
-    """Take θ and m from the member that holds them, once its round is done.
+def adopt_state(state: OuterState, view: View) -> SyncReport:
+    """Take θ and m from the member that holds them, once its round is done. Each rank of a site takes its own
+    part, and none has adopted the round before all have theirs.
 
     This site's residual is kept only if the last round it took part in is the one it remembers: otherwise a
     part of it may have been sent since.
@@ -108,15 +110,19 @@ def adopt_state(state: OuterState, handover: Handover) -> SyncReport:
     Raises:
         TransportError: a link broke; `state.anchor_incomplete` says whether θ is of any use.
     """
-    began, source, link = time.perf_counter(), handover.source, handover.link
-    assert source is not None
+    began, handover, inside = time.perf_counter(), view.handover, view.inside
+    assert handover is not None
+    assert handover.source is not None
+    source, link = handover.source, handover.link
     handover.await_source()
     head = take_head(link, source)
-    state.anchor_incomplete = True
+    state.anchor_incomplete, sent_inside = True, inside.sent_bytes
     take(link, source, head, state.shared)
+    await_site(inside, phase=f"taking round {head.round}, on all ranks of this site")
+    state.write_weights()
+    share_anchor(state, view)
     state.anchor_incomplete = False
     with state.rewriting():
-        state.write_weights()
         dropped = _drop_residual_if_outdated(state, head)
         state.rounds_done, state.took_part = head.round, dict(head.took_part)
     _logger.warning("took round %d from %s", head.round, handover.name_of(source))
@@ -132,7 +138,7 @@ def adopt_state(state: OuterState, handover: Handover) -> SyncReport:
         payload_bytes=0,
         sent_bytes=link.sent_bytes,
         received_bytes=link.received_bytes,
-        site_bytes=0,
+        site_bytes=inside.sent_bytes - sent_inside,
         dense_bytes=0,
         update_norms=(),
         left_out=(),
@@ -143,8 +149,9 @@ def adopt_state(state: OuterState, handover: Handover) -> SyncReport:
 
 def _drop_residual_if_outdated(state: OuterState, head: Head) -> str:
     """-> what was dropped, and why; "" if nothing was."""
-    last = head.took_part.get(state.topology.seat().get("name", ""), 0)
-    if state.residual is None or last == state.rounds_done:
+    name = state.topology.seat().get("name", "")
+    last = head.took_part.get(name, 0)
+    if state.residual is None or last == state.took_part.get(name, 0):
         return ""
     norm = float(state.residual.double().norm())
     state.residual.zero_()

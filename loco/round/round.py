@@ -56,6 +56,7 @@ class Round:
         number: of the round, from 1.
         problem: why this rank votes against it.
         failed_here: this rank itself could not encode.
+        is_shared: after it was applied, the ranks of this site have shared θ.
         is_promised: this rank has voted for the round, or is about to: others may count on it.
     """
 
@@ -75,6 +76,7 @@ class Round:
         self.problem: Problem | None = None
         self.failed_here = False
         self.is_promised = False
+        self.is_shared = False
         self._wire = wire
         self._check_parameters = check_parameters
         self._hooks = hooks
@@ -251,6 +253,7 @@ class Round:
         share_anchor(self.state, view)
         if view is not self.view:
             self._inside_bytes_elsewhere += view.bytes_so_far[2] - before
+        self.is_shared = True
         self._ended = time.perf_counter()
 
     @property

@@ -269,3 +269,55 @@ def test_a_site_that_was_set_up_differently_is_turned_away_and_the_others_go_on(
         with pytest.raises(RuntimeError, match=r"AgreementError: s3 was .* outer_lr is 0\.5 here and 0\.7"):
             fleet.hear("s3")
         run.check(fleet.round(*ALL))
+
+
+TAKEN = r"AgreementError: site s1 is here already, in process \d+ on .*, and is alive: give every site a name"
+
+
+@pytest.mark.check(FLEETS)
+def test_a_second_site_of_one_name_is_refused_and_the_others_go_on() -> None:
+    with Fleet(3) as fleet:
+        run = started(fleet)
+        run.check(fleet.round(*ALL))
+        fleet.start("s1 again")
+        for _ in range(3):
+            run.check(fleet.round(*ALL))
+        while not fleet.has_told("s1 again"):
+            run.check(fleet.round(*ALL))
+        with pytest.raises(RuntimeError, match=TAKEN):
+            fleet.hear("s1 again")
+        run.check(fleet.round(*ALL))
+
+
+def test_of_two_sites_of_one_name_at_the_start_one_is_refused() -> None:
+    with Fleet(2) as fleet:
+        fleet.start("s1", "s1 again")
+        while not (fleet.has_told("s1") or fleet.has_told("s1 again")):
+            pass
+        refused = "s1" if fleet.has_told("s1") else "s1 again"
+        with pytest.raises(RuntimeError, match=TAKEN):
+            fleet.hear(refused)
+        fleet.start("s0")
+        left = "s1" if refused == "s1 again" else "s1 again"
+        told_by(fleet, ("s0", left))
+        assert fleet.round("s0", left)["s0"].sites == ("s0", "s1")
+
+
+@pytest.mark.check(FLEETS)
+def test_a_site_that_was_killed_in_the_quorum_may_come_back_at_once() -> None:
+    """The lighthouse takes its old process for alive at first, and names both."""
+    with Fleet(3, liveness=15_000) as fleet:
+        run = started(fleet)
+        run.check(fleet.round(*ALL))
+        fleet.order("s1", "round", 0)
+        fleet.wait_for_requests(1)
+        fleet.kill("s1")
+        fleet.start("s1")
+        fleet.wait_for_requests(2)
+        for round in fleet.rounds_until_joined("s1", "s0", "s2"):
+            run.check(round)
+        assert fleet.hear("s1").error == ""
+        run.residuals["s1"] = np.zeros_like(run.residuals["s1"])
+        round = fleet.round(*ALL)
+        assert round["s1"].sites == ALL
+        run.check(round)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from fault_cases import Played, play
 from fault_harness import Run
-from fault_rows import CASES, ROWS, Case, table
+from fault_row import Case
+from fault_rows import CASES, ROWS, table
 from fault_site import Setup
 from faulty import Fault
 from selection import CELLS, INTERRUPTIONS
@@ -27,6 +28,7 @@ SAMPLE = {
     "stopped in the repeat, linking",
     "killed (SIGKILL), vote",
     "a rank of a site of two killed, apply",
+    "loco.Sites: that rank killed at the end of a round, voted",
     "connections closed, announcement",
     "link cut, payload",
     "the store's host stopped, inner step",

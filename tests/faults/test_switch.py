@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fault_cases import clean
 from fault_harness import Run, Told
-from fault_rows import NO_STORE as STORE
+from fault_row import NO_STORE as STORE
 from fault_site import Setup
 from faulty import Fault
 from selection import INTERRUPTIONS

@@ -1,4 +1,5 @@
-"""Sites that each have a world of their own: one is killed, all come together again, and no bit is lost."""
+"""Sites that each have a world of their own, started by a torchrun that restarts it: one is lost, all come
+together again, and no bit is lost. Every phase of such losses is in the fault table, without torchrun."""
 
 import os
 import signal
@@ -6,16 +7,34 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from selection import FLEETS
 from sites import free_port
 
 
+class Site(NamedTuple):
+    """What a site came to: what its torchrun printed, and what each rank has said."""
+
+    printed: str
+    said: list[list[str]]
+
+    @property
+    def ends(self) -> list[str]:
+        """By rank, the hash that it ended with."""
+        return [line.split()[-1] for lines in self.said for line in lines if line.startswith("ended")]
+
+    @property
+    def starts(self) -> list[list[int]]:
+        """By rank, the rounds at which it began."""
+        return [[int(line.split()[-1]) for line in lines if line.startswith("begins")] for lines in self.said]
+
+
 def run(
     folder: Path, ranks: int, victim: str = "", phase: str = "", signal_name: str = "SIGKILL"
-) -> list[str]:
-    """Two sites, each started by a torchrun of its own that restarts it -> what its ranks said."""
+) -> list[Site]:
+    """Two sites."""
     folder.mkdir()
     script = Path(__file__).parents[1] / "world_site.py"
     told = {"LOCO_SITES": "2", "LOCO_AT": f"127.0.0.1:{free_port()}", "OMP_NUM_THREADS": "1"}
@@ -42,7 +61,12 @@ def run(
     try:
         if signal_name == "SIGSTOP":
             _kill_once_stopped(folder / victim[0] / "struck", running[victim[0]])
-        return [process.communicate(timeout=150)[0] for process in running.values()]
+        printed = [process.communicate(timeout=150)[0] for process in running.values()]
+        said = [[folder / name / f"said-{rank}" for rank in range(ranks)] for name in running]
+        return [
+            Site(text, [file.read_text().splitlines() if file.exists() else [] for file in files])
+            for text, files in zip(printed, said, strict=True)
+        ]
     finally:
         for process in running.values():
             if process.poll() is None:
@@ -66,33 +90,20 @@ def _kill_once_stopped(struck: Path, launcher: subprocess.Popen[str]) -> None:
             os.kill(int(pid), signal.SIGKILL)
 
 
-def ends(said: list[str]) -> list[list[str]]:
-    """By site, the hashes that its ranks ended with."""
-    return [
-        sorted(line.split()[-1] for line in text.splitlines() if line.startswith("ended")) for text in said
-    ]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     clean = run(tmp_path_factory.mktemp("clean") / "run", 2)
-    assert [len(site) for site in ends(clean)] == [2, 2], clean
-    return ends(clean)
+    assert [len(site.ends) for site in clean] == [2, 2], clean
+    return [site.ends for site in clean]
 
 
 @pytest.mark.check(FLEETS, sample=r"b/0-received-SIGKILL")
 @pytest.mark.parametrize(
     ("victim", "phase", "signal_name"),
     [
-        ("b/0", "encoded", "SIGKILL"),
         ("b/0", "received", "SIGKILL"),
-        ("b/1", "received", "SIGKILL"),
-        ("b/1", "committed", "SIGKILL"),
         ("b/1", "applied", "SIGKILL"),
-        ("a/0", "received", "SIGKILL"),  # the host of the store at which all meet
-        ("a/0", "committed", "SIGKILL"),
-        ("a/1", "announced", "SIGKILL"),
-        ("b/0", "received", "SIGSTOP"),
+        ("a/0", "committed", "SIGKILL"),  # the host of the store at which all meet
         ("a/0", "received", "SIGSTOP"),
     ],
 )
@@ -100,9 +111,8 @@ def test_a_rank_is_lost_and_both_sites_resume_bit_for_bit(
     victim: str, phase: str, signal_name: str, tmp_path: Path, undisturbed: list[list[str]]
 ) -> None:
     hurt = run(tmp_path / "hurt", 2, victim, phase, signal_name)
-    assert ends(hurt) == undisturbed, hurt
-    for text in hurt:  # all ranks of both sites went on from one checkpoint
-        begun = [int(line.split()[-1]) for line in text.splitlines() if line.startswith("begins at round")]
-        assert begun[:2] == [0, 0], hurt
-        assert len(begun) == 4, hurt
-        assert 1 <= begun[2] == begun[3], hurt
+    assert [site.ends for site in hurt] == undisturbed, hurt
+    starts = [rounds for site in hurt for rounds in site.starts]
+    # All ranks of both sites went on from one checkpoint.
+    assert all(rounds == [0, starts[0][1]] for rounds in starts), hurt
+    assert starts[0][1] >= 1

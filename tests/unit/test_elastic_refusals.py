@@ -1,10 +1,14 @@
 """Mistakes around sites that come and go end in a sentence; none of this needs torchft."""
 
+import os
 import sys
+from typing import Any
 
 import pytest
+from sites import error_of, run_ranks
 
 import loco
+from loco.members.quorum import Claim, of_site
 
 
 @pytest.mark.parametrize(
@@ -22,10 +26,42 @@ def test_a_wrong_argument_is_named(arguments: dict, said: str, monkeypatch: pyte
         loco.Sites(site="a", **arguments)
 
 
-def test_a_site_of_several_ranks_can_t_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="have one process each, and this one's world has 2: give at="):
-        loco.Sites(2, site="a", lighthouse="http://127.0.0.1:1")
+def claim(ready: bool = True, **told: Any) -> Claim:
+    return Claim(**{"round": 3, "digest": "x", "ready": ready, "setup": "same", **told})
+
+
+def test_ranks_of_a_site_that_have_come_for_different_things_are_told_so() -> None:
+    for ready, said in ((True, "rank 0 .* for a round, rank 1 "), (False, "rank 1 .* for a round, rank 0 ")):
+        with pytest.raises(loco.AgreementError, match=said + "for θ alone: build the optimizer, load and"):
+            of_site([claim(ready), claim(not ready)])
+
+
+def test_a_site_of_which_a_rank_lacks_a_part_of_the_state_holds_none() -> None:
+    assert of_site([claim(), claim()]).round == 3
+    assert of_site([claim(), claim(round=-1)]).round == -1
+    assert of_site([claim(round=4), claim()]).round == -1
+
+
+def test_the_digest_of_a_site_is_of_all_its_ranks() -> None:
+    digests = {of_site([claim(digest=a), claim(digest=b)]).digest for a in "xy" for b in "xy"}
+    assert len(digests) == 4
+
+
+def test_what_only_some_ranks_of_a_site_say_is_not_said_of_the_site() -> None:
+    for field in ("links", "committed", "doubt"):
+        assert getattr(of_site([claim(**{field: "q1"}), claim(**{field: "q1"})]), field) == "q1"
+        assert getattr(of_site([claim(**{field: "q1"}), claim()]), field) == ""
+
+
+def differently_started(rank: int) -> tuple[str, str]:
+    os.environ["LOCO_SITE"] = "ab"[rank]
+    return error_of(lambda: loco.Sites(2, lighthouse="http://127.0.0.1:1"))
+
+
+def test_ranks_of_one_world_that_were_given_different_names_are_told_so() -> None:
+    for kind, said in run_ranks(2, differently_started):
+        assert kind == "AgreementError"
+        assert "rank 1 with [2, 'b', 'http://127.0.0.1:1', None]: every site needs a world" in said
 
 
 def test_without_torchft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

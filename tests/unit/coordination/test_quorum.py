@@ -1,11 +1,15 @@
 """What the sites of a quorum do is decided from what they say, by each of them alike."""
 
+from typing import Any
+
 from loco.members.quorum import Claim, Member, Plan, plan
 
 
-def site(name: str, round: int, digest: str = "x", *, ready: bool = True, **more: str) -> Member:
+def site(
+    name: str, round: int, digest: str = "x", *, ready: bool = True, process: str = "1", **more: Any
+) -> Member:
     claim = Claim(round=round, digest=digest, ready=ready, **{"setup": "same", **more})
-    return Member(id=f"{name}:1", name=name, store="host:1", claim=claim)
+    return Member(id=f"{name}:{process}", name=name, store="host:1", claim=claim)
 
 
 def names(decided: Plan, places: tuple[int, ...]) -> list[str]:
@@ -122,3 +126,27 @@ def test_a_hollow_state_is_never_given() -> None:
     for ready in (True, False):
         decided = plan("q", [hollow, site("b", 0, "w", ready=ready)])
         assert given(decided) == {"a": "b"}
+
+
+def test_of_two_processes_with_one_name_the_one_that_trained_before_takes_part() -> None:
+    old, new = site("a", 3, process="2", belongs=True), site("a", 0, ready=False, process="1")
+    decided = plan("q", [new, site("b", 3, belongs=True), old])
+    assert names(decided, decided.workers) == ["a", "b"]
+    assert decided.namesakes == (new,)
+    assert decided.index_of(new.id) == -1
+    assert not given(decided)
+
+
+def test_of_two_new_processes_with_one_name_one_takes_part() -> None:
+    first, second = (site("a", 0, ready=False, process=number) for number in "12")
+    for quorum in ([first, second], [second, first]):
+        decided = plan("q", quorum)
+        assert decided.members == (first,)
+        assert decided.namesakes == (second,)
+
+
+def test_a_namesake_does_not_decide_what_the_run_is() -> None:
+    ahead = site("a", 9, process="2", setup="other")
+    decided = plan("q", [site("a", 3, process="1", belongs=True), site("b", 3), ahead])
+    assert names(decided, decided.workers) == ["a", "b"]
+    assert not decided.strangers

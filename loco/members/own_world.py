@@ -1,0 +1,47 @@
+"""The world of one site, as if that site were all there is: by it the site's ranks reach each other."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..net.mesh import GroupMesh, Mesh, any_device, only_gloo, wire_device
+from .one_world import ensure_process_group
+
+
+class OwnWorld:
+    """`Ranks` of a `FixedSites` of one site: torch's default process group.
+
+    Raises:
+        ValueError: neither a process group nor a launcher.
+    """
+
+    address = ""
+
+    def __init__(self) -> None:
+        ensure_process_group()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.ranks_per_site = self.world
+
+    @property
+    def store(self) -> Any:
+        return dist.distributed_c10d._get_default_store()
+
+    @property
+    def site_group(self) -> dist.ProcessGroup:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+
+    def everyone(self) -> Mesh:
+        return GroupMesh(self.site_group, any_device(self.site_group), owned=False)
+
+    def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
+        if not inside or only_gloo():
+            return None
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        return GroupMesh(group, wire_device(self.site_group, device), owned=True)
+
+    def close(self) -> None:
+        pass  # the group is the caller's
