@@ -17,6 +17,7 @@ class OwnWorld:
     """
 
     address = ""
+    told = b""
 
     def __init__(self) -> None:
         ensure_process_group()

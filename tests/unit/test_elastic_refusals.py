@@ -49,8 +49,9 @@ def test_the_digest_of_a_site_is_of_all_its_ranks() -> None:
 
 def test_what_only_some_ranks_of_a_site_say_is_not_said_of_the_site() -> None:
     for field in ("links", "committed", "doubt"):
-        assert getattr(of_site([claim(**{field: "q1"}), claim(**{field: "q1"})]), field) == "q1"
-        assert getattr(of_site([claim(**{field: "q1"}), claim()]), field) == ""
+        said: dict[str, Any] = {field: "q1"}
+        assert getattr(of_site([claim(**said), claim(**said)]), field) == "q1"
+        assert getattr(of_site([claim(**said), claim()]), field) == ""
 
 
 def differently_started(rank: int) -> tuple[str, str]:
