@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from torch.optim import Optimizer
 
 import loco
@@ -55,6 +56,8 @@ def attach(
     def remember(models: Any, input_dir: str) -> None:
         nonlocal folder
         folder = Path(input_dir)
+        if accelerator.distributed_type == DistributedType.FSDP:  # this comes after model and optimizer
+            load(inner)
 
     def load(_: Optimizer) -> None:
         nonlocal folder
@@ -62,7 +65,7 @@ def attach(
         if at is not None:
             rank_file.load(handle, at, rank_file.fingerprint(inner))
 
-    # Accelerate loads the models, and then the optimizer: only then is it time for the rounds.
+    # Else Accelerate loads the models after it, and then the optimizer: only then is it time for the rounds.
     inner.register_load_state_dict_post_hook(load)
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(remember)

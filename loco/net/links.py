@@ -62,7 +62,7 @@ class Links:
             self._await_all(deadline, timeout)
             self.liveness = Liveness(
                 remote,
-                f"{name}/rank {rank}",
+                f"rank {rank}",
                 member,
                 dead_after=dead_after,
                 connect_limit=deadline - time.monotonic(),

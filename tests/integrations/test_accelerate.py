@@ -23,7 +23,8 @@ def accelerate_site(folder: str, mixed_precision: str = "no", resume: bool = Fal
     model = llama()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(TensorDataset(site_tokens(BATCH * PIECES * STEPS)), batch_size=BATCH)
+    rows = site_tokens(BATCH * PIECES * STEPS * accelerator.num_processes)
+    loader = DataLoader(TensorDataset(rows), batch_size=BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     handle = attach(accelerator, optimizer, sync_every=H)
     checkpoint = f"{folder}/{os.environ['LOCO_SITE']}"

@@ -78,7 +78,7 @@ def lightning_site(folder: str, options: dict[str, Any], resume: bool = False) -
         val_check_interval=3 * pieces,
         **options,
     )
-    rows = TensorDataset(site_tokens(BATCH * STEPS * pieces))
+    rows = TensorDataset(site_tokens(BATCH * STEPS * pieces * trainer.world_size))
     held_out = DataLoader(TensorDataset(tokens(7, 8)), batch_size=8)
     loader = StatefulDataLoader(rows, batch_size=BATCH)  # Lightning starts a plain one anew
     trainer.fit(module, loader, held_out, ckpt_path=f"{at}/step=6.ckpt" if resume else None)

@@ -17,11 +17,13 @@ def titan_site(folder: str) -> Told:
 
     from loco.integrations.torchtitan import LocoOptimizersContainer
 
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(alone | {"MASTER_PORT": str(free_port())})
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone | {"MASTER_PORT": str(free_port())})
     config = titan.config(folder)
     config.optimizer = LocoOptimizersContainer.of(config.optimizer, sync_every=H)
     trainer = config.build()
+    titan.let_gloo_reduce(trainer)
     handle = trainer.optimizers.handle
     told = watch(handle)
     trainer.train()

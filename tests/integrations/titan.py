@@ -10,6 +10,7 @@ import torch
 import torchtitan.tools.utils
 from tiny import LENGTH, WORDS, site_tokens
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 # What torchtitan takes for a device module: without a GPU it would take torch.cuda.
 if not torch.cuda.is_available():
@@ -28,7 +29,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config.configs import DebugConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs, model_registry
 from torchtitan.trainer import Trainer
@@ -63,11 +64,12 @@ class Batches(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(self, config: Config, **_: Any) -> None:
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
         self.done = 0
+        self.size, self.rank = dp_world_size, dp_rank
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        batches = site_tokens(BATCH * STEPS).split(BATCH)
+        batches = site_tokens(BATCH * STEPS * self.size).split(BATCH)[self.rank :: self.size]
         while self.done < len(batches):
             rows = batches[self.done]
             self.done += 1
@@ -98,6 +100,8 @@ def config(folder: str, steps: int = STEPS) -> Trainer.Config:
         training=TrainingConfig(
             local_batch_size=BATCH, seq_len=LENGTH - 1, steps=steps, disable_cuda_graphs=True
         ),
+        # The default wants every parameter on a mesh before FSDP2 sees it, and here none is.
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=MetricsProcessor.Config(log_freq=1),
         checkpoint=CheckpointManager.Config(
             enable=True, interval=6, last_save_model_only=False, keep_latest_k=0
@@ -106,6 +110,14 @@ def config(folder: str, steps: int = STEPS) -> Trainer.Config:
         activation_checkpoint=None,
         debug=DebugConfig(seed=0),
     )
+
+
+def let_gloo_reduce(trainer: Trainer) -> None:
+    """torchtitan has FSDP2 divide gradients within the reduction, which gloo can't."""
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
 
 
 def tiny(attn_backend: str, tp_gemm_backend: Any = "default") -> Any:
