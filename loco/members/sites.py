@@ -79,6 +79,8 @@ class Sites:
         lighthouse = lighthouse or os.environ.get("LOCO_LIGHTHOUSE") or None
         self._as: FixedSites | ElasticSites
         if lighthouse is not None:
+            if key is not None:
+                raise ValueError("links of sites that come and go (lighthouse=…) have no key: leave it out")
             self._as = ElasticSites(
                 sites=count,
                 name=name,

@@ -18,6 +18,7 @@ from loco.members.quorum import Claim, of_site
         ({"sites": 2, "timeout": 0.0}, "timeout must be > 0 seconds, got 0.0"),
         ({"sites": 2, "dead_after": -1.0}, "dead_after must be > 0 seconds, got -1.0"),
         ({"sites": 2, "at": "here"}, "an address is host:port"),
+        ({"sites": 2, "key": bytes(16)}, "have no key: leave it out"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: dict, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
