@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
@@ -88,9 +89,15 @@ def launch_worlds(
 
 
 def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return trial.getsockname()[1]
+    """One that nobody else takes meanwhile: the system gives connections and other listeners higher ones."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as trial:
+            try:
+                trial.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 class _Start(NamedTuple):

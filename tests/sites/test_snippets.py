@@ -116,7 +116,7 @@ def test_the_training_loop_of_sites_that_come_and_go_is_the_readmes_and_runs(tmp
         "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=60_000
     )
     port = lighthouse.address().rpartition(":")[2]
-    ((_, launch),) = [one for one in code(page("docs/elastic.md"), "sh") if "SITE=" in one[1]]
+    launch = next(text for _, text in code(page("docs/elastic.md"), "sh") if "SITE=" in text)
     launch = launch.replace("10.0.0.1:29510", f"127.0.0.1:{port}").replace("SITES=4", "SITES=2")
     assert "127.0.0.1" in launch
     assert "LOCO_SITE=berlin " in launch
