@@ -14,7 +14,11 @@ MENDED = "as before the round; all repeat it once the cause is fixed"
 ONE_VERDICT = "before the round on all, or after it on all; all continue"
 RESTARTED = "as before the round; all restart from the last checkpoint"
 ONE_VERDICT_RESTARTED = "before the round on all, or after it on all; all restart from the last checkpoint"
-RESTARTS = (RESTARTED, ONE_VERDICT_RESTARTED)
+VERDICT_LOST = (
+    "after the round on those that had asked the store, before it and in doubt on the others; "
+    "all restart from the last checkpoint"
+)
+RESTARTS = (RESTARTED, ONE_VERDICT_RESTARTED, VERDICT_LOST)
 REFUSED = "nothing has started"
 SAVED_AGAIN = "as before; earlier checkpoints are intact; all save again"
 
@@ -61,7 +65,9 @@ class Case:
 
 def silent(site: str = "1") -> dict[str, Any]:
     says = f"no sign of life from site {site}"
-    return {"says": says, "text": rf".*: {says} within \S+ s: dead, stopped or cut off; last heard of: "}
+    noticed = rf"{says} within \S+ s: dead, stopped or cut off"
+    # By itself, or because another site that noticed it a moment earlier has hung up.
+    return {"says": says, "text": rf".*: ({noticed}; last heard of: |site \d has left: .*: {noticed})"}
 
 
 TWO = Setup(world=4, ranks_per_site=2)
@@ -75,4 +81,7 @@ LINK_MENDED: dict[str, Any] = {**LINK, "afterwards": ONE_VERDICT}
 # A site that is cut off says what a rank of a site of two says who waits for it; neither names the other's.
 ANY_OF_TWO = r".*(lost|left|no sign of life from) ?(another )?(rank|site)|.*site \d has left"
 NO_STORE = "no answer from the sites' store"
-LATE = "no answer from site 1 within 2 s, which is alive"
+
+
+def late(seconds: int) -> str:
+    return f"no answer from site 1 within {seconds} s, which is alive"

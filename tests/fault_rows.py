@@ -9,7 +9,6 @@ from fault_row import (
     CONTINUED,
     END,
     KILLED,
-    LATE,
     LINK,
     LINK_MENDED,
     MENDED,
@@ -23,6 +22,7 @@ from fault_row import (
     TWO,
     Case,
     Row,
+    late,
     silent,
 )
 from fault_rows_of_worlds import ROWS_OF_WORLDS
@@ -199,16 +199,16 @@ ROWS = (
         seconds=3.0,
     ),
     Row(
-        fault="later than `patience` 2 s",
+        fault="later than `patience` 5 s",
         phases=("inner step",),
         what="late",
         flow="repeat",
         afterwards=AS_BEFORE,
-        says=LATE,
-        text=rf"round 2, announcement: {LATE}; last heard of: ",
-        dead_afters=2,
-        seconds=3.0,
-        setup=Setup(patience=2.0),
+        says=late(5),
+        text=rf"round 2, announcement: {late(5)}; last heard of: ",
+        dead_afters=3,
+        seconds=7.0,
+        setup=Setup(patience=5.0),  # within which all must have started, too
     ),
     Row(
         fault="later than `timeout` 2 s",
@@ -216,7 +216,7 @@ ROWS = (
         what="late",
         flow="repeat",
         afterwards=AS_BEFORE,
-        says=LATE,
+        says=late(2),
         text=r"round 2, .*: (no answer from site \d within 2 s, which is alive|lost|site \d has left)",
         dead_afters=2,
         seconds=3.0,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fault_row import ANY_OF_TWO, CONTINUED, END, KILLED, KILLED_LATE, ROUND, STOPPED, Row
+from fault_row import ANY_OF_TWO, CONTINUED, END, KILLED, KILLED_LATE, ROUND, STOPPED, VERDICT_LOST, Row
 from fault_site import Setup
 
 # The store of the sites is in one of their ranks, and may be lost with it.
@@ -79,7 +79,7 @@ ROWS_OF_WORLDS = (
     Row(
         fault="loco.Sites: the store's rank killed at the end of a round",
         phases=("voted", "apply"),
-        **KILLED_LATE,
+        **{**KILLED_LATE, "afterwards": VERDICT_LOST},
         **OF_WORLDS,
         says="the sites' store does not answer",
         victims=(0,),

@@ -71,7 +71,8 @@ class Links:
             with guarded(self.liveness, range(size), phase=f"linking {size} sites", named=_members) as guard:
                 by = PatientStore(self.store, limit=timeout, may_still_come=lambda: guard.loss is None)
                 self.mesh = link(by, f"{name}/rank {rank}", member, size, limit=timeout, address=address)
-        except TransportError:
+        except TransportError as error:
+            error.lasting = False  # whoever was lost: the next quorum is without it
             raise
         except (RuntimeError, OSError) as error:
             raise TransportError(f"linking {size} sites: {first_line(error)}") from error

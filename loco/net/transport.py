@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..coordination.authentication import SEAL_BYTES, MessageSeals
 from ..coordination.guard import guarded
-from ..coordination.heartbeats import Heartbeats
+from ..coordination.heartbeats import Heartbeats, Loss
 from ..errors import AuthenticationError, TransportError, WireError, first_line
 from .cancellable_wait import Alarm, CancellableWait
 from .mesh import Mesh
@@ -235,15 +235,19 @@ class Transport:
         return listed(self.member, [self._ranks.index(rank) for rank in ranks])
 
     def not_here(self, peer: int, limit: float | None) -> str:
-        """What to say of a member that closed its connection, or did not answer within `limit` seconds."""
-        if peer < 0 and self.liveness is not None:  # which one, torch does not say
-            gone = self.liveness.departed([self._ranks[peer] for peer in self.peers])
-            peer = self._ranks.index(gone[0]) if gone else -1
-        who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
+        """What to say of a member that closed its connection, or did not answer within `limit` seconds.
+
+        peer: −1 where torch does not say which one.
+        """
         said = ""
-        if self.liveness is not None and peer >= 0:
-            said = ", which is alive" if limit else ""
-            said += f"; last heard of: {self.liveness.last_words(self._ranks[peer])}"
+        if self.liveness is not None:
+            gone = self.liveness.departed([self._ranks[p] for p in (self.peers if peer < 0 else [peer])])
+            if gone:  # it hung up for a reason of its own, which may be the loss of yet another member
+                return self.liveness.describe(Loss(gone=tuple(gone)), self._named)
+            if peer >= 0:
+                said = ", which is alive" if limit else ""
+                said += f"; last heard of: {self.liveness.last_words(self._ranks[peer])}"
+        who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
         return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
 
     def check_seals(self, messages: Sequence["_Sealed"], *, phase: str) -> None:

@@ -18,7 +18,7 @@ from sites import error_of, hear, run_ranks, tell
 
 import loco
 from loco.errors import TransportError, WireError
-from loco.net.links import Links
+from loco.net.links import Links, host_store
 from loco.round.recovery import MOST_HEAD_BYTES, take_head
 
 _HOST = """
@@ -109,6 +109,15 @@ def test_a_head_that_says_nothing_is_a_wire_error(blob: bytes) -> None:
     link: Any = SimpleNamespace(receive_blob=receive_blob)
     with pytest.raises(WireError, match="taking θ from site 3: it does not say what it gives"):
         take_head(link, 3)
+
+
+def test_a_member_that_dies_while_links_are_built_is_one_less_in_the_next_quorum() -> None:
+    """Its silence does not end the run, as that of a rank of this site would."""
+    store, where = host_store("127.0.0.1", 0)
+    store.set("loco/a/here/0/1", "")
+    with pytest.raises(TransportError, match="linking 2 sites: no sign of life from member 1") as raised:
+        Links("a", store=where, member=0, size=2, address="127.0.0.1", timeout=5.0, dead_after=0.5)
+    assert not raised.value.lasting
 
 
 @pytest.mark.parametrize("delay", [0.0, 1.0])
