@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import socket
 import uuid
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 
 from ..coordination.rendezvous import Agreement, Alone
 from ..coordination.store_client import host_and_port
@@ -21,8 +19,7 @@ from ..net.mesh import NoLinks, Subset
 from ..net.transport import Transport
 from .fixed import FixedSites
 from .lighthouse import Lighthouse
-from .one_world import ensure_process_group
-from .own_world import OwnWorld
+from .own_world import check_one_site, own_world
 from .quorum import Claim, Plan, plan
 from .quorum_membership import QuorumMembership
 
@@ -80,7 +77,12 @@ class ElasticSites:
         self.dead_after = float(dead_after)
         self.connect_timeout = float(connect_timeout)
         self.num_sites, self.site = 1, 0
-        self.own = own_world(timeout=timeout, patience=patience, dead_after=dead_after)
+        world = own_world()
+        self.own: FixedSites | None = None
+        if world is not None and world.world > 1:
+            self.own = FixedSites(
+                world, timeout=timeout, patience=patience, dead_after=dead_after, repeats=0, key=None
+            )
         self.ranks_per_site = 1 if self.own is None else self.own.ranks_per_site
         self.rank_in_site = 0 if self.own is None else self.own.rank_in_site
         self.site_group = None if self.own is None else self.own.site_group
@@ -114,12 +116,7 @@ class ElasticSites:
             json.dumps([told, process]).encode(), phase="start of this site", limit=self.own.patience
         )
         each = [json.loads(blob) for blob in blobs]
-        for rank, (theirs, _) in enumerate(each):
-            if theirs != each[0][0]:
-                raise AgreementError(
-                    f"rank 0 of this world was started with {each[0][0]} (sites, site, lighthouse, at), rank "
-                    f"{rank} with {theirs}: every site needs a world, so a torchrun, of its own"
-                )
+        check_one_site([theirs for theirs, _ in each], "sites, site, lighthouse, at")
         return each[0][1]
 
     def gather(self, claim: Claim) -> Plan:
@@ -253,18 +250,6 @@ class ElasticSites:
             _logger.warning("%s was set up differently, and is left out", member.name)
         for member in decided.namesakes:
             _logger.warning("another process has the name %s, and is left out: %s", member.name, member.where)
-
-
-def own_world(*, timeout: float, patience: float, dead_after: float) -> FixedSites | None:
-    """This site's world; None if it has one rank."""
-    if not (dist.is_available() and dist.is_initialized()) and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    ensure_process_group()
-    if dist.get_world_size() == 1:
-        return None
-    return FixedSites(
-        OwnWorld(), timeout=timeout, patience=patience, dead_after=dead_after, repeats=0, key=None
-    )
 
 
 def _is_local(host: str) -> bool:

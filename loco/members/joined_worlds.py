@@ -20,8 +20,8 @@ from ..coordination.liveness import await_end
 from ..coordination.store_client import RemoteStore, StoreClient, check_reachable, host_and_port
 from ..errors import AgreementError, LocoError, TransportError, first_line, no_store
 from ..net.linking import PatientStore, link
-from ..net.mesh import GroupMesh, Mesh, NoLinks, only_gloo, wire_device
-from .one_world import ensure_process_group
+from ..net.mesh import Mesh, NoLinks
+from .own_world import check_one_site, own_world
 
 _PREFIX = "sites"  # of the keys in the store at which the sites meet
 _LINGER = 30.0  # seconds that a host serves others that live, when its own program has ended
@@ -29,9 +29,8 @@ _POLL = 0.2  # seconds
 _PATIENT = 5.0  # seconds until it is said what is waited for
 _logger = logging.getLogger(__name__)
 
-_hosted: dict[
-    int, TCPStore
-] = {}  # by port, until this process ends: others may need it longer than its Sites
+# By port, until this process ends: others may need it longer than its Sites.
+_hosted: dict[int, TCPStore] = {}
 _guests: dict[int, list[int]] = {}  # by port: the processes of the last gathering that speak for other sites
 _joined = 0  # how many times this process has
 
@@ -55,12 +54,9 @@ class JoinedWorlds:
     told = b""
 
     def __init__(self, sites: int, site: str, at: str, *, patience: float, dead_after: float) -> None:
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            ensure_process_group()
-        in_world = dist.is_available() and dist.is_initialized()
-        self.ranks_per_site = dist.get_world_size() if in_world else 1
-        self._rank_in_site = dist.get_rank() if in_world else 0
-        self.site_group = dist.group.WORLD if in_world else None
+        own = self._own = own_world()
+        self.ranks_per_site, self._rank_in_site = (1, 0) if own is None else (own.world, own.rank)
+        self.site_group = None if own is None else own.site_group
         host, port = host_and_port(at)
         self._gathering: Gathering | None = None
 
@@ -100,11 +96,7 @@ class JoinedWorlds:
         return self._everyone
 
     def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
-        if not inside or self.site_group is None or only_gloo():
-            return None
-        group = dist.new_group()
-        assert isinstance(group, dist.ProcessGroup)
-        return GroupMesh(group, wire_device(self.site_group, device), owned=True)
+        return None if self._own is None else self._own.mesh(device, inside=inside)
 
     def close(self) -> None:
         if self._gathering is not None:
@@ -138,12 +130,7 @@ class JoinedWorlds:
             raise TransportError(text, lasting=True) from error
         outcome: dict[str, Any] = {"why": "it was interrupted"}
         try:
-            for rank, theirs in enumerate(each):
-                if theirs != told:
-                    raise AgreementError(
-                        f"rank 0 of this world was started with {told} (sites, site, address), rank {rank} "
-                        f"with {theirs}: every site needs a world, so a torchrun, of its own"
-                    )
+            check_one_site(each, "sites, site, address")
             arrivals = gather()
             outcome = {"here": [vars(one) for one in arrivals]}
             return arrivals

@@ -1,10 +1,13 @@
 """The world of one site, as if that site were all there is: by it the site's ranks reach each other."""
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import AgreementError
 from ..net.mesh import GroupMesh, Mesh, any_device, only_gloo, wire_device
 from .one_world import ensure_process_group
 
@@ -46,3 +49,28 @@ class OwnWorld:
 
     def close(self) -> None:
         pass  # the group is the caller's
+
+
+def own_world() -> OwnWorld | None:
+    """This site's; None if it is a process outside of torch.distributed, which no launcher started as one of
+    several."""
+    if not (dist.is_available() and dist.is_initialized()) and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    return OwnWorld()
+
+
+def check_one_site(each: Sequence[object], what: str) -> None:
+    """
+    Args:
+        each: what each rank of this world was started with.
+        what: that is.
+
+    Raises:
+        AgreementError: they differ.
+    """
+    for rank, theirs in enumerate(each):
+        if theirs != each[0]:
+            raise AgreementError(
+                f"rank 0 of this world was started with {each[0]} ({what}), rank {rank} with {theirs}: every "
+                f"site needs a world, so a torchrun, of its own"
+            )

@@ -123,8 +123,7 @@ class Round:
         if self._encoded is not None:
             own = self._own = self._encoded.entries
             self._norm = self._attempt(lambda: state.part.norm(own, state.parameters.starts)) or 0.0
-            bad = self._encoded.first_nonfinite
-            if bad >= 0:
+            if (bad := self._encoded.first_nonfinite) >= 0:
                 self.problem = Problem(Status.NON_FINITE, state.parameters.index_at(state.start + bad))
         self._enter(Phase.ENCODED)
         self.failed_here = self.problem is not None
@@ -135,15 +134,14 @@ class Round:
         self._began["exchange"] = time.perf_counter()
         view.liveness.say(f"round {self.number}, exchanging")
         view.register.prepare(self.number)
-        encoded = self._own is not None
-        norm, drift = compare(view.inside, state, self._norm, self.number, encoded=encoded)
+        norm, drift = compare(view.inside, state, self._norm, self.number, encoded=self._own is not None)
         self.problem = self.problem or drift
         mine = self._attempt(lambda: self._announcement(norm))
         said = announce(view, mine or vote_of(view, self.problem, self.number))
         self._announced = [one for one in said if isinstance(one, Announcement)]
         self.problem = self.problem or replica_problem(said)
-        told = [one for one in said if isinstance(one, Vote)]
-        refuse(view, self.problem, told, round=self.number, name_of=state.parameters.name_of)
+        votes = [one for one in said if isinstance(one, Vote)]
+        refuse(view, self.problem, votes, round=self.number, name_of=state.parameters.name_of)
         state.tuner.hear(self._announced)
         self._left_out = outliers(self.norms, state.settings.outlier_factor)
         self._enter(Phase.ANNOUNCED)
