@@ -97,7 +97,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     return [site.ends for site in clean]
 
 
-@pytest.mark.check(FLEETS, sample=r"b/0-received-SIGKILL")
+@pytest.mark.check(FLEETS)
 @pytest.mark.parametrize(
     ("victim", "phase", "signal_name"),
     [

@@ -117,7 +117,7 @@ def test_a_dense_encode_reads_once_and_writes_once() -> None:
     assert traffic["encode_kernel"].stored == pytest.approx(4, abs=0.05)
 
 
-@pytest.mark.check(GPU_TARGETS, sample=r"1")
+@pytest.mark.check(GPU_TARGETS)
 @pytest.mark.parametrize("sites", [1, 4])
 def test_an_apply_reads_and_writes_the_state_once(sites: int) -> None:
     """θ, m, e and w: 16 bytes read and 16 written per parameter, and each payload read once."""

@@ -101,7 +101,7 @@ def assert_loads(rank: int, folder: str, kept: dict[int, Any], *, at_least: int)
 @pytest.mark.parametrize(
     ("what", "format", "lasting", "every"),
     [
-        pytest.param("failing_saves", "torch", False, 20, id="few"),
+        pytest.param("failing_saves", "torch", False, 40, id="few"),
         ("failing_saves", "torch", False, 5),
         ("failing_saves", "torch", True, 5),
         ("failing_saves", "dcp", False, 5),

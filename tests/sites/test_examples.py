@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from selection import SHARDINGS
+from selection import COMMANDS, SHARDINGS
 from sites import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
@@ -36,6 +36,7 @@ def test_the_example_trains_four_sites_and_one_rank_prints() -> None:
     assert "round 20: sent" in lines[-1]
 
 
+@pytest.mark.check(COMMANDS)
 def test_without_the_marked_lines_it_is_a_loop_for_one_process(tmp_path: Path) -> None:
     lines = EXAMPLE.read_text().splitlines(keepends=True)
     plain = [line for line in lines if "# loco" not in line]
@@ -54,6 +55,7 @@ def test_without_a_launcher_the_error_says_how_to_launch() -> None:
     assert "(torchrun --nproc-per-node 4 train.py; RANK is not set, so no launcher" in last
 
 
+@pytest.mark.check(COMMANDS)
 def test_what_the_machine_lacks_is_said_by_one_of_its_ranks(tmp_path: Path) -> None:
     done = torchrun(2, EXAMPLE, CC="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import pytest
 from sites import error_of, run_ranks
 
 import loco
+from loco.members.elastic import ElasticSites
 from loco.members.quorum import Claim, of_site
 
 
@@ -79,4 +80,11 @@ def test_without_torchft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_a_lighthouse_that_is_not_there_is_named() -> None:
     pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
     with pytest.raises(loco.TransportError, match="no lighthouse answers at http://127"):
-        loco.Sites(2, site="a", lighthouse="http://127.0.0.1:1")
+        ElasticSites(
+            sites=2,
+            name="a",
+            lighthouse="http://127.0.0.1:1",
+            timeout=60.0,
+            dead_after=5.0,
+            connect_timeout=1.0,
+        )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from selection import INTERRUPTIONS
+from selection import INTERRUPTIONS, MESSAGES
 from torch._C._distributed_c10d import HashStore
 
 from loco.coordination.authentication import StoreSeals
@@ -158,6 +158,7 @@ def sealed(store: HashStore, key: bytes = b"sixteen bytes and a few") -> tuple[L
     return listener, other
 
 
+@pytest.mark.check(MESSAGES, sample=r"pair-7|sealed-x \+forged")
 @pytest.mark.parametrize("malformed", ["", "x +forged", "\udcff 3", "7"])
 @pytest.mark.parametrize("pair_of", [pair, sealed])
 def test_a_malformed_beat_is_none_and_ends_nobodys_heartbeat(
