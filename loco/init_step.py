@@ -1,9 +1,9 @@
 """Telling a training step from one that only gives an optimizer its state.
 
 `get_optimizer_state_dict` and `set_optimizer_state_dict` of torch.distributed.checkpoint call `step()` on an
-optimizer without state, with gradients of zero and a learning rate of zero (pytorch#164929). Its values don't
-tell it apart: the first step of a warm-up has a learning rate of zero, and a batch without advantages has
-gradients of zero. Its caller does.
+optimizer without state, with gradients of zero and a learning rate of zero (pytorch#164929); torchtitan does
+so before it saves or loads one. The step's values don't tell it apart: the first step of a warm-up has a
+learning rate of zero, and a batch without advantages has gradients of zero. Its caller does.
 """
 
 import sys
@@ -12,19 +12,23 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-_CALLERS = ("_init_optim_state", "init_state")  # in torch.distributed
+# The functions that do, and where they are.
+_CALLERS = {
+    "_init_optim_state": "torch.distributed.",
+    "init_state": "torch.distributed.",
+    "init_optim_state": "torchtitan.",
+}
 
 
 def only_initialises(optimizer: Optimizer) -> bool:
-    """Whether torch calls this step to give the optimizer its state. Ask within the step."""
+    """Whether this step is called to give the optimizer its state. Ask within the step."""
     if any(_is_nonzero(group.get("lr", 0.0)) for group in optimizer.param_groups):
         return False  # nearly always, so that the stack is read in rare steps only
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in _CALLERS:
-            module = frame.f_globals.get("__name__", "")
-            if module.startswith("torch.distributed."):
-                return True
+        package = _CALLERS.get(frame.f_code.co_name)
+        if package is not None and frame.f_globals.get("__name__", "").startswith(package):
+            return True
         frame = frame.f_back
     return False
 

@@ -35,7 +35,8 @@ class LocoCallback(Callback):
     All sites must take equally many steps: give them the same `max_steps`.
 
     Args:
-        topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT.
+        topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT, and is left when
+            `fit` ends: a site that still expects a round is told so at once.
         options: as for `loco.attach`: `sync_every`, `method` and so on.
 
     Attributes:
@@ -43,7 +44,7 @@ class LocoCallback(Callback):
     """
 
     def __init__(self, *, topology: loco.SiteTopology | None = None, **options: Any) -> None:
-        self._topology = topology
+        self._given, self._topology = topology, topology
         self._options = options
         self._saved: dict[str, Any] | None = None
         self._site: SiteState | None = None
@@ -57,7 +58,7 @@ class LocoCallback(Callback):
                 f"{type(trainer.strategy).__name__} loads weights and optimizer at once, in an order that "
                 f"loco can't follow: use a strategy without sharding, or a plain loop"
             )
-        self._topology = topology_of_one_world(self._topology)
+        self._topology = topology_of_one_world(self._given)
         optimizers = [_inner(optimizer) for optimizer in trainer.optimizers]
         several = optimizers if len(optimizers) > 1 else optimizers[0]
         self.handle = loco.attach(several, topology=self._topology, in_state_dict=False, **self._options)
@@ -119,6 +120,8 @@ class LocoCallback(Callback):
         if stage == "fit" and self.handle is not None:
             self.handle.detach()
             self.handle = None
+            if self._given is None and self._topology is not None:
+                self._topology.close()
 
     @property
     def _attached(self) -> loco.Attached:

@@ -1,6 +1,7 @@
 """Rounds in torchtitan, by its configs only.
 
     config.optimizer = LocoOptimizersContainer.of(config.optimizer, sync_every=8)
+    config.validator = LocoValidator.of(config.validator)
     trainer = config.build()
 
 Every site starts it as a world of its own, with LOCO_SITES, LOCO_SITE and LOCO_AT set.
@@ -8,15 +9,19 @@ Every site starts it as a world of its own, with LOCO_SITES, LOCO_SITE and LOCO_
 
 from dataclasses import dataclass, field, fields
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.components.optimizer.utils import init_optim_state
+from torchtitan.components.validate import Validator
 
 import loco
 
 from .one_site import topology_of_one_world
+
+# By the first part of the model, which is all that a validator is told.
+_handles: WeakKeyDictionary[nn.Module, loco.Attached] = WeakKeyDictionary()
 
 
 class LocoOptimizersContainer(OptimizersContainer):
@@ -40,17 +45,15 @@ class LocoOptimizersContainer(OptimizersContainer):
         Args:
             options: as for `loco.attach`: `sync_every`, `method`, `topology` and so on.
         """
-        given = {each.name: getattr(config, each.name) for each in fields(config)}
-        return cls.Config(**given, loco=options)
+        return cls.Config(**_fields_of(config), loco=options)
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         super().__init__(config, model_parts=model_parts)
-        for optimizer in self.optimizers:
-            init_optim_state(optimizer)  # by a step, which must not count
         options = dict(config.loco)
         topology = topology_of_one_world(options.pop("topology", None))
         several = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
         self.handle = loco.attach(several, topology=topology, in_state_dict=False, **options)
+        _handles[model_parts[0]] = self.handle
 
     def state_dict(self) -> dict[str, Any]:
         """Flat, as torchtitan's; and this rank's rounds, under a key that no other rank has."""
@@ -63,3 +66,31 @@ class LocoOptimizersContainer(OptimizersContainer):
     @property
     def _key(self) -> str:
         return f"loco.rank{dist.get_rank()}"
+
+
+class LocoValidator(Validator):
+    """torchtitan's validator, on cast(θ): its own would see each site's weights, between two rounds."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        pass
+
+    @classmethod
+    def of(cls, config: Validator.Config) -> "LocoValidator.Config":
+        return cls.Config(**_fields_of(config))
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        handle = _handles.get(model_parts[0])
+        if handle is None:
+            raise ValueError(
+                "this model has no rounds: config.optimizer must be LocoOptimizersContainer.of(…)"
+            )
+        handle.eval()
+        try:
+            super().validate(model_parts, step)
+        finally:
+            handle.train()
+
+
+def _fields_of(config: Any) -> dict[str, Any]:
+    return {each.name: getattr(config, each.name) for each in fields(config)}

@@ -33,7 +33,8 @@ class LocoCallback(TrainerCallback):
     All sites must take equally many steps: give them the same `max_steps`.
 
     Args:
-        topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT.
+        topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT, and is left when
+            the training ends: a site that still expects a round is told so at once.
         options: as for `loco.attach`: `sync_every`, `method` and so on.
 
     Attributes:
@@ -41,7 +42,7 @@ class LocoCallback(TrainerCallback):
     """
 
     def __init__(self, *, topology: loco.SiteTopology | None = None, **options: Any) -> None:
-        self._topology = topology
+        self._given, self._topology = topology, topology
         self._options = options
         self._sent = self._received = self._counted = self._logged = 0
         self.handle: loco.Attached | None = None
@@ -50,7 +51,7 @@ class LocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         _refuse(args, state)
-        self._topology = topology_of_one_world(self._topology)
+        self._topology = topology_of_one_world(self._given)
         optimizer = kwargs["optimizer"]
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
@@ -128,6 +129,8 @@ class LocoCallback(TrainerCallback):
             if handle.local_step:  # a callback stopped the training
                 handle.sync()
         handle.detach()
+        if self._given is None and self._topology is not None:
+            self._topology.close()
 
     @property
     def _attached(self) -> loco.Attached:

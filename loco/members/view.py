@@ -225,3 +225,7 @@ class SiteTopology(Protocol):
     def seat(self) -> dict[str, Any]:
         """Who this rank is, as its state remembers it."""
         ...
+
+    def close(self) -> None:
+        """Leave, for a program that goes on without it."""
+        ...

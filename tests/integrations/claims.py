@@ -55,3 +55,9 @@ def resumed(again: Told, whole: Told, *, after: int) -> None:
         assert same_bits([again.outer[name]], [whole.outer[name]])
     assert again.reports[-1].round == whole.reports[-1].round
     assert again.reports[-1].entries == whole.reports[-1].entries
+
+
+def evaluated_theta(told: Told) -> None:
+    """And not the site's own weights, which a round has yet to bring together."""
+    assert told.shown
+    assert set(told.shown) == {(True, False)}

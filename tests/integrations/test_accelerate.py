@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from claims import ended_alike, learned_separately, resumed, same_training, sent_its_rounds_only
+from claims import (
+    ended_alike,
+    evaluated_theta,
+    learned_separately,
+    resumed,
+    same_training,
+    sent_its_rounds_only,
+)
 from sites import launch_worlds
-from tiny import Told, finish, llama, site_tokens, tokens, watch
+from tiny import Told, as_one_rank, finish, llama, look, reduce_gradients, site_tokens, tokens, watch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,6 +50,7 @@ def accelerate_site(folder: str, mixed_precision: str = "no", resume: bool = Fal
         if not resume and k == 6 * PIECES - 1:
             handle.eval()
             losses.append(loss_of(model))
+            look(told, handle)
             handle.train()
             accelerator.save_state(checkpoint)
     handle.sync()
@@ -50,24 +58,27 @@ def accelerate_site(folder: str, mixed_precision: str = "no", resume: bool = Fal
     return finish(told, handle)
 
 
-def plain_site(mixed_precision: str) -> Told:
+def plain_site(mixed_precision: str, shards: bool = False) -> Told:
     model = llama()
     model.train()
+    topology = loco.Sites()
+    net, rank, size = as_one_rank(model, shards=shards)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = loco.PulseLoCo(inner, sync_every=H, topology=loco.Sites())
+    optimizer = loco.PulseLoCo(inner, sync_every=H, topology=topology)
     told = watch(optimizer)
     losses = []
-    batches = iter(site_tokens(BATCH * PIECES * STEPS).split(BATCH))
+    batches = iter(site_tokens(BATCH * PIECES * STEPS * size).split(BATCH)[rank::size])
     for step in range(STEPS):
-        for _ in range(PIECES):
+        for k in range(PIECES):
             rows = next(batches)
+            reduce_gradients(net, k == PIECES - 1)
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
-                loss = model(input_ids=rows, labels=rows).loss
+                loss = net(input_ids=rows, labels=rows).loss
             (loss / PIECES).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        if step == 5:
+        if step == 5 and size == 1:  # a rank of several has a part of θ
             shown = llama()
             nn.utils.vector_to_parameters(optimizer.outer_state.anchor, shown.parameters())
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
@@ -91,7 +102,9 @@ def test_it_does_what_a_plain_loop_does_evaluates_theta_and_resumes(
     learned_separately(berlin, paris)
     ended_alike(berlin, paris)
     sent_its_rounds_only(berlin, paris, rounds=3)
-    assert berlin.more == paris.more  # both have evaluated θ
+    assert berlin.more == paris.more
+    for told in (berlin, paris):
+        evaluated_theta(told)
     for found, expected in zip((berlin, paris), launch_worlds(plain_site, mixed_precision), strict=True):
         same_training(found, expected[0])
         assert found.more == expected[0].more

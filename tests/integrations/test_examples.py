@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "integrations").glob("with_*.py"))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+# torchtitan's wants a tokenizer and a data set that are downloaded: test_torchtitan.py gives it others.
+@pytest.mark.parametrize(
+    "example", [path for path in EXAMPLES if path.stem != "with_torchtitan"], ids=lambda path: path.stem
+)
 def test_two_sites_run_the_example(example: Path, tmp_path: Path) -> None:
     at = f"127.0.0.1:{free_port()}"
     sites = []
@@ -40,7 +43,7 @@ def test_two_sites_run_the_example(example: Path, tmp_path: Path) -> None:
 
 
 def test_an_example_has_forty_lines_at_most() -> None:
-    assert len(EXAMPLES) >= 6
+    assert len(EXAMPLES) >= 7
     assert {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES if _is_long(path)} == {}
 
 

@@ -2,17 +2,24 @@
 
 import os
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from claims import resumed, same_bits
+from claims import evaluated_theta, resumed, same_bits, same_training
 from sites import launch_worlds
 from test_accelerate import accelerate_site
-from test_lightning import lightning_site
+from test_accelerate import plain_site as accelerate_plainly
+from test_lightning import fabric_site, lightning_site
+from test_lightning import plain_site as lightning_plainly
+from test_torchtitan import plain_site as titan_plainly
 from test_torchtitan import titan_site
+from test_trainer import plain_site as trainer_plainly
 from test_trainer import trainer_site
-from test_trl import sft_site
+from test_trl import grpo_site, kept_groups, sft_site
+from test_trl import plain_site as sft_plainly
 from tiny import Told
 
 
@@ -39,35 +46,71 @@ def went_on(again: list[list[Any]], whole: list[list[Any]]) -> None:
             resumed(found, before, after=6)
 
 
-def test_the_trainer_with_ddp_inside_a_site_resumes_bit_for_bit(tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 3}
-    whole = launch_worlds(trainer_site, str(tmp_path), saving, ranks=2)
+def as_a_plain_loop(sites: list[list[Any]], plain: list[list[Any]]) -> None:
+    for site, expected in zip(sites, plain, strict=True):
+        for found, rank in zip(site, expected, strict=True):
+            same_training(found, rank)
+
+
+def saw_theta(sites: list[list[Any]]) -> None:
+    for told in chain(*sites):
+        evaluated_theta(told)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}])
+def test_the_trainer_with_ddp_inside_a_site(options: dict[str, Any], tmp_path: Path) -> None:
+    more = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3} | options
+    whole = launch_worlds(trainer_site, str(tmp_path), more, ranks=2)
     learned(whole)
-    went_on(launch_worlds(trainer_site, str(tmp_path), saving, "checkpoint-6", ranks=2), whole)
+    saw_theta(whole)
+    as_a_plain_loop(whole, launch_worlds(trainer_plainly, options, ranks=2))
+    went_on(launch_worlds(trainer_site, str(tmp_path), more, "checkpoint-6", ranks=2), whole)
 
 
-def test_sft_with_ddp_inside_a_site_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_sft_with_ddp_inside_a_site(tmp_path: Path) -> None:
     whole = launch_worlds(sft_site, str(tmp_path), "full", ranks=2)
     learned(whole)
+    as_a_plain_loop(whole, launch_worlds(sft_plainly, "full", ranks=2))
     went_on(launch_worlds(sft_site, str(tmp_path), "full", True, ranks=2), whole)
 
 
-def test_accelerate_with_ddp_inside_a_site_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_grpo_with_ddp_inside_a_site_keeps_groups_at_their_site(tmp_path: Path) -> None:
+    whole = launch_worlds(grpo_site, str(tmp_path), "full", ranks=2)
+    learned(whole)
+    kept_groups(*chain(*whole))
+    went_on(launch_worlds(grpo_site, str(tmp_path), "full", True, ranks=2), whole)
+
+
+def test_accelerate_with_ddp_inside_a_site(tmp_path: Path) -> None:
     whole = launch_worlds(accelerate_site, str(tmp_path), ranks=2)
     learned(whole)
+    saw_theta(whole)
+    as_a_plain_loop(whole, launch_worlds(accelerate_plainly, "no", ranks=2))
     went_on(launch_worlds(accelerate_site, str(tmp_path), "no", True, ranks=2), whole)
 
 
-def test_lightning_with_ddp_inside_a_site_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_lightning_with_ddp_inside_a_site(tmp_path: Path) -> None:
     pair = {"devices": 2, "strategy": "ddp"}
     whole = launch_worlds(lightning_site, str(tmp_path), pair, ranks=2)
     learned(whole)
+    saw_theta(whole)
+    as_a_plain_loop(whole, launch_worlds(lightning_plainly, {}, ranks=2))
     went_on(launch_worlds(lightning_site, str(tmp_path), pair, True, ranks=2), whole)
 
 
-def test_torchtitan_with_two_shards_inside_a_site_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_fabric_with_ddp_inside_a_site(tmp_path: Path) -> None:
+    whole = launch_worlds(fabric_site, str(tmp_path), "32-true", ranks=2)
+    learned(whole)
+    saw_theta(whole)
+    as_a_plain_loop(whole, launch_worlds(lightning_plainly, {"gradient_clip_val": 0.5}, False, ranks=2))
+    went_on(launch_worlds(fabric_site, str(tmp_path), "32-true", True, ranks=2), whole)
+
+
+def test_torchtitan_with_two_shards_inside_a_site(tmp_path: Path) -> None:
     whole = launch_worlds(titan_site, str(tmp_path), ranks=2)
     learned(whole, shards=True)
+    saw_theta(whole)
+    as_a_plain_loop(whole, launch_worlds(titan_plainly, str(tmp_path), ranks=2))
     for name in ("berlin", "paris"):
         shutil.rmtree(tmp_path / name / "checkpoint" / "step-10")
     went_on(launch_worlds(titan_site, str(tmp_path), ranks=2), whole)
@@ -91,15 +134,20 @@ def on_fsdp2(site: Any, *args: Any) -> Told:
     return site(*args)
 
 
-def test_accelerate_with_fsdp2_inside_a_site_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_accelerate_with_fsdp2_inside_a_site(tmp_path: Path) -> None:
     whole = launch_worlds(on_fsdp2, accelerate_site, str(tmp_path), ranks=2)
     learned(whole, shards=True)
+    saw_theta(whole)
+    as_a_plain_loop(whole, launch_worlds(accelerate_plainly, "no", True, ranks=2))
     went_on(launch_worlds(on_fsdp2, accelerate_site, str(tmp_path), "no", True, ranks=2), whole)
 
 
-def test_the_trainer_with_fsdp2_inside_a_site_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_the_trainer_with_fsdp2_inside_a_site(tmp_path: Path) -> None:
     shards = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
-    options = {"save_strategy": "steps", "save_steps": 3, **shards}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 3}
+    options = {"save_strategy": "steps", "save_steps": 3, **evaluates, **shards}
     whole = launch_worlds(on_fsdp2, trainer_site, str(tmp_path), options, ranks=2)
     learned(whole, shards=True)
+    saw_theta(whole)
+    as_a_plain_loop(whole, launch_worlds(trainer_plainly, {}, True, ranks=2))
     went_on(launch_worlds(on_fsdp2, trainer_site, str(tmp_path), options, "checkpoint-6", ranks=2), whole)

@@ -6,14 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from claims import ended_alike, learned_separately, resumed, same_bits, same_training, sent_its_rounds_only
+from claims import (
+    ended_alike,
+    evaluated_theta,
+    learned_separately,
+    resumed,
+    same_bits,
+    same_training,
+    sent_its_rounds_only,
+)
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sites import launch_worlds
-from tiny import Told, finish, llama, site_tokens, tokens, watch
+from tiny import Told, as_one_rank, finish, llama, look, reduce_gradients, site_tokens, tokens, watch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import loco
@@ -55,6 +63,10 @@ class Watch(Callback):
         assert self.callback.handle is not None
         self.told = watch(self.callback.handle)
 
+    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
+        assert self.callback.handle is not None
+        look(self.told, self.callback.handle)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.callback.handle is not None
         finish(self.told, self.callback.handle)
@@ -86,26 +98,34 @@ def lightning_site(folder: str, options: dict[str, Any], resume: bool = False) -
     return watching.told
 
 
-def plain_site(options: dict[str, Any]) -> Told:
+def plain_site(options: dict[str, Any], by_row: bool = True) -> Told:
     model = llama()
+    topology = loco.Sites()
+    net, rank, size = as_one_rank(model)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = loco.PulseLoCo(inner, sync_every=H, topology=loco.Sites())
+    optimizer = loco.PulseLoCo(inner, sync_every=H, topology=topology)
     told = watch(optimizer)
     losses = []
     pieces = options.get("accumulate_grad_batches", 1)
     is_bf16 = "precision" in options
-    batches = iter(site_tokens(BATCH * STEPS * pieces).split(BATCH))
+    rows = site_tokens(BATCH * STEPS * pieces * size)
+    if by_row and size > 1:  # as Lightning deals out a StatefulDataLoader's, of whose order it knows nothing
+        dealt = rows[list(DistributedSampler(TensorDataset(rows), size, rank))].split(BATCH)
+    else:
+        dealt = rows.split(BATCH)[rank::size]
+    batches = iter(dealt)
     for step in range(STEPS):
-        for _ in range(pieces):
+        for k in range(pieces):
             rows = next(batches)
+            reduce_gradients(net, k == pieces - 1)
             with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16, cache_enabled=False):
-                loss = model(input_ids=rows, labels=rows).loss
+                loss = net(input_ids=rows, labels=rows).loss
             (loss / pieces).backward()
         if "gradient_clip_val" in options:
             nn.utils.clip_grad_norm_(model.parameters(), options["gradient_clip_val"])
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % 3 == 0:
+        if (step + 1) % 3 == 0 and size == 1:  # a rank of several has a part of θ
             losses.append(loss_of_anchor(optimizer, is_bf16=is_bf16))
     optimizer.sync()
     told.more["losses"] = losses
@@ -127,6 +147,8 @@ def test_two_trainers_do_what_a_plain_loop_does_and_evaluate_theta(case: str, tm
     ended_alike(berlin, paris)
     sent_its_rounds_only(berlin, paris, rounds=3)
     assert len(berlin.more["losses"]) == 3
+    for told in (berlin, paris):
+        evaluated_theta(told)
     for found, expected in zip((berlin, paris), launch_worlds(plain_site, CASES[case]), strict=True):
         same_training(found, expected[0])
         assert found.more == expected[0].more
@@ -143,7 +165,11 @@ def test_it_saves_theta_and_resumes_bit_for_bit_from_between_two_rounds(tmp_path
 
 
 def fabric_site(folder: str, precision: Any, resume: bool = False) -> Told:
-    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    fabric = Fabric(
+        accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto", precision=precision
+    )
+    fabric.launch()
     model = llama()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     handle = attach(fabric, optimizer, sync_every=H)
@@ -155,7 +181,8 @@ def fabric_site(folder: str, precision: Any, resume: bool = False) -> Told:
         begin = 6
     told = watch(handle)
     told.more["losses"] = []
-    for step, rows in enumerate(site_tokens(BATCH * STEPS).split(BATCH)):
+    batches = site_tokens(BATCH * STEPS * size).split(BATCH)[fabric.global_rank :: size]
+    for step, rows in enumerate(batches):
         if step < begin:
             continue
         optimizer.zero_grad()
@@ -168,6 +195,7 @@ def fabric_site(folder: str, precision: Any, resume: bool = False) -> Told:
             handle.eval()
             with torch.no_grad():
                 told.more["losses"].append(model(input_ids=tokens(7, 8), labels=tokens(7, 8)).loss.item())
+            look(told, handle)
             handle.train()
     handle.sync()
     return finish(told, handle)
@@ -179,8 +207,10 @@ def test_fabric_does_what_a_plain_loop_does_and_resumes(precision: str, tmp_path
     learned_separately(berlin, paris)
     ended_alike(berlin, paris)
     sent_its_rounds_only(berlin, paris, rounds=3)
+    for told in (berlin, paris):
+        evaluated_theta(told)
     options = {"gradient_clip_val": 0.5} | ({"precision": precision} if precision != "32-true" else {})
-    for found, expected in zip((berlin, paris), launch_worlds(plain_site, options), strict=True):
+    for found, expected in zip((berlin, paris), launch_worlds(plain_site, options, False), strict=True):
         same_training(found, expected[0])
         assert found.more == expected[0].more
     again = launch_worlds(fabric_site, str(tmp_path), precision, True)

@@ -10,7 +10,7 @@ import torch
 from claims import ended_alike, learned_separately, resumed, same_bits, same_training, sent_its_rounds_only
 from safetensors.torch import load_file
 from sites import launch_worlds
-from tiny import Told, dataset, finish, llama, site_tokens, tokens, watch
+from tiny import Told, as_one_rank, dataset, finish, llama, look, reduce_gradients, site_tokens, tokens, watch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
 
@@ -37,6 +37,10 @@ class Watch(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         assert self.callback.handle is not None
         self.told = watch(self.callback.handle)
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        assert self.callback.handle is not None
+        look(self.told, self.callback.handle)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         assert self.callback.handle is not None
@@ -69,7 +73,7 @@ def trainer_site(folder: str, options: dict[str, Any], resume: str = "") -> Told
     trainer = Trainer(
         model,
         arguments(f"{folder}/{_name()}", **options),
-        train_dataset=dataset(site_tokens(BATCH * STEPS * 3)),
+        train_dataset=dataset(site_tokens(BATCH * STEPS * 4)),
         eval_dataset=dataset(tokens(7, 8)),
         callbacks=[callback, watching],
     )
@@ -81,41 +85,49 @@ def trainer_site(folder: str, options: dict[str, Any], resume: str = "") -> Told
     return watching.told
 
 
-def plain_site(options: dict[str, Any]) -> Told:
-    return plain_loop(llama(options.get("dtype", torch.float32)), options)
+def plain_site(options: dict[str, Any], shards: bool = False) -> Told:
+    return plain_loop(llama(options.get("dtype", torch.float32)), options, shards=shards)
 
 
 def plain_loop(
-    model: nn.Module, options: dict[str, Any], loss_of: Callable[..., Tensor] | None = None
+    model: nn.Module,
+    options: dict[str, Any],
+    loss_of: Callable[..., Tensor] | None = None,
+    *,
+    shards: bool = False,
 ) -> Told:
     """The same training as a loop of torch's.
 
     Args:
         loss_of: outputs, labels and their number; by default the model has its own.
+        shards: of FSDP2, in a site of several ranks.
     """
     model.train()
+    topology = loco.Sites()
+    net, rank, size = as_one_rank(model, shards=shards)
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
     ]
     inner = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-8, fused=True)
-    optimizer = loco.PulseLoCo(inner, sync_every=H, topology=loco.Sites())
+    optimizer = loco.PulseLoCo(inner, sync_every=H, topology=topology)
     schedule = get_linear_schedule_with_warmup(optimizer, 0, STEPS)
     told = watch(optimizer)
     told.more["losses"] = []
     pieces = options.get("gradient_accumulation_steps", 1)
-    batches = iter(site_tokens(BATCH * STEPS * 3).split(BATCH))
+    batches = iter(site_tokens(BATCH * STEPS * 4).split(BATCH)[rank::size])
     for _ in range(STEPS):
         rows = [next(batches) for _ in range(pieces)]
-        count = torch.tensor(sum(x[:, 1:].numel() for x in rows)) / 1
-        for x in rows:
+        count = torch.tensor(sum(x[:, 1:].numel() for x in rows) * size) / 1
+        for k, x in enumerate(rows):
+            reduce_gradients(net, k == pieces - 1)
             with torch.autocast("cpu", torch.bfloat16, enabled=options.get("bf16", False)):
                 if loss_of is None:
-                    loss = model(input_ids=x, labels=x, num_items_in_batch=count).loss
+                    loss = net(input_ids=x, labels=x, num_items_in_batch=count).loss
                 else:
-                    loss = loss_of(model(input_ids=x), x, count)
-            loss.backward()
+                    loss = loss_of(net(input_ids=x), x, count)
+            (loss * size).backward()
         nn.utils.clip_grad_norm_(params, options.get("max_grad_norm", 1.0))
         optimizer.step()
         schedule.step()
@@ -238,6 +250,24 @@ def refused(folder: str, options: dict[str, Any]) -> str:
 def test_a_checkpoint_without_the_rounds_is_refused(tmp_path: Path) -> None:
     ((said,),) = launch_worlds(refused, str(tmp_path), {"save_only_model": True}, names=["berlin"])
     assert said.startswith(f"{tmp_path}/checkpoint-3 has no loco_rank0.pt, this rank's state of the rounds")
+
+
+def ends_early(folder: str, steps: dict[str, int]) -> str:
+    try:
+        trainer_site(folder, {"max_steps": steps[_name()], "save_strategy": "steps", "save_steps": 5})
+    except loco.TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_a_site_that_ends_early_is_named_by_the_others(tmp_path: Path) -> None:
+    """Its last round, at its end, is the second one of both; the third is the other site's alone."""
+    (berlin,), (paris,) = launch_worlds(ends_early, str(tmp_path), {"berlin": STEPS, "paris": 6})
+    assert paris == ""
+    assert "site 1 has left: its program has ended" in berlin
+    # What berlin has saved can be resumed: without the third round, which would have ended after step 10.
+    state = torch.load(tmp_path / "berlin" / "checkpoint-5" / "loco_rank0.pt")["loco"]
+    assert (state["round"], state["local_step"]) == (1, 1)
 
 
 def world_of_sites() -> str:

@@ -5,13 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import loco
+from loco.init_step import only_initialises
 
 WORDS, LENGTH = 64, 12
 
@@ -76,13 +81,17 @@ class Told:
     weights: list[Tensor] = field(default_factory=list)  # at the end
     outer: dict[str, Tensor] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+    # In each evaluation, whether the weights were θ; and whether they were the site's own, within a round.
+    shown: list[tuple[bool, bool]] = field(default_factory=list)
 
 
 def watch(rounds: Any) -> Told:
     """Follow the rounds of a handle, or of a wrapper."""
     told = Told()
 
-    def after_step(*_: Any) -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if only_initialises(optimizer):
+            return
         told.steps.append(hashes(rounds))
         note(told, rounds)
 
@@ -97,6 +106,14 @@ def note(told: Told, rounds: Any) -> None:
         told.reports.append(report)
 
 
+def look(told: Told, rounds: Any) -> None:
+    """Note, in an evaluation, which weights it sees."""
+    state = rounds.outer_state
+    seen = torch.cat([p.detach().reshape(-1) for p in _params(rounds)])[state.start : state.stop]
+    is_own = rounds.local_step > 0 and hashes(rounds) == told.steps[-1]
+    told.shown.append((torch.equal(seen, state.anchor.to(seen.dtype)), is_own))
+
+
 def finish(told: Told, rounds: Any) -> Told:
     """Add what is there at the end."""
     note(told, rounds)
@@ -108,6 +125,27 @@ def finish(told: Told, rounds: Any) -> Told:
 
 def hashes(rounds: Any) -> list[int]:
     return [int(torch.hash_tensor(p.detach()).view(torch.int64)) for p in _params(rounds)]
+
+
+def as_one_rank(model: nn.Module, *, shards: bool = False) -> tuple[Any, int, int]:
+    """A model as a loop of torch's trains it in this world, by DDP or FSDP2; this rank, and how many."""
+    if not dist.is_initialized():
+        return model, 0, 1
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if not shards:
+        return DistributedDataParallel(model), rank, size
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh), rank, size
+
+
+def reduce_gradients(net: Any, now: bool) -> None:
+    """Whether the next backward pass does, or leaves it to a later piece of the batch."""
+    if isinstance(net, FSDPModule):
+        net.set_requires_gradient_sync(now)
+    else:
+        net.require_backward_grad_sync = now  # DDP's
 
 
 def _params(rounds: Any) -> list[Tensor]:

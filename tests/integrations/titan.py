@@ -29,6 +29,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs, model_registry
@@ -62,7 +63,7 @@ class Words(BaseTokenizer):
 class Batches(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        pass
+        infinite: bool = False  # which a validator says
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
         self.done = 0
@@ -103,6 +104,7 @@ def config(folder: str, steps: int = STEPS) -> Trainer.Config:
         # The default wants every parameter on a mesh before FSDP2 sees it, and here none is.
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=MetricsProcessor.Config(log_freq=1),
+        validator=Validator.Config(enable=True, freq=3, steps=1, dataloader=Batches.Config()),
         checkpoint=CheckpointManager.Config(
             enable=True, interval=6, last_save_model_only=False, keep_latest_k=0
         ),
