@@ -14,8 +14,8 @@ from ..errors import CheckpointError
 from ..logs import warn_once_per_machine
 from .directory import CheckpointDirectory
 from .formats import FORMATS, host_copy
-from .local_parts import without_dtensors
 from .manifest import Manifest, Position, manifest_of, site_name
+from .plain_data import as_plain_data
 from .protocol import Saveable
 from .resharded_load import ReshardedLoad
 from .restore import Load, Resumed, together
@@ -114,7 +114,7 @@ class Checkpoints:
                 raise failure
             self.wait()
             whole = {"optimizer": optimizer.state_dict(), "extra": extra}
-            tree = host_copy(without_dtensors(whole, optimizer.outer_state.parameters.params))
+            tree = host_copy(as_plain_data(whole, optimizer.outer_state.parameters.params))
             held = self._held(optimizer, directory)
             note["save"] = uuid.uuid4().hex
             note["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]

@@ -10,7 +10,7 @@ from ..round.outer_state import OuterState
 from ..round.placements import held_elements
 from ..round.sharding import is_sharded, layout_of
 from ..round.state import identity
-from .local_parts import MARK
+from .plain_data import PART, WRAPPED
 
 _VECTORS = ("anchor", "momentum", "residual")
 
@@ -65,7 +65,13 @@ def resharded(trees: Sequence[Any], outer: OuterState) -> Any:
     def cut(index: int, name: str, value: Any) -> Any:
         k, entries = index, [tree["optimizer"]["state"][index][name] for tree in trees]
         what = f"{name} of {names[k]}"
-        if isinstance(value, dict) and MARK in value:
+        held_as = value.get("local") if isinstance(value, dict) and PART in value else value
+        if isinstance(held_as, dict) and WRAPPED in held_as:
+            raise ValueError(
+                f"{what} is a {held_as['type']}, whose elements can't be told apart: load it with the "
+                f"sharding of the save"
+            )
+        if isinstance(value, dict) and PART in value:
             if torch.Size(value["shape"]) != whole_sizes[k]:
                 raise ValueError(f"{what} is divided otherwise than its parameter, and can't be cut anew")
             value = whole(k, [one["local"] for one in entries], what)
@@ -77,7 +83,7 @@ def resharded(trees: Sequence[Any], outer: OuterState) -> Any:
         placements, _ = layout_of(param)
         local = value.flatten()[mine[k]]
         marked = {"local": local, "mesh_of": k, "placements": placements}
-        return {MARK: 1, **marked, "shape": list(param.shape), "stride": list(param.stride())}
+        return {PART: 1, **marked, "shape": list(param.shape), "stride": list(param.stride())}
 
     state = {
         index: {name: cut(index, name, value) for name, value in of_param.items()}
@@ -128,5 +134,5 @@ def _vectors(by_rank: Sequence[Tensor], first: Mapping[str, Any]) -> Sequence[Te
 
 def _has_parts(tree: Any) -> bool:
     if isinstance(tree, dict):
-        return MARK in tree or any(_has_parts(value) for value in tree.values())
+        return PART in tree or any(_has_parts(value) for value in tree.values())
     return isinstance(tree, list | tuple) and any(_has_parts(value) for value in tree)

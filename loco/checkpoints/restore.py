@@ -19,8 +19,8 @@ from ..logs import warn_once_per_machine
 from ..round.state import digest_of, identity
 from .directory import CheckpointDirectory
 from .formats import FORMATS
-from .local_parts import with_dtensors
 from .manifest import Position, read_manifest
+from .plain_data import from_plain_data
 from .protocol import Saveable
 from .resize import Roster, hand_over, send_to_joining, update_of
 
@@ -241,7 +241,7 @@ def load_together(optimizer: Saveable, position: Position, make: Callable[[], An
 
     failure = None
     try:
-        tree = with_dtensors(make(), optimizer.outer_state.parameters.params)
+        tree = from_plain_data(make(), optimizer.outer_state.parameters.params)
         own = tree["optimizer"]["loco"]
         note["round"], note["local_step"] = own["round"], own["local_step"]
         note["digest"] = digest_of(own["anchor"])
