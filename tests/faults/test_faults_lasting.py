@@ -124,6 +124,7 @@ def test_ctrl_c_ends_a_wait_for_another_site_at_once() -> None:
     assert run_ranks(2, interrupted_wait)[0] == "KeyboardInterrupt"
 
 
+@pytest.mark.check(INTERRUPTIONS)
 def test_a_machine_that_was_halted_accuses_nobody_when_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -8,8 +8,9 @@ from selection import INTERRUPTIONS
 from soak import Plan, soak
 
 
-@pytest.mark.parametrize("rounds", [12, pytest.param(90, marks=pytest.mark.check(INTERRUPTIONS))])
-def test_random_faults_lose_no_bit_and_leave_nothing_behind(rounds: int) -> None:
+@pytest.mark.check(INTERRUPTIONS)
+def test_random_faults_lose_no_bit_and_leave_nothing_behind() -> None:
+    rounds = 90
     plan = Plan(rounds=rounds, seed=3, faults=0.3, stops=2, kills=1)
     hurt = soak(plan)
     clean = soak(plan.without_faults())

@@ -46,6 +46,7 @@ def test_without_the_marked_lines_it_is_a_loop_for_one_process(tmp_path: Path) -
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.check(COMMANDS)
 def test_without_a_launcher_the_error_says_how_to_launch() -> None:
     """And not torch's `environment variable RANK expected`, which knows nothing of sites."""
     done = run(str(EXAMPLE))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from scripted import Scripted, parameters
+from selection import FLEETS
 from sites import error_of, free_port, run_ranks, run_worlds
 from states import Snapshot, assert_same, snapshot
 
@@ -70,6 +71,7 @@ def joins(rank: int, changes: dict[str, dict[str, str]]) -> tuple[str, str]:
     return error_of(lambda: loco.Sites(patience=6.0, dead_after=1.0))
 
 
+@pytest.mark.check(FLEETS, sample=r"numbers")
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -185,6 +187,7 @@ if topology.site == 1:
 """
 
 
+@pytest.mark.check(FLEETS)
 def test_the_store_outlives_its_hosts_program_as_long_as_others_need_it() -> None:
     """Site a hosts it, and ends first."""
     program = PROGRAM.format(tests=str(Path(__file__).parents[1]), late=1.5)

@@ -120,6 +120,7 @@ def test_a_resumed_runs_weights_and_result_equal_an_uninterrupted_ones(
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.check(COMMANDS)
 def test_another_configuration_is_not_gone_on_with_and_without_resume_it_starts_anew(tmp_path: Path) -> None:
     folder = fresh(tmp_path / "x")
     arguments = [*SMALL, "steps=16", "nproc=2", "name=mine"]

@@ -77,6 +77,7 @@ def make_late(one: Liveness, seconds: float) -> None:
     one._pulse.beat = late
 
 
+@pytest.mark.check(INTERRUPTIONS)
 def test_who_is_late_is_not_silent_to_a_listener_that_is_late_itself() -> None:
     """On an overloaded machine all heartbeats come late: two looks are then enough time for six beats."""
     listener, other = pair(HashStore())

@@ -199,6 +199,7 @@ def test_what_cannot_be_compiled_leaves_the_reference_and_a_warning(
         kernels.home.cache_clear()
 
 
+@pytest.mark.check(C_BUILDS)
 def test_a_library_with_other_bits_is_refused(
     compiles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

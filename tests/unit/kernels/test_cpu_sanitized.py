@@ -30,7 +30,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(tmp_path_factory.mktemp("plain"), ())
 
 
-@pytest.mark.check(C_BUILDS, sample=r"portable")
+@pytest.mark.check(C_BUILDS)
 @pytest.mark.parametrize("variant", BUILDS)
 def test_no_address_error_and_no_undefined_behaviour(tmp_path: Path, variant: str, expected: str) -> None:
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
