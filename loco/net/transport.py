@@ -235,18 +235,16 @@ class Transport:
         return listed(self.member, [self._ranks.index(rank) for rank in ranks])
 
     def not_here(self, peer: int, limit: float | None) -> str:
-        """What to say of a member that closed its connection, or did not answer within `limit` seconds.
-
-        peer: −1 where torch does not say which one.
-        """
+        """What to say of a member (−1: torch does not say which) that closed its connection, or did not
+        answer within `limit` seconds."""
         said = ""
         if self.liveness is not None:
             gone = self.liveness.departed([self._ranks[p] for p in (self.peers if peer < 0 else [peer])])
             if gone:  # it hung up for a reason of its own, which may be the loss of yet another member
                 return self.liveness.describe(Loss(gone=tuple(gone)), self._named)
             if peer >= 0:
-                said = ", which is alive" if limit else ""
-                said += f"; last heard of: {self.liveness.last_words(self._ranks[peer])}"
+                alive = ", which is alive" if limit else ""
+                said = f"{alive}; last heard of: {self.liveness.last_words(self._ranks[peer])}"
         who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
         return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
 
