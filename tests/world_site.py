@@ -2,28 +2,29 @@
 
 FOLDER is the site's, and each rank says there, in a file of its own, what it does: the ranks of a torchrun
 share a pipe, and with PYTHONUNBUFFERED a line is several writes, so their lines run into each other.
-VICTIM ("b/0") is killed or stopped once, in round 5 at PHASE.
+VICTIM ("b/0") is killed or stopped once, in round 5 at PHASE. PAUSE are seconds that a step takes.
 """
 
 import hashlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
 from scripted import Scripted, parameters
-from states import snapshot
+from states import Snapshot, snapshot
 
 import loco
 
-STEPS, ROUNDS, STRUCK_IN = 2, 8, 5
+STEPS, STRUCK_IN = 2, 5
 
 
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(os.environ["FOLDER"])
     topology = loco.Sites(dead_after=2.0, patience=60.0)
-    inner = Scripted(parameters(7, 2003), 3, topology.site)
+    inner = Scripted(parameters(7, 2003), 3, "ab".index(os.environ["LOCO_SITE"]))
     optimizer = loco.PulseLoCo(inner, sync_every=STEPS, topology=topology)
     checkpoints = loco.Checkpoints(folder / "checkpoints")
     resumed = checkpoints.load(optimizer)
@@ -48,13 +49,20 @@ def main() -> None:
             os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
 
     optimizer.register_round_hook(strike)
-    while optimizer.round < ROUNDS:
+    while optimizer.round < int(os.environ["ROUNDS"]):
+        time.sleep(float(os.environ["PAUSE"]))
         optimizer.step()
         if optimizer.local_step == 1:
             checkpoints.save(optimizer, inner.count)
     checkpoints.wait()
-    state = snapshot(optimizer)
-    say("ended " + hashlib.sha256(b"".join(state[name].tobytes() for name in sorted(state))).hexdigest())
+    state, report = snapshot(optimizer), optimizer.last_report
+    assert report is not None
+    say(f"last round of {len(report.update_norms)} sites, {hashed(state, 'anchor', 'momentum', 'weights')}")
+    say(f"ended {hashed(state, *sorted(state))}")
+
+
+def hashed(state: Snapshot, *names: str) -> str:
+    return hashlib.sha256(b"".join(state[name].tobytes() for name in names)).hexdigest()
 
 
 if __name__ == "__main__":

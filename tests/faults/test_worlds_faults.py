@@ -26,18 +26,32 @@ class Site(NamedTuple):
         return [line.split()[-1] for lines in self.said for line in lines if line.startswith("ended")]
 
     @property
+    def lasts(self) -> list[str]:
+        """By rank, how many sites its last round had, and the hash of what all sites hold."""
+        return [line for lines in self.said for line in lines if line.startswith("last round")]
+
+    @property
     def starts(self) -> list[list[int]]:
         """By rank, the rounds at which it began."""
         return [[int(line.split()[-1]) for line in lines if line.startswith("begins")] for lines in self.said]
 
 
 def run(
-    folder: Path, ranks: int, victim: str = "", phase: str = "", signal_name: str = "SIGKILL"
+    folder: Path,
+    ranks: int,
+    victim: str = "",
+    phase: str = "",
+    signal_name: str = "SIGKILL",
+    *,
+    lighthouse: str = "",
+    rounds: int = 8,
+    pause: float = 0.0,
 ) -> list[Site]:
     """Two sites."""
     folder.mkdir()
     script = Path(__file__).parents[1] / "world_site.py"
-    told = {"LOCO_SITES": "2", "LOCO_AT": f"127.0.0.1:{free_port()}", "OMP_NUM_THREADS": "1"}
+    where = {"LOCO_LIGHTHOUSE": lighthouse} if lighthouse else {"LOCO_AT": f"127.0.0.1:{free_port()}"}
+    told = {"LOCO_SITES": "2", "OMP_NUM_THREADS": "1", "ROUNDS": str(rounds), "PAUSE": str(pause)} | where
     told |= {"VICTIM": victim, "PHASE": phase, "SIGNAL": signal_name}
     running = {}
     for name in ("a", "b"):
@@ -116,3 +130,31 @@ def test_a_rank_is_lost_and_both_sites_resume_bit_for_bit(
     # All ranks of both sites went on from one checkpoint.
     assert all(rounds == [0, starts[0][1]] for rounds in starts), hurt
     assert starts[0][1] >= 1
+
+
+@pytest.mark.check(FLEETS)
+@pytest.mark.parametrize("victim", ["b/0", "b/1", "a/0"])
+def test_under_a_lighthouse_the_other_site_trains_on_and_takes_the_restarted_one_in(
+    victim: str, tmp_path: Path
+) -> None:
+    coordination = pytest.importorskip(
+        "torchft.coordination", reason="needs torchft: pip install '.[elastic]'"
+    )
+    server = coordination.LighthouseServer(
+        "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=1500
+    )
+    try:
+        address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+        # It takes a torchrun some ten seconds to come back, and a round here takes one.
+        sites = run(tmp_path / "run", 2, victim, "received", lighthouse=address, rounds=40, pause=0.5)
+    finally:
+        server.shutdown()
+    hurt, other = sites if victim.startswith("a") else sites[::-1]
+    assert other.starts == [[0], [0]], other
+    assert [rounds[0] for rounds in hurt.starts] == [0, 0]
+    assert hurt.starts[0][1:] == hurt.starts[1][1:]
+    assert len(hurt.starts[0]) == 2
+    assert 5 < hurt.starts[0][1] < 40  # where the other one was by then, and not where its checkpoint was
+    assert len(hurt.lasts) == 2
+    assert hurt.lasts == other.lasts  # rank by rank, θ, m and the weights
+    assert all(line.startswith("last round of 2 sites") for line in hurt.lasts)
