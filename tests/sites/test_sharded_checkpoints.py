@@ -151,7 +151,7 @@ def test_another_sharding_is_refused_by_name_and_changes_nothing(
 LAYOUTS = {"whole": (1, ""), "1x4": (4, "shard"), "2x2": (4, "replicate shard"), "halves": (2, "shard")}
 
 
-def in_layout(rank: int, layout: str, folder: Path, steps: range, expected: list[Any]) -> Any:
+def in_layout(rank: int, layout: str, how: str, folder: Path, steps: range, expected: list[Any]) -> Any:
     """One site, or with "halves" two, whose checkpoint was saved in any layout."""
     per_site, names = LAYOUTS[layout]
     topology, model = loco.Topology(ranks_per_site=per_site), Tied()
@@ -161,7 +161,7 @@ def in_layout(rank: int, layout: str, folder: Path, steps: range, expected: list
         shape = (2, 2) if layout == "2x2" else (4,)
         divide(model, init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split())))
     optimizer = build(model, "PulseLoCo", topology)
-    with loco.Checkpoints(folder) as checkpoints:
+    with loco.Checkpoints(folder, format=how) as checkpoints:
         resumed = checkpoints.load(optimizer, reshard=True)
         assert (resumed is None) == (steps.start == 0)
         for step in steps:
@@ -172,15 +172,19 @@ def in_layout(rank: int, layout: str, folder: Path, steps: range, expected: list
     return state(optimizer)
 
 
-@pytest.mark.check(CHECKPOINTS, sample="1-.*")
+@pytest.mark.check(CHECKPOINTS, sample="1-.*-torch")
 @pytest.mark.parametrize(
-    ("sites", "layouts"),
-    [(1, ["2x2", "1x4", "whole", "2x2"]), (2, ["whole", "halves", "whole"])],
+    ("sites", "layouts", "how"),
+    [
+        (1, ["2x2", "1x4", "whole", "2x2"], "torch"),
+        (1, ["2x2", "1x4", "whole"], "dcp"),
+        (2, ["whole", "halves", "whole"], "torch"),
+    ],
 )
 def test_another_sharding_goes_on_with_the_bits_of_a_site_that_is_not_divided(
-    sites: int, layouts: list[str], tmp_path: Path
+    sites: int, layouts: list[str], how: str, tmp_path: Path
 ) -> None:
     for k, layout in enumerate(layouts):
         steps = range(STOP * k, STOP * (k + 1))
-        expected = run_ranks(sites, in_layout, "whole", tmp_path / "whole", steps, [])
-        run_ranks(sites * LAYOUTS[layout][0], in_layout, layout, tmp_path / "any", steps, expected)
+        expected = run_ranks(sites, in_layout, "whole", how, tmp_path / "whole", steps, [])
+        run_ranks(sites * LAYOUTS[layout][0], in_layout, layout, how, tmp_path / "any", steps, expected)
