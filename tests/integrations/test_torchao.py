@@ -27,7 +27,7 @@ def network(topology: loco.Sites) -> nn.Module:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
     if topology.ranks_per_site > 1:
-        return fully_shard(made, mesh=init_device_mesh("cpu", (topology.ranks_per_site,)))
+        fully_shard(made, mesh=init_device_mesh("cpu", (topology.ranks_per_site,)))
     return made
 
 
