@@ -1,16 +1,16 @@
 """Tensors of other kinds in a state, as plain data: of a DTensor the part that this rank holds and where it
 belongs; of a tensor that wraps others (torchao's 8-bit states) those, and its type's name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..round.placements import describe_placement, placement_of
 from ..round.sharding import is_sharded, local
+from .formats import mapped
 
 PART, WRAPPED = "loco.dtensor", "loco.wrapped"
 
@@ -26,14 +26,12 @@ def as_plain_data(tree: Any, params: Sequence[Tensor]) -> Any:
             be found when it is loaded.
     """
 
-    def replaced(value: Any) -> Any:
+    def replaced(_: str, value: Any) -> Any:
         if is_sharded(value):
-            return _part(value, params) | {"local": replaced(local(value))}
-        if isinstance(value, Tensor) and type(value) not in (Tensor, Parameter):
-            return _unwrapped(value) if is_traceable_wrapper_subclass(value) else value
-        return value
+            return _part(value, params) | {"local": replaced("", local(value))}
+        return _unwrapped(value) if is_traceable_wrapper_subclass(value) else value
 
-    return _mapped(tree, replaced)
+    return mapped(tree, replaced)
 
 
 def from_plain_data(tree: Any, params: Sequence[Tensor]) -> Any:
@@ -42,24 +40,15 @@ def from_plain_data(tree: Any, params: Sequence[Tensor]) -> Any:
     Raises:
         ValueError: what lies there is not what `as_plain_data` makes, or a type that this program lacks.
     """
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, dict) and PART in value:
-            return _rebuilt(value, replaced(value.get("local")), params)
-        if isinstance(value, dict) and WRAPPED in value:
-            return _wrapped(value)
-        return value
-
-    return _mapped(tree, replaced)
-
-
-def _mapped(tree: Any, replaced: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict) and PART not in tree and WRAPPED not in tree:
-        return {key: _mapped(value, replaced) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        items = [_mapped(value, replaced) for value in tree]
+        items = [from_plain_data(value, params) for value in tree]
         return items if isinstance(tree, list) else tuple(items)
-    return replaced(tree)
+    if not isinstance(tree, dict):
+        return tree
+    found = {key: from_plain_data(value, params) for key, value in tree.items()}
+    if PART in found:
+        return _rebuilt(found, params)
+    return _wrapped(found) if WRAPPED in found else found
 
 
 def _part(tensor: Any, params: Sequence[Tensor]) -> dict[str, Any]:
@@ -79,11 +68,11 @@ def _part(tensor: Any, params: Sequence[Tensor]) -> dict[str, Any]:
     }
 
 
-def _rebuilt(saved: dict[str, Any], held: Any, params: Sequence[Tensor]) -> Tensor:
+def _rebuilt(saved: dict[str, Any], params: Sequence[Tensor]) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     try:
-        like = params[saved["mesh_of"]]
+        like, held = params[saved["mesh_of"]], saved["local"]
         placements = [placement_of(described) for described in saved["placements"]]
         if not is_sharded(like) or not isinstance(held, Tensor):
             raise ValueError("this state holds part of a DTensor for a parameter that is none: it is damaged")

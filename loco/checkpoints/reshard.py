@@ -65,13 +65,14 @@ def resharded(trees: Sequence[Any], outer: OuterState) -> Any:
     def cut(index: int, name: str, value: Any) -> Any:
         k, entries = index, [tree["optimizer"]["state"][index][name] for tree in trees]
         what = f"{name} of {names[k]}"
-        held_as = value.get("local") if isinstance(value, dict) and PART in value else value
+        is_part = isinstance(value, dict) and PART in value
+        held_as = value["local"] if is_part else value
         if isinstance(held_as, dict) and WRAPPED in held_as:
             raise ValueError(
                 f"{what} is a {held_as['type']}, whose elements can't be told apart: load it with the "
                 f"sharding of the save"
             )
-        if isinstance(value, dict) and PART in value:
+        if is_part:
             if torch.Size(value["shape"]) != whole_sizes[k]:
                 raise ValueError(f"{what} is divided otherwise than its parameter, and can't be cut anew")
             value = whole(k, [one["local"] for one in entries], what)

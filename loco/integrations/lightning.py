@@ -44,7 +44,7 @@ class LocoCallback(Callback):
     """
 
     def __init__(self, *, topology: loco.SiteTopology | None = None, **options: Any) -> None:
-        self._given, self._topology = topology, topology
+        self._topology = topology
         self._options = options
         self._saved: dict[str, Any] | None = None
         self._site: SiteState | None = None
@@ -58,10 +58,10 @@ class LocoCallback(Callback):
                 f"{type(trainer.strategy).__name__} loads weights and optimizer at once, in an order that "
                 f"loco can't follow: use a strategy without sharding, or a plain loop"
             )
-        self._topology = topology_of_one_world(self._given)
+        topology = topology_of_one_world(self._topology)
         optimizers = [_inner(optimizer) for optimizer in trainer.optimizers]
         several = optimizers if len(optimizers) > 1 else optimizers[0]
-        self.handle = loco.attach(several, topology=self._topology, in_state_dict=False, **self._options)
+        self.handle = loco.attach(several, topology=topology, in_state_dict=False, **self._options)
         self._site = SiteState(self.handle)
         self._logged = 0
 
@@ -119,9 +119,9 @@ class LocoCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.handle is not None:
             self.handle.detach()
+            if self._topology is None:
+                self.handle.topology.close()
             self.handle = None
-            if self._given is None and self._topology is not None:
-                self._topology.close()
 
     @property
     def _attached(self) -> loco.Attached:

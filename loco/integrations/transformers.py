@@ -42,7 +42,7 @@ class LocoCallback(TrainerCallback):
     """
 
     def __init__(self, *, topology: loco.SiteTopology | None = None, **options: Any) -> None:
-        self._given, self._topology = topology, topology
+        self._topology = topology
         self._options = options
         self._sent = self._received = self._counted = self._logged = 0
         self.handle: loco.Attached | None = None
@@ -51,14 +51,12 @@ class LocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         _refuse(args, state)
-        self._topology = topology_of_one_world(self._given)
+        topology = topology_of_one_world(self._topology)
         optimizer = kwargs["optimizer"]
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         loaded = rank_file.fingerprint(optimizer)
-        self.handle = handle = loco.attach(
-            optimizer, topology=self._topology, in_state_dict=False, **self._options
-        )
+        self.handle = handle = loco.attach(optimizer, topology=topology, in_state_dict=False, **self._options)
         if state.global_step:
             rank_file.load(handle, _checkpoint(args, state), loaded)
         self._sent = self._received = 0
@@ -129,8 +127,8 @@ class LocoCallback(TrainerCallback):
             if handle.local_step:  # a callback stopped the training
                 handle.sync()
         handle.detach()
-        if self._given is None and self._topology is not None:
-            self._topology.close()
+        if self._topology is None:
+            handle.topology.close()
 
     @property
     def _attached(self) -> loco.Attached:
