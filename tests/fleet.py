@@ -56,6 +56,20 @@ class Told:
     warned: str = ""
 
 
+def lighthouse(liveness: int) -> tuple[Any, str]:
+    """A server, and host:port of it.
+
+    liveness: as a `Fleet`'s.
+    """
+    from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
+
+    server = LighthouseServer(
+        "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=liveness
+    )
+    # It calls itself by the host's name, at which it may not listen.
+    return server, f"127.0.0.1:{server.address().rpartition(':')[2]}"
+
+
 class Fleet:
     """A lighthouse in this process, and the sites that were started. Use it in a `with`.
 
@@ -68,16 +82,10 @@ class Fleet:
     def __init__(
         self, sites: int, *, ranks: int = 1, shards: bool = False, liveness: int = HEARTBEAT
     ) -> None:
-        from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
-
         self.sites, self.ranks, self.shards = sites, ranks, shards
         self._folder = tempfile.TemporaryDirectory()
-        self._lighthouse = LighthouseServer(
-            "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=liveness
-        )
-        # It calls itself by the host's name, at which it may not listen.
-        port = self._lighthouse.address().rpartition(":")[2]
-        self.address = f"http://127.0.0.1:{port}"
+        self._lighthouse, where = lighthouse(liveness)
+        self.address = f"http://{where}"
         self._running: dict[str, tuple[Any, Connection]] = {}  # by rank, "s1/0"
         self._started = 0
 

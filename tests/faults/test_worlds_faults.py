@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from fleet import HEARTBEAT, lighthouse
 from selection import FLEETS
 from sites import free_port
 
@@ -137,16 +138,13 @@ def test_a_rank_is_lost_and_both_sites_resume_bit_for_bit(
 def test_under_a_lighthouse_the_other_site_trains_on_and_takes_the_restarted_one_in(
     victim: str, tmp_path: Path
 ) -> None:
-    coordination = pytest.importorskip(
-        "torchft.coordination", reason="needs torchft: pip install '.[elastic]'"
-    )
-    server = coordination.LighthouseServer(
-        "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=1500
-    )
+    pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
+    server, where = lighthouse(HEARTBEAT)
     try:
-        address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
         # It takes a torchrun some ten seconds to come back, and a round here takes one.
-        sites = run(tmp_path / "run", 2, victim, "received", lighthouse=address, rounds=40, pause=0.5)
+        sites = run(
+            tmp_path / "run", 2, victim, "received", lighthouse=f"http://{where}", rounds=40, pause=0.5
+        )
     finally:
         server.shutdown()
     hurt, other = sites if victim.startswith("a") else sites[::-1]
