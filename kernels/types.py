@@ -122,6 +122,28 @@ class Known(NamedTuple):
         return Known(self.anchor.to(device), momentum, self.gate)
 
 
+class Changes(NamedTuple):
+    """Some elements of a vector, and the bits that they change to, or had before."""
+
+    positions: Tensor  # [k] int64, increasing
+    bits: Tensor  # [k], integers of the elements' size
+
+
+class Ranked(NamedTuple):
+    """Changes as a patch tells them: part by part, in a part class by class, and in a class in order.
+
+    `reference_patch` says what parts, classes and steps are.
+    """
+
+    lowest: Tensor  # [parts] uint8: the exponent field of class 0; 0 in a part without changes
+    counts: Tensor  # [parts, CLASSES] int32: how many weights of the class change
+    ranks: Tensor  # [k] int32: how many weights of the class come before this one in the part
+    steps: Tensor  # [k] int64: new − old, in the format's order of all its values
+
+    def to(self, device: torch.device | str) -> "Ranked":
+        return Ranked(*(x.to(device) for x in self))
+
+
 class MalformedError(ValueError):
     """Bytes that no encoder writes."""
 

@@ -7,7 +7,7 @@ its kernels become interpreted or compiled ones when they are defined, and tests
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,9 +22,11 @@ from torch import Tensor
 
 import loco.kernels
 import loco.kernels.triton
-from loco.kernels import Encoded, Entries, Streamed, cpu, reference
+from loco.kernels import Changes, Encoded, Entries, Streamed, cpu, reference
+from loco.kernels.types import Ranked
 
 OPS = ("encode", "apply", "write_weights", "digest")
+PATCH_OPS = ("find_changes", "swap_bits", "digest_bits", "rank_changes", "place_ranked")
 
 
 def interpreted_package() -> ModuleType:
@@ -68,7 +70,7 @@ def interpreting() -> Iterator[None]:
         yield
 
 
-def interpreted() -> SimpleNamespace:
+def interpreted(ops: Sequence[str] = OPS) -> SimpleNamespace:
     package = interpreted_package()
 
     def op(name: str) -> Callable[..., Any]:
@@ -81,15 +83,15 @@ def interpreted() -> SimpleNamespace:
 
         return run
 
-    return SimpleNamespace(**{name: op(name) for name in OPS})
+    return SimpleNamespace(**{name: op(name) for name in ops})
 
 
-def on_the_gpu() -> SimpleNamespace:
+def on_the_gpu(ops: Sequence[str] = OPS) -> SimpleNamespace:
     """The Triton package on the GPU, for tensors that lie on the CPU: they go there and come back."""
-    return elsewhere(loco.kernels.triton, "cuda")
+    return elsewhere(loco.kernels.triton, "cuda", ops)
 
 
-def elsewhere(home: Any, device: str) -> SimpleNamespace:
+def elsewhere(home: Any, device: str, ops: Sequence[str] = OPS) -> SimpleNamespace:
     """A home whose tensors lie on a device of its own."""
 
     def op(name: str) -> Callable[..., Any]:
@@ -97,14 +99,14 @@ def elsewhere(home: Any, device: str) -> SimpleNamespace:
             there = Moving(device)
             moved = [there(x) for x in args]
             result = getattr(home, name)(*moved)
-            if name in ("apply", "write_weights"):
+            if name in ("apply", "write_weights", "swap_bits"):
                 for x, y in there.tensors:
                     x.copy_(y)
             return Moving("cpu")(result)
 
         return run
 
-    return SimpleNamespace(**{name: op(name) for name in OPS})
+    return SimpleNamespace(**{name: op(name) for name in ops})
 
 
 class Moving:
@@ -126,6 +128,8 @@ class Moving:
             return self.entries[id(x)]
         if isinstance(x, Encoded):
             return x._replace(entries=self(x.entries))
+        if isinstance(x, Changes | Ranked):
+            return type(x)(*map(self, x))
         if isinstance(x, list):
             return [self(y) for y in x]
         return self.tensor(x) if isinstance(x, Tensor) else x

@@ -1,5 +1,7 @@
 """Builds the C kernels with a program around them and the compiler's sanitizers inside."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -7,15 +9,46 @@ import pytest
 from loco.kernels.cpu import build
 
 
-def compile_with(flags: tuple[str, ...], source: Path, folder: Path) -> Path:
-    """The program in one C file, and all kernels. Without a compiler the test is skipped."""
+def compile_with(flags: tuple[str, ...], source: Path, folder: Path, kernels: str = "*.c") -> Path:
+    """The program in one C file, and the kernels' files of these names. Without a compiler skips the test."""
     program = folder / source.stem
     try:
         command = [*build.find_compiler(), *build.FLAGS, *flags, "-g", "-pthread", str(source)]
     except build.BuildError as error:
         pytest.skip(str(error))
-    build.compile_files(command, program)
+    files = [str(path) for path in build.SOURCES if path.suffix == ".c" and path.match(kernels)]
+    done = build.run([*command, "-o", str(program), *files])
+    assert not done.returncode, done.stderr
     return program
+
+
+def fuzz(
+    source: Path,
+    folder: Path,
+    variant: str,
+    cases: int,
+    flags: tuple[str, ...] = (),
+    kernels: str = "*.c",
+) -> tuple[list[int], str]:
+    """Run a program that reads so many hostile inputs, under the sanitizers of addresses and undefined
+    behaviour.
+
+    -> its counts of inputs that went deep, and what to say if they are too few
+    """
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", *flags)
+    sanitizer_or_skip(folder, flags)
+    program = compile_with((*build.BUILDS[variant], *flags), source, folder, kernels)
+    seed = 1 + build.builds_for_this_cpu().index(variant)
+    done = subprocess.run(
+        [str(program), str(cases), str(seed)],
+        env={**os.environ, "ASAN_OPTIONS": "quarantine_size_mb=1:max_malloc_fill_size=0"},
+        capture_output=True,
+        text=True,
+    )
+    what = f"{cases} cases with the {variant} build: {done.stdout}{done.stderr}"
+    assert done.returncode == 0, what
+    assert done.stdout.startswith(f"{cases} cases, "), what
+    return [int(word) for word in done.stdout.split()[2::2]], what
 
 
 def sanitizer_or_skip(folder: Path, flags: tuple[str, ...], prefix: tuple[str, ...] = ()) -> None:

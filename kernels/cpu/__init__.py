@@ -16,6 +16,7 @@ from .. import reference, reference_entries, reference_tight
 from ..reserve import reserve
 from ..types import BLOCK, Encoded, Entries, Gate, Known, MalformedError, OuterStep
 from .build import BUILDS, BuildError, builds_for_this_cpu, load
+from .patches import CompiledPatches
 
 __all__ = ["BUILDS", "BuildError", "Compiled", "best", "builds_for_this_cpu"]
 
@@ -67,6 +68,7 @@ class Compiled:
             *(c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p),
             *(c_int, c_void_p, c_void_p, c_void_p),
         )
+        self.patches = CompiledPatches(library)
         if not self._agrees_with_reference():
             raise BuildError("what the C compiler made computes other bits than it should")
 

@@ -34,7 +34,7 @@ AS_LIBRARY = ("-fPIC", "-shared", "-pthread")
 BUILDS = {
     "portable": (),
     "avx2": ("-mavx2", "-mf16c"),
-    "avx512": ("-mavx2", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    "avx512": ("-mavx2", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mbmi2"),
 }
 SEAL_BYTES = 32
 

@@ -11,9 +11,21 @@ except ImportError as error:
         f"the kernels for GPUs need triton, loco's extra `gpu` ({error}): pip install 'triton>=3.6'"
     ) from error
 
+from .changes import digest_bits, find_changes, swap_bits
 from .digesting import digest
 from .encoding import encode
+from .ranking import place_ranked, rank_changes
 from .stepping import apply
 from .weights import write_weights
 
-__all__ = ["apply", "digest", "encode", "write_weights"]
+__all__ = [
+    "apply",
+    "digest",
+    "digest_bits",
+    "encode",
+    "find_changes",
+    "place_ranked",
+    "rank_changes",
+    "swap_bits",
+    "write_weights",
+]

@@ -16,7 +16,17 @@ def digest_terms(words, base, row, column):
 
     k_i is a sum of three products: the parts of i that a thread's words share are multiplied once.
     """
-    k = _key(base) + _key(row) + _key(column)
+    return term_of(words, _key(base) + _key(row) + _key(column))
+
+
+@triton.jit
+def term_at(words, position):
+    """The same of words at any positions."""
+    return term_of(words, _key(position))
+
+
+@triton.jit
+def term_of(words, k):
     v = words.to(tl.uint32, bitcast=True) + k
     v ^= v >> 15
     return (v.to(tl.uint64) * (k | 1).to(tl.uint64)).to(tl.int64)
@@ -28,6 +38,14 @@ def _key(position):
     return position.to(tl.uint32) * 0x9E3779B1
 
 
+@triton.jit
+def widened(bits):
+    """Integers of 1, 2 or 4 bytes as words, without their signs. -> uint32"""
+    if bits.dtype == tl.int16:
+        bits = bits.to(tl.uint16, bitcast=True)
+    return bits.to(tl.uint32)
+
+
 @triton.jit(do_not_specialize=["numel", "first_tile"])
 def digest_kernel(words, partial, numel, first_tile, TILE: tl.constexpr, FULL: tl.constexpr):
     tile = first_tile + tl.program_id(0).to(tl.int64)
@@ -35,17 +53,21 @@ def digest_kernel(words, partial, numel, first_tile, TILE: tl.constexpr, FULL: t
     row, column = tl.arange(0, TILE // 4)[:, None] * 4, tl.arange(0, 4)[None, :]  # 16 bytes
     local = row + column
     there = None if FULL else local < numel - base
-    terms = digest_terms(load(words + base + local, there), base, row, column)
+    terms = digest_terms(widened(load(words + base + local, there)), base, row, column)
     if not FULL:
         terms = tl.where(there, terms, 0)
     tl.store(partial + tile, tl.sum(terms))
 
 
 def digest(data: Tensor) -> int:
-    words = words_of(data)
+    return digest_of(words_of(data))
+
+
+def digest_of(words: Tensor) -> int:
+    """The digest of integers of 1, 2 or 4 bytes, each of which is a word."""
     numel = words.numel()
-    partial = torch.empty(tiles.count(numel), dtype=torch.int64, device=data.device)
-    with tiles.on_device_of(data):
+    partial = torch.empty(tiles.count(numel), dtype=torch.int64, device=words.device)
+    with tiles.on_device_of(words):
         for first, count, full in tiles.runs(0, tiles.count(numel), numel):
             tiles.launch(digest_kernel, count, words, partial, numel, first, tiles.TILE, full)
     return unsigned(int(partial.sum()))

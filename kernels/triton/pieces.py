@@ -21,8 +21,10 @@ from .rounding import bits_of_bf16, bits_of_fp16, float_of_bf16, through_bf16
 FP32 = tl.constexpr(1)
 BF16 = tl.constexpr(2)
 FP16 = tl.constexpr(4)
+BITS = tl.constexpr(8)  # integers of a size that the kernel knows
 _CODES = {torch.float32: FP32.value, torch.bfloat16: BF16.value, torch.float16: FP16.value}
-_STEP = 8  # elements: 16 bytes of a 16-bit dtype
+_CODES |= dict.fromkeys((torch.uint8, torch.int16, torch.int32), BITS.value)
+_STEP = 8  # elements, at least: 16 bytes of a 16-bit dtype
 
 
 class Pieces(NamedTuple):
@@ -46,8 +48,10 @@ def table_of(weights: Sequence[Tensor]) -> Pieces:
     edges = torch.arange(0, total, tiles.TILE, device=table.device)
     begins = table[:-1, 0].contiguous()
     first = torch.searchsorted(begins, edges, right=True, out_int32=True) - 1
-    aligned = all(start % _STEP == 0 and address % 16 == 0 for start, address, _ in rows[:-1])
-    group = 16 // min(w.element_size() for w in pieces) if aligned else 4
+    widest = 16 // min(w.element_size() for w in pieces)
+    step = max(_STEP, widest)
+    aligned = all(start % step == 0 and address % 16 == 0 for start, address, _ in rows[:-1])
+    group = widest if aligned else 4
     return Pieces(table, first, sum(set(codes)), aligned, group)
 
 
@@ -103,6 +107,48 @@ def store_weights(anchor, table, piece, base, stop, local, DTYPES: tl.constexpr,
 
 
 @triton.jit
+def bits_of(
+    table,
+    piece,
+    base,
+    stop,
+    local,
+    DTYPES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MANTISSA: tl.constexpr,
+):
+    """The bits of the same elements, and of those of FP32 pieces cast to a format. -> uint32
+
+    WIDTH is the format's bytes, and MANTISSA its explicit bits of the mantissa.
+    """
+    bits = tl.full(local.shape, 0, tl.uint32)
+    at = base
+    while at < stop:
+        row = table + 3 * piece
+        shift, inside = _part(row, base, stop, local, ALIGNED)
+        code = _code(row, DTYPES)
+        if BITS & DTYPES:
+            if code == BITS:
+                if WIDTH == 1:
+                    pointer = _pointer(row, shift, tl.uint8, ALIGNED)
+                elif WIDTH == 2:
+                    pointer = _pointer(row, shift, tl.uint16, ALIGNED)
+                else:
+                    pointer = _pointer(row, shift, tl.uint32, ALIGNED)
+                held = tl.load(pointer + local, mask=inside, other=0)
+                bits = tl.where(inside, held.to(tl.uint32), bits)
+        if FP32 & DTYPES:
+            if code == FP32:
+                w = tl.load(_pointer(row, shift, tl.float32, ALIGNED) + local, mask=inside, other=0.0)
+                cast = bits_of_bf16(w) if MANTISSA == 7 else bits_of_fp16(w)
+                bits = tl.where(inside, cast.to(tl.uint16, bitcast=True).to(tl.uint32), bits)
+        at = tl.load(row + 3)
+        piece += 1
+    return bits
+
+
+@triton.jit
 def _part(row, base, stop, local, ALIGNED: tl.constexpr):
     """How far into the piece the tile begins (less than 0: before it), and which elements are the piece's."""
     begin = tl.load(row)
@@ -119,7 +165,7 @@ def _part(row, base, stop, local, ALIGNED: tl.constexpr):
 @triton.jit
 def _code(row, DTYPES: tl.constexpr):
     """The piece's dtype; known before the launch if there is only one."""
-    if DTYPES == FP32 or DTYPES == BF16 or DTYPES == FP16:
+    if DTYPES == FP32 or DTYPES == BF16 or DTYPES == FP16 or DTYPES == BITS:
         return DTYPES
     else:
         return tl.load(row + 2)

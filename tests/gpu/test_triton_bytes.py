@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from homes import interpreted, interpreting, use_tiles_of
+from scratch import scratch_bytes
 from selection import GPU_TARGETS, MEMORY
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import interpreter_builder
 
 from loco.kernels import Entries, Gate, OuterStep
@@ -145,30 +145,6 @@ def test_a_dense_apply_touches_nothing_it_need_not() -> None:
     assert traffic["apply_kernel"].stored == pytest.approx(4 + 4 + 2, abs=0.05)
 
 
-class Allocated(TorchDispatchMode):
-    """The bytes of every tensor that is made, freed or not: at least what an op takes at its height."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for made in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(made, Tensor):
-                self.storages[id(made.untyped_storage())] = made.untyped_storage()
-        return result
-
-
-def scratch(op: Callable[[], Any], returned: Callable[[Any], list[Tensor]], given: list[Tensor]) -> float:
-    with Allocated() as made:
-        result = op()
-    known = {t.untyped_storage().data_ptr() for t in given}
-    sizes = {s.data_ptr(): s.nbytes() for s in made.storages.values() if s.data_ptr() not in known}
-    kept = sum(t.numel() * t.element_size() for t in returned(result))
-    return (sum(sizes.values()) - kept) / N
-
-
 @pytest.mark.check(MEMORY)
 @pytest.mark.parametrize("sampled", [16, 1024], ids=["sampled", "counted"])
 @pytest.mark.parametrize("scale", [0.0, 3.3e-6])
@@ -183,15 +159,14 @@ def test_scratch_is_below_half_a_byte_per_parameter(
     def entries(encoded: Any) -> list[Tensor]:
         return [t for t in encoded.entries if t is not None]
 
-    taken = scratch(lambda: home.encode(anchor, [weights], residual, Gate()), entries, given)
+    taken = scratch_bytes(lambda: home.encode(anchor, [weights], residual, Gate()), entries, given) / N
     print(f"encode's scratch: {taken:.3f} bytes per parameter")
     assert 0 < taken < 0.5
     own = home.encode(anchor, [weights], residual, Gate()).entries
     momentum = torch.zeros(N)
     outer = OuterStep(num_sites=2, lr=0.7, momentum=0.9, nesterov=True)
     given += [momentum, own.starts, own.offsets, own.values]
-    taken = scratch(
-        lambda: home.apply(anchor, momentum, [weights], residual, own, [own, own], outer), lambda _: [], given
-    )
+    apply = lambda: home.apply(anchor, momentum, [weights], residual, own, [own, own], outer)  # noqa: E731
+    taken = scratch_bytes(apply, lambda _: [], given) / N
     print(f"apply's scratch: {taken:.3f} bytes per parameter")
     assert 0 < taken < 0.1

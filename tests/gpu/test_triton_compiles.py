@@ -1,64 +1,32 @@
 """The Triton kernels as the ops launch them, compiled for GPUs that need not be here, and what came out.
 
-The launches are recorded: an op runs on CPU tensors, and instead of starting a kernel its arguments are
-kept. So what is compiled is what a GPU would run, with the same constants and the same promises of alignment.
 Nothing is recorded before a test asks for it: an error during collection would stop the whole suite.
 """
 
 import functools
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import triton
 from selection import GPU_TARGETS
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton_compiling import (
+    TARGETS,
+    TILES,
+    Launch,
+    assert_numbers_are_widened,
+    compile_launch,
+    record,
+    sass,
+)
 
 import loco.kernels.triton as home
 from loco.kernels import Entries, Gate, OuterStep
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-TILES = sys.modules["loco.kernels.triton.tiles"]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 VISIBLE = Gate()
-
-
-class Launch(NamedTuple):
-    kernel: Any
-    args: tuple[Any, ...]
-    constants: tuple[tuple[str, Any], ...]
-
-    def __getitem__(self, name: Any) -> Any:
-        return dict(self.constants)[name] if isinstance(name, str) else tuple.__getitem__(self, name)
-
-
-def record(op: Callable[[], Any]) -> list[Launch]:
-    """What an op launches. No kernel runs: what it would have written, and the op reads, is zeros."""
-    launches: list[Launch] = []
-
-    def keep(kernel: Any, programs: int, *args: Any) -> None:
-        assert programs > 0
-        constants = [(p.name, a) for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr]
-        launches.append(Launch(kernel, args, tuple(constants)))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TILES, "launch", keep)
-        patch.setattr(torch, "empty", torch.zeros)
-        patch.setattr(torch, "empty_like", torch.zeros_like)
-        op()
-    return launches
 
 
 def state(dtypes: list[torch.dtype], tiles: float, pad: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -140,35 +108,7 @@ ROCM = [name for name, target in COMPILED if target == "gfx942"]
 
 @functools.cache
 def compiled(name: str, target: str) -> Any:
-    """As Triton's launcher would: what it promises the compiler of each argument depends on the argument."""
-    kernel, args, _ = VARIANTS[name]()
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    promises: dict[tuple[int], list[list[Any]]] = {}
-    types = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32"}
-    types[torch.uint8] = "*u8"
-    for i, (param, arg) in enumerate(zip(kernel.params, args, strict=True)):
-        if param.is_constexpr or arg is None:
-            signature[param.name] = "constexpr"
-            constants[(i,)] = arg
-        elif isinstance(arg, torch.Tensor):
-            signature[param.name] = types[arg.dtype]
-            if arg.data_ptr() % 16 == 0 and not param.do_not_specialize_on_alignment:
-                promises[(i,)] = [["tt.divisibility", 16]]
-        else:
-            assert param.do_not_specialize  # a number must not make a variant of its own
-            signature[param.name] = "fp32" if isinstance(arg, float) else "i32"
-    source = ASTSource(kernel, signature, constants, promises)
-    options = {"num_warps": TILES.WARPS, "enable_fp_fusion": False}
-    return triton.compile(source, target=TARGETS[target], options=options)
-
-
-def sass(kernel: Any) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return compile_launch(VARIANTS[name](), target)
 
 
 def test_every_launch_forbids_fused_multiply_adds() -> None:
@@ -275,12 +215,7 @@ def test_rocm_arithmetic_is_exact_and_nothing_spills(name: str) -> None:
 def test_positions_are_64_bit(name: str) -> None:
     """The program's number, times what a program covers, passes 2^31: it must be widened first."""
     ttir = compiled(name, "sm_90").asm["ttir"]
-    numbers = set(re.findall(r"(%\S+) = tt\.get_program_id", ttir))
-    assert numbers
-    for number in numbers:
-        uses = [line for line in ttir.splitlines() if re.search(rf"{re.escape(number)}\b(?! =)", line)]
-        assert uses
-        assert all(re.search(r"arith\.extsi .* : i32 to i64", use) for use in uses)
+    assert_numbers_are_widened(ttir)
     # What is narrowed again lies inside one tile, or is the digest's k, mod 2^32, or is no position.
     narrowed = re.findall(r"arith\.trunci %(\w+?)(?:_\d+)? .*: i64 to i32", ttir)
     assert set(narrowed) <= {"low", "high", "use", "base" if "digest" in ttir else "none"}

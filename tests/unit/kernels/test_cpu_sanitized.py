@@ -10,6 +10,7 @@ from selection import C_BUILDS
 from loco.kernels.cpu import build
 
 HARNESS = Path(__file__).with_name("sanitized.c")
+PATCHES = Path(__file__).with_name("fuzz_patches.c")
 BUILDS = build.builds_for_this_cpu()
 # Address space randomised as far as newer kernels do it is too far for ThreadSanitizer.
 STILL = ["setarch", "-R"]
@@ -44,6 +45,17 @@ def test_no_data_race(tmp_path: Path, variant: str, expected: str) -> None:
     flags = ("-fsanitize=thread",)
     sanitizer_or_skip(tmp_path, flags, tuple(STILL))
     assert run(tmp_path, (*build.BUILDS[variant], *flags), prefix=tuple(STILL)) == expected
+
+
+@pytest.mark.check(C_BUILDS)
+@pytest.mark.parametrize("variant", BUILDS)
+def test_no_data_race_between_the_parts_of_a_patch(tmp_path: Path, variant: str) -> None:
+    flags = ("-fsanitize=thread",)
+    sanitizer_or_skip(tmp_path, flags, tuple(STILL))
+    program = compile_with((*build.BUILDS[variant], *flags), PATCHES, tmp_path, kernels="patch_*.c")
+    every_second = [str(program), "40", "1", "2"]
+    done = subprocess.run([*STILL, *every_second], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.check(C_BUILDS)

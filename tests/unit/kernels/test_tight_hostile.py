@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from homes import builds, same_bits
-from sanitizing import compile_with, sanitizer_or_skip
+from sanitizing import fuzz
 from selection import HOSTILE
 from tight_cases import case
 from torch import Tensor
@@ -217,18 +217,6 @@ VARIANTS = build.builds_for_this_cpu()
 def test_fuzzed_frames_and_counts_end_well_under_the_sanitizers(
     tmp_path: Path, variant: str, cases: int
 ) -> None:
-    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    sanitizer_or_skip(tmp_path, flags)
-    program = compile_with((*build.BUILDS[variant], *flags), FUZZER, tmp_path)
-    done = subprocess.run(
-        [str(program), str(cases), str(1 + VARIANTS.index(variant))],
-        env={**os.environ, "ASAN_OPTIONS": "quarantine_size_mb=1:max_malloc_fill_size=0"},
-        capture_output=True,
-        text=True,
-    )
-    what = f"{cases} cases with the {variant} build: {done.stdout}{done.stderr}"
-    assert done.returncode == 0, what
-    assert done.stdout.startswith(f"{cases} cases, "), what
-    unpacked, checked = (int(word) for word in done.stdout.split()[2::2])
+    (unpacked, checked), what = fuzz(FUZZER, tmp_path, variant, cases)
     assert unpacked > cases // 50, what  # damage that goes deep
     assert checked > cases // 50, what
