@@ -6,6 +6,8 @@
 `help(loco.PulseLoCo)` has a whole training loop.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .attach import Attached, attach
 from .checkpoints.checkpoints import Checkpoints
 from .checkpoints.protocol import Saveable
@@ -56,5 +58,18 @@ __all__ = [
     "TransportError",
     "WireError",
     "attach",
+    "sync",
 ]
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import sync
+
+
+def __getattr__(name: str) -> Any:
+    """`loco.sync` is imported when it is first used: most trainers need it not."""
+    if name == "sync":
+        import importlib
+
+        return importlib.import_module("loco.sync")
+    raise AttributeError(f"module 'loco' has no attribute {name!r}")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import poison
 import pytest
@@ -22,8 +22,16 @@ settings.register_profile("test", deadline=None, max_examples=EXAMPLES)
 settings.register_profile("check", deadline=None)
 
 _LEFT_OUT = pytest.StashKey[list[str]]()
-_NEEDS_FRAMEWORKS = "needs what requirements-integrations.txt lists: `make integrations` runs these tests"
-_HAS_FRAMEWORKS = all(find_spec(name) for name in ("trl", "lightning", "torchtitan"))
+_NEEDS = {
+    "integrations": "needs what requirements-integrations.txt lists: `make integrations` runs these tests",
+    # Not named vllm: `import vllm` would find such a folder where there is no vLLM.
+    "vllm_engine": "needs what requirements-vllm.txt lists: `make vllm` runs these tests",
+}
+_HAS = {
+    "integrations": all(find_spec(name) for name in ("trl", "lightning", "torchtitan")),
+    "vllm_engine": find_spec("vllm") is not None,
+}
+_MISSING = {folder: reason for folder, reason in _NEEDS.items() if not _HAS[folder]}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,8 +50,20 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave tests/integrations out where the frameworks are not installed; None lets other hooks decide."""
-    return None if _HAS_FRAMEWORKS or collection_path.name != "integrations" else True
+    """Leave out what needs frameworks that are not installed; None lets other hooks decide."""
+    return True if collection_path.name in _MISSING else None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip what the command line names all the same."""
+    if module_path.parent.name not in _MISSING:
+        return None
+    return _NotImported.from_parent(parent, path=module_path)
+
+
+class _NotImported(pytest.Module):
+    def collect(self) -> NoReturn:
+        pytest.skip(_MISSING[self.path.parent.name], allow_module_level=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,9 +80,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):  # its keywords have the names of its folders, too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
-    for item in [] if _HAS_FRAMEWORKS else items:
-        if "integrations" in item.path.parts:  # named on the command line
-            item.add_marker(pytest.mark.skip(reason=_NEEDS_FRAMEWORKS))
 
 
 def _left_out(items: list[pytest.Item]) -> dict[pytest.Item, str]:
@@ -86,8 +103,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if not _HAS_FRAMEWORKS:
-        terminalreporter.write_line(f"tests/integrations: {_NEEDS_FRAMEWORKS}")
+    for folder, reason in _MISSING.items():
+        terminalreporter.write_line(f"tests/{folder}: {reason}")
     reasons = config.stash.get(_LEFT_OUT, [])
     if reasons:
         terminalreporter.section(f"`make check` runs these {len(reasons):,} tests, too")

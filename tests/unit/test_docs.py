@@ -30,7 +30,7 @@ TOPICS = (
         "optimizer",
         "reproduce",
     ),
-    *("integrations", "results", "sharded", "sites", "wire"),
+    *("integrations", "results", "sharded", "sites", "sync", "sync-format", "wire"),
 )
 
 
@@ -61,7 +61,9 @@ def test_every_file_and_module_that_is_named_is_there(path: Path) -> None:
         assert (ROOT / "configs" / f"{preset}.yaml").exists(), preset
     for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", page("Makefile"), re.MULTILINE), target
-    for name in re.findall(r"(?<![\w/.])((?:tests|loco|kernels|experiments|docs|configs)/[\w/.]*\w/?)", text):
+    for name in re.findall(
+        r"(?<![\w/.])((?:tests|loco|kernels|experiments|docs|configs)/[\w/.-]*\w/?)", text
+    ):
         assert (ROOT / name).exists(), name
 
 

@@ -21,7 +21,7 @@ ALLOWED = {
 # The rooms of `loco`, from the bottom up: each may import those before it.
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
-    *("coordination", "net", "wire", "members", "exchange", "round"),
+    *("sync", "coordination", "net", "wire", "members", "exchange", "round"),
     *("checkpoints", "several", "init_step", "wrapper", "setup_warnings"),
     *("outer_optimizer", "surface", "low_communication", "optimizer", "attach"),
     *("integrations",),
@@ -76,6 +76,14 @@ def test_every_room_of_loco_imports_only_those_below_it() -> None:
             if target and target[0] in FLOORS:
                 assert FLOORS.index(target[0]) <= FLOORS.index(room), f"{path} imports {name}"
     assert seen == set(FLOORS)
+
+
+def test_weights_are_published_without_a_round_or_a_process_group() -> None:
+    """`loco.sync` stands on the kernels alone, so that an inference worker loads nothing else."""
+    for path in (ROOT / "loco/sync").rglob("*.py"):
+        for name in names_imported(path):
+            if name.startswith("loco."):
+                assert name.split(".")[1] in ("kernels", "errors", "sync"), f"{path} imports {name}"
 
 
 def test_the_project_reads_nothing_beside_itself() -> None:
@@ -142,7 +150,8 @@ def test_the_package_asks_for_torch_and_numpy_and_leaves_the_rest_to_extras(whee
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
     required = metadata.get_all("Requires-Dist") or []
-    assert [one for one in required if "extra ==" not in one] == ["torch>=2.11", "numpy>=2.3"]
+    always = [one for one in required if "extra ==" not in one]
+    assert always == ["torch>=2.11", "numpy>=2.3", "fsspec>=2024.2"]  # the last is torch's own, too
     assert {"gpu", "experiments", "elastic", "huggingface", "dev"} == set(
         metadata.get_all("Provides-Extra") or []
     )

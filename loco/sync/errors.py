@@ -1,0 +1,35 @@
+"""What can go wrong between publishers and subscribers, by name."""
+
+from ..errors import LocoError
+
+
+class SyncError(LocoError):
+    """Base of all errors of publishing and subscribing. The weights are what they were before the call."""
+
+
+class NoVersionError(SyncError):
+    """Nothing is published yet, or not the version that was asked for, or no way leads to it any more."""
+
+
+class DamagedError(SyncError):
+    """A file in the store is not what its publisher wrote, or is not there.
+
+    Attributes:
+        path: of the file in the store.
+    """
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"{path} {what}")
+        self.path = path
+
+
+class LayoutError(SyncError):
+    """What is published and what is held here are not the same tensors."""
+
+
+class TakenOverError(SyncError):
+    """Somebody else publishes under the same name."""
+
+
+class NotThisVersionError(SyncError):
+    """What is in memory is not the version that it should be: something else has written into the weights."""

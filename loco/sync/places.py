@@ -1,0 +1,95 @@
+"""The memory of one publisher's regions, as the vectors that its files are of."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from loco import kernels
+from loco.kernels import Changes
+
+from .memory import Memory, Mirror, Place
+from .versions.layout import Layout
+from .versions.vectors import MASK, combined
+
+
+class Places:
+    """The memory of one publisher's regions, as one vector for each format.
+
+    Raises:
+        LayoutError: as of `Memory.place`.
+    """
+
+    def __init__(self, layout: Layout, memory: Memory) -> None:
+        self.layout = layout
+        self._places: dict[torch.dtype, list[Place]] = {}
+        for format in layout.formats:
+            self._places[format] = [memory.place(region) for region in layout.of_format(format)]
+        self.digests: dict[torch.dtype, list[int]] = {}
+
+    @property
+    def digest(self) -> str:
+        return combined([digest for format in self.layout.formats for digest in self.digests[format]])
+
+    def measure(self) -> dict[torch.dtype, list[int]]:
+        """The digests of what is in memory now."""
+        return {
+            format: [kernels.digest_bits(place.read()) for place in places]
+            for format, places in self._places.items()
+        }
+
+    def numel(self, format: torch.dtype) -> int:
+        return sum(place.numel for place in self._places[format])
+
+    def direct(self, format: torch.dtype) -> list[Tensor] | None:
+        """The pieces of a vector where they are; None unless all lie in rows in host memory."""
+        pieces = [place.direct for place in self._places[format]]
+        return None if any(piece is None for piece in pieces) else [p for p in pieces if p is not None]
+
+    def read(self, format: torch.dtype, first: int, last: int) -> Tensor:
+        """A copy of some elements of a vector, in host memory."""
+        parts = [place.read(a, b) for place, a, b in self._within(format, first, last)]
+        return torch.cat([part.view(kernels.FORMATS[format].bits) for part in parts]).view(format)
+
+    def write(self, format: torch.dtype, first: int, fresh: Tensor) -> None:
+        at = 0
+        for place, a, b in self._within(format, first, first + fresh.numel()):
+            place.write(a, fresh[at : at + b - a])
+            at += b - a
+
+    def take(self, format: torch.dtype, positions: Tensor) -> Tensor:
+        """The bits of some elements of a vector, in host memory."""
+        found = torch.empty(positions.numel(), dtype=kernels.FORMATS[format].bits)
+        for place, start, a, b in self._of_positions(format, positions):
+            if a < b:
+                found[a:b] = place.take(positions[a:b] - start)
+        return found
+
+    def swap(self, format: torch.dtype, changes: Changes) -> None:
+        """As `Vectors.swap`."""
+        places, pieces = self._places[format], self.direct(format)
+        if pieces is not None and not any(isinstance(place, Mirror) for place in places):
+            moved = kernels.swap_bits(pieces, changes)
+        else:
+            moved = [
+                place.swap(Changes(changes.positions[a:b] - start, changes.bits[a:b])) if a < b else 0
+                for place, start, a, b in self._of_positions(format, changes.positions)
+            ]
+        self.digests[format] = [d + m & MASK for d, m in zip(self.digests[format], moved, strict=True)]
+
+    def _of_positions(self, format: torch.dtype, positions: Tensor) -> Iterator[tuple[Place, int, int, int]]:
+        """The places, where each begins in its vector, and which of the ascending positions lie there."""
+        places = self._places[format]
+        starts = torch.tensor([0, *(place.numel for place in places)]).cumsum(0)
+        edges = torch.searchsorted(positions, starts).tolist()
+        return zip(places, starts.tolist(), edges, edges[1:], strict=False)
+
+    def _within(self, format: torch.dtype, first: int, last: int) -> Sequence[tuple[Place, int, int]]:
+        """The places that have elements `first` to `last`, and which of theirs."""
+        found, at = [], 0
+        for place in self._places[format]:
+            a, b = max(first - at, 0), min(last - at, place.numel)
+            if a < b:
+                found.append((place, a, b))
+            at += place.numel
+        return found

@@ -1,0 +1,346 @@
+"""The trainer's end: versions of its weights go into a store, each as little more than what changed."""
+
+import logging
+import os
+import threading
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from .source import Source
+from .storage.stores import open_store
+from .tensors import DtypeOf, Named
+from .versions.anchors import pack_anchor
+from .versions.history import History, Packed, packed
+from .versions.layout import Layout
+from .versions.manifest import Manifest, Stream, checked_key
+from .versions.route import bytes_of, find_route
+from .versions.vectors import ChangesOf, Vectors
+from .versions.writer import Writer
+
+logger = logging.getLogger(__name__)
+HISTORY_BYTES = 0.4  # a weight: what the patches over several versions are made of
+ANCHOR_SHARE = 0.5  # of an anchor's bytes: what a newcomer may have to read beside it
+DENSE_SHARE = 0.4  # of the bytes in memory: from here on an anchor may take less than a patch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What became of one `publish`.
+
+    Attributes:
+        reason: why a subscriber must read all weights (an anchor), if there is no patch; else "".
+        entries: how many elements changed since the last version; all of them if there is no patch.
+        numel: how many elements this publisher has.
+        patch_bytes: of the patch from the last version, or of the anchor if there is no patch.
+        bytes: all that was written, patches over several versions, anchor and manifest included; 0 as long as
+            `publish(wait=False)` has not finished.
+        dense_bytes: of all weights, as they are in memory.
+        skips: the older versions from which a patch leads to this one.
+        seconds: "find" and "pack", while the weights may not change, and then "write".
+    """
+
+    version: int
+    reason: str
+    entries: int
+    numel: int
+    patch_bytes: int
+    dense_bytes: int
+    seconds: dict[str, float]
+    bytes: int = 0
+    skips: tuple[int, ...] = ()
+
+
+class Publisher:
+    """Publishes a model's weights, version by version, for `Subscriber`s.
+
+        publisher = loco.sync.Publisher(model, "file:///shared/weights")
+        publisher.publish()                       # after a step or a round
+
+    A subscriber that has the last version reads what changed. One that missed n versions reads about
+    2·log2(n) patches over 2, 4, 8 … versions; a new one all weights (an anchor) and the patches since. The
+    weights of a subscriber are those of the publisher, bit for bit.
+
+    It keeps a copy of the weights as they were published last, in host memory, and at most half a byte a
+    weight beside it.
+
+    Args:
+        source: a model, tensors by name, or a function that returns them (`fp8_checkpoint`); read anew for
+            each version. Of a DTensor the part that this process holds is published: no shard is gathered.
+        url: where versions go: a path, any URL of fsspec's (s3://, gs://, …), or the http:// address of
+            `python -m loco.sync serve DIR --writable`. Nothing else may lie there.
+        dtype: what receivers hold for FP32 tensors, or a function of name and tensor that says it. Other
+            tensors are published as they are.
+        stream: (k, n) for the k-th of n publishers that share the work, each with shards of its own. Tensors
+            that are no DTensors are divided among them: all n must hold the same. All must publish the same
+            versions.
+        key: shared with the subscribers, at least 16 bytes: what anybody else writes is then refused.
+        keep: versions after which a subscriber that stays behind may have to begin with an anchor.
+        anchor_every: versions. None: when a newcomer would have to read half as much again beside the anchor.
+        token: that the HTTP server asks for. None: the environment variable LOCO_SYNC_TOKEN.
+
+    Raises:
+        ValueError: an argument is out of range, or a tensor can't be published.
+    """
+
+    def __init__(
+        self,
+        source: Named,
+        url: str | os.PathLike[str],
+        *,
+        dtype: DtypeOf = torch.bfloat16,
+        stream: tuple[int, int] = (0, 1),
+        key: str | bytes | None = None,
+        keep: int = 128,
+        anchor_every: int | None = None,
+        token: str | None = None,
+    ) -> None:
+        self.stream = Stream(*stream)
+        if not 0 <= self.stream.index < self.stream.count:
+            raise ValueError(f"stream must be (k, n) with 0 <= k < n, got {stream}")
+        if keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        if anchor_every is not None and anchor_every < 1:
+            raise ValueError(f"anchor_every must be >= 1, or None, got {anchor_every}")
+        self._keep, self._anchor_every = keep, anchor_every
+        self._source = Source(source, dtype, self.stream)
+        self._source.read()  # refuses now what can't be published
+        self._writer = Writer(open_store(url, token), self.stream, checked_key(key))
+        self._run = uuid.uuid4().hex
+        self._weights: Vectors | None = None  # as they were published last
+        self._history = History(0)
+        self._manifests: dict[int, Manifest] = {}  # of the versions of this run that are there
+        self._last: Published | None = None
+        self._turn = threading.RLock()
+        self._writing: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The last one that this publisher has published, or None."""
+        return max(self._manifests, default=None)
+
+    def publish(self, version: int | None = None, *, wait: bool = True) -> Published:
+        """Publish the weights as they are now. They may not change until it returns. Of several threads, one
+        publishes after the other.
+
+        Args:
+            version: larger than the last one. None: the last one in the store, plus one. Several publishers
+                must say it.
+            wait: False: return as soon as the changes are found and coded. The next `publish`, `flush` or
+                `close` waits until they are in the store, and raises what went wrong.
+
+        Raises:
+            TakenOverError: somebody else publishes here.
+            OSError: the store can't be written. This version does not exist, unless the store failed in a way
+                that does not tell; the next one will be an anchor.
+        """
+        with self._turn:
+            self.flush()
+            if (settled := self._writer.settle()) is not None:
+                self._manifests[settled.version] = settled
+            chosen, follows = self._writer.begin(version, self.version)
+            try:
+                return self._publish(chosen, follows, wait)
+            except BaseException:
+                self._weights = None  # they may be half of a version, or one that is not there
+                raise
+
+    def flush(self) -> Published | None:
+        """Wait until what was published is in the store. -> the report of the last version
+
+        Raises:
+            TakenOverError, OSError: as of `publish`.
+        """
+        with self._turn:
+            if self._writing is not None:
+                with suppress(RuntimeError):  # Ctrl-C came before it had started
+                    self._writing.join()
+                self._writing = None
+            if self._failed is not None:
+                failed, self._failed, self._weights = self._failed, None, None
+                raise failed
+            return self._last
+
+    def close(self) -> None:
+        """`flush`, and let go of the copy of the weights."""
+        try:
+            self.flush()
+        finally:
+            self._weights = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def after(self, optimizer: Any, *, wait: bool = True) -> RemovableHandle:
+        """Publish θ, cast, after each round of a `PulseLoCo`, a `DiLoCo` or what `loco.attach` returns.
+        `remove()` on what it returns ends that.
+
+        The version is the number of the round; where versions are published already, as by the run that is
+        resumed, they go on from there. Several publishers must all call this before the next round.
+
+        The round counts on all sites when it is published. So a version that can't be published does not
+        raise; it is logged as an error.
+        """
+        ahead = self._writer.newest() - optimizer.round
+
+        def publish(progress: Any) -> None:
+            if progress.phase != "applied":
+                return
+            with suppress(Exception):  # of an earlier round; logged already
+                self.flush()
+            try:
+                self.publish(progress.number + max(ahead, 0), wait=wait)
+            except Exception:
+                logger.exception("the weights after round %d were not published", progress.number)
+
+        return optimizer.register_round_hook(publish)
+
+    # ---- a version ----
+
+    def _publish(self, version: int, follows: bool, wait: bool) -> Published:
+        begun = perf_counter()
+        layout, tensors = self._source.read()
+        last = self._manifests[max(self._manifests)] if self._manifests else None
+        reason = self._why_anchor(layout, follows)
+        if reason:
+            logger.log(
+                logging.WARNING if last else logging.INFO, "version %d is an anchor: %s", version, reason
+            )
+            self._weights = None  # so that there are never two copies
+            weights = self._weights = Vectors(layout, tensors)
+            self._history = History(int(HISTORY_BYTES * layout.numel))
+            changes, patch, found = ChangesOf(), None, perf_counter()
+        else:
+            assert self._weights is not None
+            weights = self._weights
+            changes = weights.changes(tensors)
+            found = perf_counter()
+            patch = packed(weights, changes)
+            weights.swap(changes)  # from now on `changes` takes the step back
+        coded = perf_counter()
+        entries = sum(patch.entries.values()) if patch else layout.numel
+        report = Published(
+            version=version,
+            reason=reason,
+            entries=entries,
+            numel=layout.numel,
+            patch_bytes=patch.bytes if patch else 0,
+            dense_bytes=layout.nbytes,
+            seconds={"find": found - begun, "pack": coded - found},
+        )
+        if wait:
+            return self._write(report, weights, last, patch, changes)
+        arguments = (report, weights, last, patch, changes)
+        self._writing = threading.Thread(target=self._try_to_write, args=arguments, name="loco-publish")
+        self._writing.start()
+        return report
+
+    def _why_anchor(self, layout: Layout, follows: bool) -> str:
+        if not self._manifests:
+            return "it is this publisher's first"
+        if not follows:
+            return f"the version before it, {self.version}, is no longer in the store"
+        if self._weights is None:
+            return "the version before it could not be published"
+        if self._weights.layout != layout:
+            return f"the tensors are others than before: {self._weights.layout.difference(layout)}"
+        return ""
+
+    def _try_to_write(self, report: Published, *arguments: Any) -> None:
+        try:
+            self._write(report, *arguments)
+        except BaseException as error:  # raised by whoever waits, if anybody ever does
+            logger.error("version %d was not published: %s", report.version, error)
+            self._failed = error
+
+    def _write(
+        self,
+        report: Published,
+        weights: Vectors,
+        last: Manifest | None,
+        patch: Packed | None,
+        undo: ChangesOf,
+    ) -> Published:
+        """A version into the store, and out of it what nobody needs any more."""
+        begun = perf_counter()
+        try:
+            manifest, patches, said = self._write_files(report.version, weights, last, patch, undo)
+        except BaseException:
+            self._writer.discard()
+            raise
+        self._manifests[manifest.version] = manifest
+        self._writer.remove_old(self._keep, self._manifests)
+        self._last = replace(
+            report,
+            patch_bytes=manifest.files[0].bytes if not patches else patches[0][2].bytes,
+            bytes=sum(file.bytes for file in manifest.files) + said,
+            skips=tuple(base for base, _, _ in patches[1:]),
+            seconds={**report.seconds, "write": perf_counter() - begun},
+        )
+        return self._last
+
+    def _write_files(
+        self,
+        version: int,
+        weights: Vectors,
+        last: Manifest | None,
+        patch: Packed | None,
+        undo: ChangesOf,
+    ) -> tuple[Manifest, list[tuple[int, str, Packed]], int]:
+        """Everything of a version, the manifest last. -> it, the patches, and the manifest's bytes"""
+        digest = weights.digest
+        patches: list[tuple[int, str, Packed]] = []
+        if patch is not None:
+            assert last is not None
+            patches.append((last.version, last.digest, patch))
+            patches += self._history.add(weights, undo, last.version, last.digest, version)
+        due = self._is_anchor_due(last, patches)
+        dense = patch is not None and patch.bytes > DENSE_SHARE * weights.layout.nbytes
+        anchor = None
+        if patch is None or due or dense:
+            anchor = {format: pack_anchor(whole) for format, whole in weights.whole.items()}
+        if dense and anchor is not None and patch is not None:
+            if sum(map(len, anchor.values())) <= patch.bytes:
+                patches.clear()  # nobody is better off with them
+            elif not due:
+                anchor = None
+        if anchor is not None:  # also where it is there already: it may have been damaged
+            self._writer.layout(weights.layout)
+        files = [] if anchor is None else [self._writer.file(version, anchor)]
+        for base, base_digest, some in patches:
+            bodies = {format: body.numpy().tobytes() for format, body in some.bodies.items()}
+            files.append(
+                self._writer.file(version, bodies, base=base, base_digest=base_digest, entries=some.entries)
+            )
+        manifest = Manifest(
+            version=version,
+            index=self.stream.index,
+            count=self.stream.count,
+            run=self._run,
+            layout=weights.layout.digest,
+            digest=digest,
+            anchor=version if anchor is not None or last is None else last.anchor,
+            files=tuple(files),
+        )
+        return manifest, patches, self._writer.commit(manifest)
+
+    def _is_anchor_due(self, last: Manifest | None, patches: list[tuple[int, str, Packed]]) -> bool:
+        if last is None or not patches:
+            return False
+        if self._anchor_every is not None:
+            since = [v for v in self._manifests if v > last.anchor]
+            return len(since) + 1 >= self._anchor_every
+        route = find_route(self._manifests.get, last.version, None, ())
+        if route is None:
+            return True
+        beside = bytes_of(route) - route[0].file.bytes + patches[0][2].bytes
+        return beside > ANCHOR_SHARE * route[0].file.bytes

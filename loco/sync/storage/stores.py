@@ -1,0 +1,181 @@
+"""Where versions of weights are kept: a local folder, an object store, or a server of `loco.sync serve`.
+
+store = open_store("s3://bucket/run-7")
+store.write("versions/00000001/changes", data)
+names = store.wait("versions", known=[], timeout=60.0)
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import fsspec.core
+
+from .folder_store import FolderStore
+from .http_store import HttpStore
+from .names import check_folder, check_path, is_path, poll
+
+_CHUNK = 4 << 20
+_LONGEST_PAUSE = 1.0  # seconds; each listing of an object store is a request that costs money
+
+
+class Store(Protocol):
+    """Files by path. A path is relative and made of plain names; see `names.is_path`.
+
+    Every method raises a ValueError for any other path, and an OSError that names the file and the store for
+    whatever else goes wrong.
+    """
+
+    url: str  # for messages
+
+    def read(self, path: str) -> bytes:
+        """
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        ...
+
+    def read_chunks(self, path: str) -> Iterator[bytes]:
+        """The same bytes, without holding all of them in memory."""
+        ...
+
+    def write(self, path: str, data: bytes) -> None:
+        """Make or replace a file, which appears whole or not at all."""
+        ...
+
+    def create(self, path: str, data: bytes) -> None:
+        """
+        Raises:
+            FileExistsError: it is there already.
+        """
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """The names of the files that are directly in a folder, sorted; none if there is no such folder."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Nothing happens if it is not there."""
+        ...
+
+    def wait(self, folder: str, known: list[str], timeout: float) -> list[str]:
+        """The folder's `names` as soon as they differ from `known`, or after `timeout` seconds."""
+        ...
+
+
+def open_store(url: str | os.PathLike[str], token: str | None = None, *, timeout: float = 30.0) -> Store:
+    """The store at a URL, or in a local folder. Nothing is asked of it yet.
+
+    Args:
+        url: a path, file://…, http:// or https:// of a `loco.sync` server, or any URL that fsspec knows.
+        token: for a server that asks for one; None: LOCO_SYNC_TOKEN.
+        timeout: seconds without a byte after which a server is taken for down.
+
+    Raises:
+        ValueError: there is no such kind of store, or it needs a package that is not installed.
+    """
+    url = os.fspath(url)
+    protocol, separator, rest = url.partition("://")
+    if protocol in ("http", "https"):
+        return HttpStore(url, token, timeout=timeout)
+    if not separator or protocol in ("file", "local"):
+        return FolderStore(rest if separator else url)
+    return FsspecStore(url)
+
+
+class FsspecStore:
+    """A store in any file system that fsspec knows: s3://, gs://, az://, memory:// and others.
+
+    A put to an object store or to memory:// is atomic. Others, as sftp://, may show a file that is still
+    being written.
+
+    `create` writes only if there is no such file. s3://, gs:// and az:// check that themselves, so that one
+    of several writers wins. For the others fsspec looks first and writes then, which leaves a moment in
+    which two writers can both succeed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            # An instance of its own, because instances of one URL share a cache of listings.
+            self._files, self._root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+        except ImportError as error:
+            package = getattr(error.__cause__, "name", None)
+            advice = f"pip install {package}" if package else str(error)
+            raise ValueError(f"{url} needs a package that is not installed: {advice}") from error
+        except ValueError as error:
+            raise ValueError(f"{url} is no URL of a store: {error}") from error
+
+    def read(self, path: str) -> bytes:
+        with self._naming(check_path(path)):
+            return self._files.cat_file(self._full(path))
+
+    def read_chunks(self, path: str) -> Iterator[bytes]:
+        with self._naming(check_path(path)), self._files.open(self._full(path), "rb") as file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
+
+    def write(self, path: str, data: bytes) -> None:
+        self._put(path, data, "overwrite")
+
+    def create(self, path: str, data: bytes) -> None:
+        self._put(path, data, "create")
+
+    def names(self, folder: str) -> list[str]:
+        full = self._full(check_folder(folder))
+        with self._naming(folder), suppress(FileNotFoundError, NotADirectoryError):
+            self._files.invalidate_cache(full)
+            entries = self._files.ls(full, detail=True)
+            paths = [entry["name"].rpartition("/") for entry in entries if entry["type"] == "file"]
+            # Some stores list a file as if it were a folder that holds itself.
+            inside = [name for parent, _, name in paths if parent.strip("/") == full.strip("/")]
+            return sorted(name for name in inside if is_path(name))
+        return []
+
+    def delete(self, path: str) -> None:
+        with self._naming(check_path(path)), suppress(FileNotFoundError):
+            self._files.rm_file(self._full(path))
+
+    def wait(self, folder: str, known: list[str], timeout: float) -> list[str]:
+        return poll(lambda: self.names(folder), known, timeout, _LONGEST_PAUSE)
+
+    def _put(self, path: str, data: bytes, mode: str) -> None:
+        full = self._full(check_path(path))
+        with self._naming(path):
+            try:
+                self._files.pipe_file(full, data, mode=mode)
+            except FileNotFoundError:  # of a file system whose folders must be there first
+                if not self._files.exists(full[: full.find("/", 1)]):
+                    raise  # a bucket whose name is wrong is not made
+                self._files.makedirs(full.rpartition("/")[0], exist_ok=True)
+                self._files.pipe_file(full, data, mode=mode)
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}".rstrip("/")
+
+    @contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        """Turn any error into an OSError that names the file. Many file systems raise errors of their own."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno:
+                number, text = error.errno, error.strerror
+            else:
+                number = next(
+                    (number for kind, number in _NUMBERS.items() if isinstance(error, kind)), errno.EIO
+                )
+                text = f"{os.strerror(number)} ({type(error).__name__}: {error})"
+            raise OSError(number, text, f"{self.url}/{path}") from error
+
+
+# For errors that come without a number.
+_NUMBERS = {
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    PermissionError: errno.EACCES,
+    TimeoutError: errno.ETIMEDOUT,
+    ConnectionError: errno.ECONNRESET,
+}

@@ -1,0 +1,347 @@
+"""The inference worker's end: what it holds becomes the newest version, in place, bit for bit."""
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loco.kernels import Changes
+
+from .decoding import decoded, decoded_slices
+from .errors import DamagedError, NotThisVersionError, NoVersionError, SyncError
+from .journal import Journal
+from .memory import Memory, Target
+from .places import Places
+from .storage.stores import open_store
+from .versions.manifest import Manifest, Stream, checked_key
+from .versions.reader import Download, Reader
+from .versions.route import Held, find_route
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    """What became of one `update`.
+
+    Attributes:
+        version: that the weights are now.
+        previous: that they were; None if they were of no version that is known.
+        entries: how many elements were written.
+        bytes: that were read of patches and anchors.
+        files: how many these were.
+        seconds: "prepare" (download and decode, while the weights are only read) and "apply".
+    """
+
+    version: int
+    previous: int | None
+    entries: int
+    bytes: int
+    files: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is to be written for one publisher."""
+
+    stream: Stream
+    places: Places
+    manifest: Manifest  # of the version that it leads to
+    downloads: list[Download]
+    changes: list[tuple[torch.dtype, Changes]] | None  # None: all elements are written
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An update that is downloaded, checked and decoded, for `Subscriber.apply`."""
+
+    version: int
+    state: int
+    parts: list[_Part]
+    seconds: float
+
+
+class _Standing(NamedTuple):
+    """What the weights are: always replaced as a whole, since Ctrl-C may come between any two lines."""
+
+    number: int  # another one whenever the weights change
+    version: int | None = None  # None: of no version that is known
+    held: Mapping[Stream, Held] = MappingProxyType({})
+    undo: "_Undo | None" = None
+
+
+class _Undo(NamedTuple):
+    before: _Standing
+    places: dict[Stream, Places]
+    journal: Journal
+
+
+class Subscriber:
+    """Keeps a model's weights at the versions that a `Publisher` publishes.
+
+        subscriber = loco.sync.Subscriber(model, "file:///shared/weights")
+        subscriber.update()                       # to the newest version, in place
+
+    Files are checked against what their publisher said of them before anything is written, and the weights
+    against its digest before an update counts: whatever fails, the weights stay what they were. What an
+    update overwrites is kept until the next one, which takes memory for the changes alone. Calls from several
+    threads wait for each other.
+
+    Where the weights already are a published version's, as in an engine that has loaded the checkpoint that
+    training began with, only what changed since is read. Else the first update writes all weights, and can't
+    be taken back.
+
+    Args:
+        target: a model, or tensors by name: views of the memory that is to change. It must hold just the
+            tensors that are published, in their shapes and dtypes. One name may stand for several that share
+            memory. Of tensors of which only parts are here, a list of these parts (`Placed`): all of such a
+            tensor is then kept in host memory, too.
+        url: where the versions are: as of `Publisher`, or the http:// address of `python -m loco.sync serve`.
+        key: the publishers'.
+        token: that the HTTP server asks for. None: the environment variable LOCO_SYNC_TOKEN.
+        loaded: the checkpoint that the parts were loaded from: a version that it is need not be read.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        url: str | os.PathLike[str],
+        *,
+        key: str | bytes | None = None,
+        token: str | None = None,
+        loaded: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._memory = Memory.of(target, loaded)
+        self._reader = Reader(open_store(url, token), checked_key(key))
+        self._places: dict[Stream, Places] = {}
+        self._now = _Standing(0)
+        self._turn = threading.RLock()
+
+    @property
+    def version(self) -> int | None:
+        """That the weights are; None if they are of no version that is known."""
+        return self._now.version
+
+    def update(self, version: int | None = None, *, wait: float = 0.0) -> Updated:
+        """Make the weights those of a version: `prepare`, then `apply`.
+
+        Args:
+            version: None for the newest one.
+            wait: seconds to wait for a version newer than the one that is held.
+
+        Raises:
+            NoVersionError: there is none, or no way leads to it.
+            DamagedError: a file is not what its publisher wrote. The next call takes another way.
+            NotThisVersionError: something else has written into the weights. The next call writes them all.
+            LayoutError: the tensors here are not those that are published.
+            AuthenticationError: a manifest was not written by who has the key.
+            OSError: the store can't be read.
+        """
+        return self.apply(self.prepare(version, wait=wait))
+
+    def prepare(self, version: int | None = None, *, wait: float = 0.0) -> Prepared:
+        """Download, check and decode an update. Writes nothing: the weights may be used meanwhile, but not
+        changed.
+
+        Arguments and errors as of `update`.
+        """
+        begun = perf_counter()
+        goal, count = self._reader.choose(version, self.version, wait)
+        with self._turn:
+            manifests = [self._reader.manifest(goal, Stream(k, count)) for k in range(count)]
+            places = self._find_places(manifests)
+            self._recognise(manifests, places)
+            parts = [self._prepare(manifest, places[manifest.stream]) for manifest in manifests]
+            return Prepared(goal, self._now.number, parts, perf_counter() - begun)
+
+    def apply(self, prepared: Prepared) -> Updated:
+        """Write a prepared update. It counts whole or not at all.
+
+        Raises:
+            SyncError: the weights have changed since it was prepared.
+            NotThisVersionError: something else has written into the weights.
+            DamagedError: what was written has not the publisher's digest. The weights are what they were;
+                after a first update they are of no version.
+        """
+        with self._turn:
+            if prepared.state != self._now.number:
+                raise SyncError(
+                    f"version {prepared.version} was prepared for other weights: they were updated since"
+                )
+            begun, previous = perf_counter(), self.version
+            entries = self._write(prepared)
+        downloads = [download for part in prepared.parts for download in part.downloads]
+        return Updated(
+            version=prepared.version,
+            previous=previous,
+            entries=entries,
+            bytes=sum(one.step.file.bytes for one in downloads),
+            files=len(downloads),
+            seconds={"prepare": prepared.seconds, "apply": perf_counter() - begun},
+        )
+
+    def rollback(self) -> int | None:
+        """Take the last update back. -> the version that the weights are now
+
+        Raises:
+            SyncError: there is nothing to take back: no update yet, or it was the first one, or taken back
+                already.
+        """
+        with self._turn:
+            undo = self._now.undo
+            if undo is None:
+                raise SyncError("there is no update that can be taken back")
+            self._now = _Standing(undo.before.number + 1)
+            interrupt = undo.journal.restore()
+            self._places = undo.places
+            self._now = undo.before._replace(number=undo.before.number + 1)
+            if interrupt is not None:
+                raise interrupt
+            return self.version
+
+    def verify(self) -> None:
+        """Prove that what is in memory is the version that it should be: every weight is read.
+
+        Raises:
+            NotThisVersionError: it is not; names the tensors. The next update begins with all weights.
+            SyncError: the weights are of no version yet.
+        """
+        with self._turn:
+            if self._now.version is None:
+                raise SyncError("the weights are of no version yet: call update() first")
+            self._check_memory()
+
+    # ---- the steps of `prepare` ----
+
+    def _find_places(self, manifests: list[Manifest]) -> dict[Stream, Places]:
+        """Where each publisher's regions lie here."""
+        found = {}
+        for manifest in manifests:
+            layout, known = self._reader.layout(manifest.layout), self._places.get(manifest.stream)
+            found[manifest.stream] = (
+                known if known and known.layout == layout else Places(layout, self._memory)
+            )
+        if found != self._places:
+            self._memory.check_coverage([r for places in found.values() for r in places.layout.regions])
+        return found
+
+    def _recognise(self, manifests: list[Manifest], places: dict[Stream, Places]) -> None:
+        """Find out whether the weights are a version already, if that is not known."""
+        held = dict(self._now.held)
+        for manifest in manifests:
+            mine = places[manifest.stream]
+            if self._places.get(manifest.stream) is mine and mine.digests:
+                continue
+            mine.digests = mine.measure()
+            held.pop(manifest.stream, None)
+            for one in self._reader.manifests(manifest):
+                if one.layout == manifest.layout and one.digest == mine.digest:
+                    held[manifest.stream] = Held(one.version, one.digest)
+                    break
+        self._now = self._now._replace(held=held)
+        self._places = places
+
+    def _prepare(self, manifest: Manifest, places: Places) -> _Part:
+        held = self._now.held.get(manifest.stream)
+        read = {manifest.version: manifest}
+
+        def manifest_of(version: int) -> Manifest | None:
+            if version not in read:
+                found = self._reader.find(version, manifest.stream)
+                if found is None or found.layout != manifest.layout:
+                    return None
+                read[version] = found
+            return read[version]
+
+        route = find_route(manifest_of, manifest.version, held, self._reader.avoid)
+        if route is None:
+            lost = f"; damaged: {', '.join(sorted(self._reader.avoid))}" if self._reader.avoid else ""
+            raise NoVersionError(f"no way leads to version {manifest.version} of {self._reader.url}{lost}")
+        downloads = [self._reader.download(step) for step in route]
+        if held is None and self.version is None:
+            return _Part(manifest.stream, places, manifest, downloads, None)
+        try:
+            changes = decoded(places, downloads)
+        except DamagedError as error:
+            self._blame(error)
+            raise
+        return _Part(manifest.stream, places, manifest, downloads, changes)
+
+    # ---- the steps of `apply` ----
+
+    def _write(self, prepared: Prepared) -> int:
+        """-> the elements written"""
+        before, places = self._now._replace(number=self._now.number + 1, undo=None), self._places
+        can_be_restored = all(part.changes is not None for part in prepared.parts)
+        journal = Journal()
+        try:
+            self._now = _Standing(before.number)
+            entries = sum(self._write_part(part, journal) for part in prepared.parts)
+            self._places = {part.stream: part.places for part in prepared.parts}
+            held = {part.stream: Held(prepared.version, part.manifest.digest) for part in prepared.parts}
+            undo = _Undo(before, places, journal) if can_be_restored else None
+            self._now = _Standing(before.number, prepared.version, held, undo)
+        except BaseException as error:
+            self._now = _Standing(before.number)
+            interrupt = journal.restore()
+            self._places = places
+            if can_be_restored:
+                self._now = before
+            if isinstance(error, DamagedError):
+                self._blame(error)
+            if interrupt is not None:
+                raise interrupt from error
+            raise
+        return entries
+
+    def _write_part(self, part: _Part, journal: Journal) -> int:
+        places, entries = part.places, 0
+        if part.changes is None:
+            for format, first, fresh in decoded_slices(places, part.downloads):
+                places.write(format, first, fresh)
+                entries += fresh.numel()
+            places.digests = places.measure()
+        for format, changes in part.changes or ():
+            entries += changes.positions.numel()
+            journal.swap(places, format, changes)
+        if places.digest != part.manifest.digest:
+            last = part.downloads[-1].step.file.path if part.downloads else part.manifest.path
+            raise DamagedError(
+                last, "does not lead to the weights that its publisher had: their digest differs"
+            )
+        return entries
+
+    # ---- what is in memory ----
+
+    def _blame(self, error: DamagedError) -> None:
+        """Of a file that leads nowhere: avoid it, unless it is the weights that are not what they should be.
+
+        Raises:
+            NotThisVersionError: it is these.
+        """
+        if self._now.version is not None or self._now.held:
+            self._check_memory()
+        self._reader.avoid.add(error.path)
+
+    def _check_memory(self) -> None:
+        """
+        Raises:
+            NotThisVersionError: the weights are not what was held; they are of no version from now on.
+        """
+        wrong = []
+        for places in self._places.values():
+            for format, found in places.measure().items():
+                expected = zip(places.layout.of_format(format), found, places.digests[format], strict=True)
+                wrong += [region.name for region, is_, should in expected if is_ != should]
+        if wrong:
+            versions = {self._now.version, *(held.version for held in self._now.held.values())} - {None}
+            self._now, self._places = _Standing(self._now.number + 1), {}
+            named = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            raise NotThisVersionError(
+                f"the weights in memory are not version {max(filter(None, versions))}: {named} differ"
+            )

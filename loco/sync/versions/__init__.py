@@ -1,0 +1,1 @@
+"""What a version is: its layout, manifest and files, and which of them lead to it."""

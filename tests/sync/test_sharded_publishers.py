@@ -1,0 +1,95 @@
+"""The ranks of a site publish their own shards: no gather, no copy twice, and the whole model arrives."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from published import cast, same_bits
+from sharded import Tied
+from sites import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from loco.sync import LayoutError, Publisher, Subscriber
+
+LAYOUTS = {
+    "fsdp": ((2,), ("shard",)),
+    "hsdp": ((2, 2), ("replicate", "shard")),
+    "fsdp over tp": ((2, 2), ("shard", "tp")),
+}
+
+
+def divide(model: Tied, layout: str) -> None:
+    shape, names = LAYOUTS[layout.removesuffix(", held twice")]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if "tp" in names:
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if not layout.endswith("held twice"):
+            distribute_module(model, mesh["tp"])  # the others are copies, and say so
+            model.head.weight = model.embed.weight
+        mesh = mesh["shard"]
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in model.state_dict().items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found[name] = cast(full)
+    found["head.weight"] = found["embed.weight"]
+    return found
+
+
+def publishing(rank: int, layout: str, folder: str) -> list[int]:
+    """-> the bytes that this rank's versions have in memory"""
+    world = dist.get_world_size()
+    model = Tied()
+    divide(model, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    publisher = Publisher(model, folder, stream=(rank, world))
+    engine = {name: torch.zeros_like(tensor) for name, tensor in whole(model).items()}
+    engine["head.weight"] = engine["embed.weight"]
+    subscriber = Subscriber(engine, folder)
+    sizes = []
+    for step in range(1, 4):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        sizes.append(publisher.publish(step).dense_bytes)
+        dist.barrier()
+        assert subscriber.update().version == step
+        same_bits(engine, whole(model))
+        subscriber.verify()
+        dist.barrier()
+    return sizes
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_every_rank_publishes_its_own_shards(layout: str, tmp_path: Path) -> None:
+    world = torch.tensor(LAYOUTS[layout][0]).prod().item()
+    sizes = run_ranks(int(world), publishing, layout, str(tmp_path))
+    every = sum(p.numel() for p in Tied().parameters()) * 2
+    assert [sum(of_step) for of_step in zip(*sizes, strict=True)] == [every] * 3
+    assert max(map(max, sizes)) < every
+
+
+def publishing_twice(rank: int, folder: str) -> str:
+    model = Tied()
+    divide(model, "fsdp over tp, held twice")
+    Publisher(model, folder, stream=(rank, 4)).publish(1)
+    engine = {name: torch.zeros_like(tensor) for name, tensor in whole(model).items()}
+    dist.barrier()
+    with pytest.raises(LayoutError) as error:
+        Subscriber(engine, folder).update()
+    return str(error.value)
+
+
+def test_a_shard_that_two_ranks_publish_is_told(tmp_path: Path) -> None:
+    """Ranks of tensor parallelism that hold the same FSDP shards, whose mesh does not say so."""
+    for told in run_ranks(4, publishing_twice, str(tmp_path)):
+        assert "scale has 1 elements, and its publishers publish 2 of them: some are published twice" in told

@@ -1,0 +1,230 @@
+"""What a store promises, whichever kind it is."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
+from sites import run_ranks
+
+from loco.sync.storage.folder_store import FolderStore
+from loco.sync.storage.http_store import HttpStore
+from loco.sync.storage.server import serve
+from loco.sync.storage.stores import FsspecStore, Store, open_store
+
+OLD, NEW = b"old", b"new" * 100_000
+HOUR = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+
+
+@pytest.fixture(params=["folder", "memory", "fsspec", "http"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """fsspec: a file system that has only what fsspec gives to all of them."""
+    match request.param:
+        case "folder":
+            yield open_store(tmp_path / "store")
+        case "memory":
+            yield open_store("memory://store/run")
+        case "fsspec":
+            yield FsspecStore(f"file://{tmp_path}/store")
+        case _:
+            with serve(tmp_path, port=0, writable=True) as server:
+                yield open_store(server.url)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 1003, 5_000_000])
+def test_what_is_written_is_read(store: Store, size: int) -> None:
+    data = os.urandom(size)
+    store.write("versions/1/changes", data)
+    assert store.read("versions/1/changes") == data
+    assert b"".join(store.read_chunks("versions/1/changes")) == data
+
+
+def test_a_write_replaces_and_a_create_does_not(store: Store) -> None:
+    store.create("state/latest", b"1")
+    with pytest.raises(FileExistsError) as refused:
+        store.create("state/latest", b"2")
+    assert store.url in str(refused.value)
+    assert "state/latest" in str(refused.value)
+    assert store.read("state/latest") == b"1"
+    store.write("state/latest", b"3")
+    assert store.read("state/latest") == b"3"
+
+
+def test_names_are_of_the_files_directly_in_a_folder(store: Store) -> None:
+    assert store.names("versions") == []
+    for path in ("top", "versions/2", "versions/1", "versions/a name % of ü?#", "versions/deeper/3"):
+        store.write(path, b"")
+    assert store.names("versions") == ["1", "2", "a name % of ü?#"]
+    assert store.names("versions/deeper") == ["3"]
+    assert store.names("") == ["top"]
+    assert store.names("versions/1") == []  # a file
+    assert store.read("versions/a name % of ü?#") == b""
+
+
+def test_a_deleted_file_is_gone_and_may_be_gone_already(store: Store) -> None:
+    store.write("a", b"")
+    store.delete("a")
+    store.delete("a")
+    store.delete("no/such/folder")
+    assert store.names("") == []
+
+
+@pytest.mark.parametrize("path", ["missing", "folder/missing", "no/folder/missing"])
+def test_a_missing_file_is_named_with_its_store(store: Store, path: str) -> None:
+    store.write("folder/file", b"")
+    for read in (store.read, lambda path: list(store.read_chunks(path))):
+        with pytest.raises(FileNotFoundError) as missing:
+            read(path)
+        assert store.url in str(missing.value)
+        assert path in str(missing.value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/",
+        "/etc",
+        "../a",
+        "a/../b",
+        "a/..",
+        "./a",
+        "a//b",
+        "a/",
+        ".hidden",
+        "a/.b",
+        "a\\b",
+        "a\0b",
+        "\ud800",
+    ],
+)
+def test_a_path_that_no_file_may_have_is_refused(store: Store, path: str) -> None:
+    for refuse in (
+        store.read,
+        store.delete,
+        lambda path: list(store.read_chunks(path)),
+        lambda path: store.write(path, b""),
+        lambda path: store.create(path, b""),
+        *([store.names] if path else []),
+    ):
+        with pytest.raises(ValueError, match="relative path of plain names"):
+            refuse(path)
+
+
+def test_a_wait_ends_with_a_change_and_otherwise_in_time(store: Store) -> None:
+    assert store.wait("versions", ["1"], 60.0) == []  # it has changed already
+    started = time.monotonic()
+    assert store.wait("versions", [], 0.2) == []
+    assert 0.2 <= time.monotonic() - started < 10.0
+    found: list[list[str]] = []
+    waiting = threading.Thread(target=lambda: found.append(store.wait("versions", [], 60.0)))
+    waiting.start()
+    store.write("versions/1", b"")
+    waiting.join(20.0)
+    assert found == [["1"]]
+
+
+def creating(rank: int, url: str, count: int) -> list[int]:
+    store, won = open_store(url), []
+    for k in range(count):
+        dist.barrier()
+        try:
+            store.create(f"claims/{k}", bytes([rank]) * 100_000)
+            won.append(k)
+        except FileExistsError:
+            pass
+    return won
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_of_processes_that_create_the_same_file_exactly_one_wins(tmp_path: Path, is_served: bool) -> None:
+    with serve(tmp_path, port=0, writable=True) as server:
+        winners = run_ranks(3, creating, server.url if is_served else str(tmp_path), 20)
+    assert sorted(k for won in winners for k in won) == list(range(20))
+    for rank, won in enumerate(winners):
+        for k in won:
+            assert FolderStore(tmp_path).read(f"claims/{k}") == bytes([rank]) * 100_000
+
+
+class CachingFileSystem(MemoryFileSystem):
+    """Remembers listings, as those of object stores do."""
+
+    protocol = "caching"
+
+    def ls(self, path: str, detail: bool = True, **options: object) -> list[object]:
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path, detail, **options)
+        return self.dircache[path]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.pop(path, None)
+
+
+def test_a_listing_is_never_stale() -> None:
+    fsspec.register_implementation("caching", CachingFileSystem, clobber=True)
+    writer, reader = open_store("caching://x/store"), open_store("caching://x/store")
+    writer.write("a", b"")
+    assert reader.names("") == ["a"]
+    writer.write("b", b"")
+    assert reader.names("") == ["a", "b"]
+    writer.delete("a")
+    assert reader.names("") == ["b"]
+
+
+def test_whatever_a_file_system_raises_is_an_os_error_that_names_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", fail)
+    with pytest.raises(OSError, match=r"RuntimeError: no credentials.*memory://x/a"):
+        open_store("memory://x").read("a")
+
+
+def test_a_topmost_folder_is_not_made_by_mistake() -> None:
+    """It would be a bucket."""
+    with pytest.raises(FileNotFoundError):
+        FsspecStore("file:///no-such-folder/run").write("versions/1", b"")
+    assert not Path("/no-such-folder").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("s3://bucket/run", "pip install s3fs"),
+        ("sftp://host/run", "pip install paramiko"),
+        ("nothing://x", "Protocol not known: nothing"),
+        ("http://", "must be http://host:port"),
+        ("http://user:password@host", "must be http://host:port"),
+        ("http://host/?x", "must be http://host:port"),
+        ("http://host:port", "is no URL of a server"),
+    ],
+)
+def test_a_url_of_no_store_is_refused_in_a_sentence(
+    url: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("s3fs", "paramiko"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=sentence):
+        open_store(url)
+
+
+def test_a_url_says_which_kind_of_store_it_is(tmp_path: Path) -> None:
+    for url in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
+        store = open_store(url)
+        assert isinstance(store, FolderStore)
+        assert store.folder == tmp_path
+    assert isinstance(open_store("memory://x"), FsspecStore)
+    assert isinstance(open_store("https://host/prefix"), HttpStore)

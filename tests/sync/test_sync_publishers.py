@@ -1,0 +1,145 @@
+"""Several publishers of one version, one that comes back, two of one name, one that follows an optimizer."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from published import blank, held, model, publish, same_bits, train
+from torch import nn
+
+import loco
+from loco.sync import (
+    NoVersionError,
+    Publisher,
+    Subscriber,
+    TakenOverError,
+)
+
+
+def test_publishers_that_share_the_work_make_one_version(tmp_path: Path, generator: torch.Generator) -> None:
+    """As after a round, in which all sites hold the same weights: each publishes a third."""
+    trained = model()
+    publishers = [Publisher(trained, tmp_path, stream=(k, 3)) for k in range(3)]
+    engine = blank(trained)
+    subscriber = Subscriber(engine, tmp_path)
+    total = publishers[0].publish(10).dense_bytes
+    with pytest.raises(NoVersionError, match="nothing is published"):
+        subscriber.update()
+    total += sum(publisher.publish(10).dense_bytes for publisher in publishers[1:])
+    assert total == sum(t.numel() * t.element_size() for n, t in held(trained).items() if n != "head.weight")
+    assert subscriber.update().version == 10
+    same_bits(engine, held(trained))
+    train(trained, generator)
+    for publisher in publishers[:2]:
+        publisher.publish(12)
+    assert subscriber.update().version == 10  # a version is there whole or not at all
+    publishers[2].publish(12)
+    assert subscriber.update().version == 12
+    same_bits(engine, held(trained))
+    assert subscriber.rollback() == 10
+    subscriber.verify()
+
+
+def test_publishers_that_share_the_work_must_name_their_versions(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="version must be given where several publishers share the work"):
+        Publisher(model(), tmp_path, stream=(0, 2)).publish()
+
+
+def test_a_publisher_that_comes_back_goes_on_with_an_anchor(
+    tmp_path: Path, generator: torch.Generator
+) -> None:
+    trained = model()
+    engine = blank(trained)
+    subscriber = Subscriber(engine, tmp_path)
+    publish(Publisher(trained, tmp_path), trained, generator, 3)
+    subscriber.update()
+    again = Publisher(trained, tmp_path)
+    train(trained, generator)
+    assert again.publish().version == 4
+    updated = subscriber.update()
+    same_bits(engine, held(trained))
+    assert updated.previous == 3
+    subscriber.rollback()
+    assert subscriber.version == 3
+    subscriber.verify()
+
+
+def test_two_publishers_of_one_name_are_told(tmp_path: Path, generator: torch.Generator) -> None:
+    trained = model()
+    first, second = Publisher(trained, tmp_path), Publisher(trained, tmp_path)
+    first.publish()
+    second.publish()
+    with pytest.raises(
+        TakenOverError, match="version 2 was published by another process: two publishers use"
+    ):
+        first.publish()
+
+
+def test_two_publishers_at_the_same_moment_are_told(tmp_path: Path) -> None:
+    """The second one's manifest finds the first one's in its place."""
+    trained = model()
+    first, second = Publisher(trained, tmp_path), Publisher(trained, tmp_path)
+    with mock.patch.object(second._writer._store, "names", return_value=[]):
+        first.publish()
+        with pytest.raises(TakenOverError, match="version 1 was published by another process"):
+            second.publish()
+    engine = blank(trained)
+    Subscriber(engine, tmp_path).update()
+    same_bits(engine, held(trained))
+
+
+@pytest.mark.usefixtures("single_site")
+def test_an_optimizer_publishes_after_each_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also on one site alone. A version that can't be written is no reason to fail the round."""
+    trained = nn.Linear(8, 8)
+    optimizer = loco.PulseLoCo(torch.optim.SGD(trained.parameters(), lr=0.1), sync_every=2)
+    publisher = Publisher(trained, tmp_path)
+    handle = publisher.after(optimizer)
+    engine = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in trained.state_dict().items()}
+    subscriber = Subscriber(engine, tmp_path)
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        trained(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        if step % 2 == 0:
+            assert subscriber.update().version == step // 2
+            same_bits(engine, held(trained))
+    with mock.patch.object(publisher._writer._store, "create", side_effect=OSError("no room")):
+        optimizer.sync()
+    assert "the weights after round 4 were not published" in caplog.text
+    optimizer.sync()
+    assert subscriber.update().version == 5
+    same_bits(engine, held(trained))
+    handle.remove()
+    optimizer.sync()
+    assert publisher.version == 5
+    # Resumed from the checkpoint of an earlier round, it goes on after what is published.
+    again = Publisher(trained, tmp_path)
+    optimizer = loco.PulseLoCo(torch.optim.SGD(trained.parameters(), lr=0.1), sync_every=2)
+    again.after(optimizer)
+    optimizer.sync()
+    assert again.version == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"stream": (2, 2)}, r"stream must be \(k, n\) with 0 <= k < n, got \(2, 2\)"),
+        ({"keep": 0}, "keep must be >= 1, got 0"),
+        ({"anchor_every": 0}, "anchor_every must be >= 1, or None, got 0"),
+        ({"key": b"short"}, "key must have at least 16 bytes, got 5"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype must be torch.bfloat16, torch.float16 or torch.float32 for"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path: Path, arguments: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Publisher(model(), tmp_path, **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_versions_only_grow(tmp_path: Path) -> None:
+    publisher = Publisher(model(), tmp_path)
+    publisher.publish(5)
+    with pytest.raises(ValueError, match="version must be > 5, which is published, got 5"):
+        publisher.publish(5)
+    assert publisher.publish().version == 6
