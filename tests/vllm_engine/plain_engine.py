@@ -1,0 +1,110 @@
+"""vLLM on a CPU with its weights as a GPU keeps them: as they were loaded.
+
+On a CPU vLLM packs the weights of linear layers and of experts for the CPU's instructions, where no
+change can be written. In vLLM's own processes this is a plugin, see `plugins`.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from vllm import LLM, SamplingParams
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+from loco.sync import Prepared, Subscriber, Updated
+
+BUILT: list[LLM] = []  # in this test: the end of one takes the process groups of all with it
+PROMPTS = ([5, 6, 7], [200, 3, 9, 27, 81, 243], [11])
+
+
+def keep_weights_plain(patch: pytest.MonkeyPatch | None = None, *, experts: bool = True) -> None:
+    put = patch.setattr if patch else setattr
+    put(utils, "dispatch_cpu_unquantized_gemm", _plain_linear)
+    if not experts:
+        return
+    put(CPUUnquantizedExperts, "process_weights_after_loading", lambda experts, layer: None)
+    put(CPUUnquantizedExperts, "apply", _plain_experts)
+
+
+def fail_when_told() -> None:
+    """LOCO_TEST_FAILS="3 1, …": version 3 can't be written on rank 1."""
+    told = os.environ.get("LOCO_TEST_FAILS")
+    apply = Subscriber.apply
+    if not told or apply.__name__ != "apply":
+        return
+
+    def failing(subscriber: Subscriber, prepared: Prepared) -> Updated:
+        if f"{prepared.version} {dist.get_rank()}" in told.split(", "):
+            raise OSError(f"version {prepared.version} fails here")
+        return apply(subscriber, prepared)
+
+    Subscriber.apply = failing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _plain_linear(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = lambda x, weight, bias: linear(x, weight, bias)
+
+
+def _plain_experts(
+    _: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, **more: Any
+) -> None:
+    chosen = zip(hidden_states, more["topk_weights"], more["topk_ids"], strict=True)
+    for row, (token, scales, experts) in enumerate(chosen):
+        total = torch.zeros_like(token)
+        for scale, expert in zip(scales, experts, strict=True):
+            gate, up = linear(token, w1[expert]).chunk(2)
+            total += scale.to(token.dtype) * linear(silu(gate) * up, w2[expert])
+        output[row] = total
+
+
+def build(folder: Path, **options: Any) -> LLM:
+    """An engine, in this process if there is one rank."""
+    fixed = {"dtype": "bfloat16", "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True}
+    BUILT.append(LLM(str(folder), **fixed, kv_cache_memory_bytes=16 << 20, **options))
+    return BUILT[-1]
+
+
+def weights(engine: LLM) -> dict[str, Tensor]:
+    """Copies of all parameters of the one rank."""
+    return engine.apply_model(lambda model: {name: p.clone() for name, p in model.named_parameters()})[0]
+
+
+def generate(
+    engine: LLM, prompts: Sequence[list[int]] = PROMPTS
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy tokens, and their log-probabilities."""
+    greedy = SamplingParams(temperature=0, max_tokens=12, detokenize=False, logprobs=0, ignore_eos=True)
+    inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = [one.outputs[0] for one in engine.generate(inputs, greedy, use_tqdm=False)]
+    chosen = [
+        [(found or {})[token].logprob for token, found in zip(one.token_ids, one.logprobs or (), strict=True)]
+        for one in outputs
+    ]
+    return [list(one.token_ids) for one in outputs], chosen
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name].view(torch.int16), other[name].view(torch.int16)) for name in one
+    )
+
+
+def plugins(folder: Path) -> str:
+    """A PYTHONPATH with which every process of vLLM keeps weights plain, and fails when it is told."""
+    package = folder / "plain_engine-0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: plain_engine\nVersion: 0\n")
+    (package / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\n"
+        "plain_engine = plain_engine:keep_weights_plain\n"
+        "failing_rank = plain_engine:fail_when_told\n"
+    )
+    here = Path(__file__).parent
+    return f"{folder}:{here}:{here.parents[1]}"

@@ -1,0 +1,184 @@
+"""`vllm.LLM(weight_transfer_config=WeightTransferConfig("loco"))` follows what a trainer publishes."""
+
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from models import save
+from plain_engine import build, generate, keep_weights_plain, same_bits, weights
+from torch import Tensor
+from trained import publish
+from vllm import LLM
+from vllm.config import WeightTransferConfig
+
+from loco.sync import NoVersionError, Prepared, Subscriber
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three versions, and their checkpoints."""
+    keep_weights_plain(monkeypatch)
+    publish("llama", tmp_path, 3)
+    return tmp_path
+
+
+def follow(folder: Path, **init_info: Any) -> LLM:
+    engine = build(folder / "1", weight_transfer_config=WeightTransferConfig(backend="loco"))
+    engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url"), **init_info}})
+    return engine
+
+
+def update(engine: LLM, version: int | None = None) -> None:
+    engine.start_weight_update()
+    engine.update_weights({"update_info": {"version": version}})
+    engine.finish_weight_update(f"version {version}")
+    engine.reset_prefix_cache()
+
+
+Known = tuple[dict[str, Tensor], Any]
+
+
+def known(engine: LLM) -> Known:
+    return weights(engine), generate(engine)
+
+
+def same(one: Known, other: Known) -> bool:
+    return same_bits(one[0], other[0]) and one[1] == other[1]
+
+
+def test_an_engine_becomes_the_version_it_is_asked_for_or_the_newest(folder: Path) -> None:
+    fresh = {version: known(build(folder / str(version))) for version in (1, 2, 3)}
+    assert not any(fresh[one][1] == fresh[other][1] for one, other in ((1, 2), (1, 3), (2, 3)))
+    engine = follow(folder)
+    assert same(known(engine), fresh[1])
+    update(engine, 2)
+    assert same(known(engine), fresh[2])
+    assert engine.get_weight_version() == "version 2"
+    update(engine)
+    assert same(known(engine), fresh[3])
+    update(engine)  # there is nothing newer
+    assert same(known(engine), fresh[3])
+    # A trainer that starts again: the places are known, though the weights are not the checkpoint's.
+    engine.shutdown_weight_transfer_engine()
+    engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url")}})
+    assert same(known(engine), fresh[3])
+
+
+def test_the_engine_generates_while_a_version_is_fetched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived, prepare = Event(), Subscriber.prepare
+
+    def slow(subscriber: Subscriber, version: int | None = None) -> Prepared:
+        assert arrived.wait(60)
+        return prepare(subscriber, version)
+
+    monkeypatch.setattr(Subscriber, "prepare", slow)
+    engine = follow(folder)
+    before = known(engine)
+    engine.start_weight_update()
+    engine.reset_prefix_cache()
+    assert same(known(engine), before)
+    arrived.set()
+    engine.update_weights({"update_info": {}})
+    engine.finish_weight_update()
+    assert not same_bits(weights(engine), before[0])
+
+
+def test_the_version_that_is_asked_for_counts_not_the_newest_that_could_not_be_fetched(folder: Path) -> None:
+    for patch in (folder / "url" / "weights").glob("000000000003.*"):
+        patch.write_bytes(b"damaged")
+    engine = follow(folder)
+    update(engine, 2)
+    assert same_bits(weights(engine), weights(build(folder / "2")))
+
+
+def test_a_version_that_is_not_there_leaves_the_engine_as_it_was(folder: Path) -> None:
+    engine = follow(folder)
+    before = known(engine)
+    with pytest.raises(NoVersionError, match="has no version 9: there are 1 to 3"):
+        update(engine, 9)
+    engine.reset_prefix_cache()
+    assert same(known(engine), before)
+    update(engine, 2)
+    engine.reset_prefix_cache()
+    assert same(known(engine), known(build(folder / "2")))
+
+
+def test_prefixes_are_of_the_old_weights_until_they_are_forgotten(folder: Path) -> None:
+    engine = build(
+        folder / "1",
+        weight_transfer_config=WeightTransferConfig(backend="loco"),
+        enable_prefix_caching=True,
+        block_size=32,
+    )
+    engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url")}})
+    prompt = [list(range(3, 83))]
+    generate(engine, prompt)
+    engine.start_weight_update()
+    engine.update_weights({"update_info": {"version": 2}})
+    engine.finish_weight_update()
+    stale = generate(engine, prompt)
+    assert engine.reset_prefix_cache()
+    right = generate(build(folder / "2"), prompt)
+    assert stale != right
+    assert generate(engine, prompt) == right
+
+
+def test_the_key_is_read_from_a_file_of_the_workers_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+    create = Subscriber.__init__
+
+    def note(subscriber: Subscriber, named: Any, url: str, *, key: bytes | None, **more: Any) -> None:
+        keys.append(key)
+        create(subscriber, named, url, key=key, **more)
+
+    monkeypatch.setattr(Subscriber, "__init__", note)
+    (folder / "loco.key").write_bytes(b"sixteen bytes or more")
+    follow(folder, key_file=str(folder / "loco.key"))
+    assert keys == [b"sixteen bytes or more"]
+
+
+def test_an_update_before_there_is_a_publisher_is_refused(folder: Path) -> None:
+    engine = build(folder / "1", weight_transfer_config=WeightTransferConfig(backend="loco"))
+    with pytest.raises(RuntimeError, match="call init_weight_transfer_engine first"):
+        engine.start_weight_update()
+    with pytest.raises(ValueError, match="Invalid init_info"):
+        engine.init_weight_transfer_engine({"init_info": {"address": "somewhere"}})
+
+
+def test_packed_linear_weights_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight is empty: the engine has packed this weight"):
+        follow(folder)
+
+
+def test_packed_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing keeps their shapes, so that only their values tell."""
+    keep_weights_plain(monkeypatch, experts=False)
+    save("qwen3_moe", tmp_path / "1")
+    with pytest.raises(ValueError, match=r"experts\.0\.\w+\.weight was rearranged"):
+        follow(tmp_path)
+
+
+def test_a_tensor_that_is_computed_from_weights_is_refused(folder: Path) -> None:
+    engine = build(folder / "1", weight_transfer_config=WeightTransferConfig(backend="loco"))
+
+    def absorb(model: Any) -> None:
+        layer = model.model.layers[1].self_attn
+        layer.absorbed = layer.o_proj.weight @ layer.o_proj.weight
+
+    engine.apply_model(absorb)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.absorbed seems to be computed from weights"):
+        engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url")}})
+
+
+def test_an_engine_without_weights_yet_has_its_places_all_the_same(folder: Path) -> None:
+    config = WeightTransferConfig(backend="loco")
+    engine = build(folder / "1", weight_transfer_config=config, load_format="dummy")
+    engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url")}})
+    assert torch.is_tensor(next(iter(weights(engine).values())))

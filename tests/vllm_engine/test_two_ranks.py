@@ -1,0 +1,40 @@
+"""Two ranks of tensor parallelism, each with its own part of the weights, change together."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import plain_engine
+import pytest
+from trained import publish
+
+SCRIPT = Path(__file__).with_name("two_ranks.py")
+
+
+def run(folder: Path, checkpoint: str, *versions: int, fails: str = "") -> list[dict[str, Any]]:
+    more = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    more["LOCO_TEST_FAILS"] = fails
+    more["PYTHONPATH"] = plain_engine.plugins(folder / f"plugins of {checkpoint} {len(versions)}")
+    command = [sys.executable, str(SCRIPT), str(folder), checkpoint, *map(str, versions)]
+    done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each rank wants a core of its own")
+def test_both_ranks_change_to_the_same_version_or_neither_does(tmp_path: Path) -> None:
+    publish("qwen3", tmp_path, 4)
+    first, second, missing, last = run(tmp_path, "1", 2, 3, 9, 4, fails="2 1, 3 0")
+    assert "version 2 fails here" in first["error"]
+    assert "failed on another rank" in second["error"]
+    assert "has no version 9" in missing["error"]
+    assert first | {"error": ""} == second | {"error": ""} == missing | {"error": ""}
+    (old,), (fresh,) = run(tmp_path, "1"), run(tmp_path, "4")
+    assert first | {"error": ""} == old
+    assert last == fresh
+    assert old["generated"] != fresh["generated"]
+    assert len(fresh["ranks"]) == 2
+    assert fresh["ranks"][0] != fresh["ranks"][1]
