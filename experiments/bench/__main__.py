@@ -7,7 +7,7 @@ import signal
 import sys
 
 # "projection" reads what "wire" and "link" have written.
-PARTS = ("kernels", "wire", "link", "projection", "peers")
+PARTS = ("kernels", "wire", "link", "projection", "peers", "sync")
 APART = ("large", "shards")  # run only by name: one needs all of a machine's memory, the other many processes
 
 

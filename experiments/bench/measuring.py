@@ -69,13 +69,24 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         result = call()
         del result
         return torch.cuda.max_memory_allocated(device) - before
-    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed before would be used, and not be seen
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    before = kernel_bytes("VmRSS")
+    before = resident_bytes()
+    restart_peak()
     result = call()
     peak = kernel_bytes("VmHWM") - before
     del result
     return max(peak, 0)
+
+
+def resident_bytes() -> int:
+    """This process's pages, after it has given back what it does not use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed before would be used, and not be seen
+    return kernel_bytes("VmRSS")
+
+
+def restart_peak() -> None:
+    """The kernel's high-water mark VmHWM starts again from here."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def kernel_bytes(name: str, path: str = "/proc/self/status") -> int:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from experiments.bench.measuring import Row, latest_run, rate_name, read
+from experiments.bench.sync import plots as sync
 from experiments.plots import LOOK, saved
 
 _PASSES = {"encode": ("#0072B2", "o"), "apply": ("#D55E00", "^"), "round": ("#009E73", "s")}
@@ -226,6 +227,7 @@ DRAW = {
     "link": draw_link,
     "projection": draw_projection,
     "peers": draw_peers,
+    **sync.DRAW,
 }  # by table
 
 
