@@ -1,7 +1,7 @@
 """A store in memory whose calls fail or wait for their turn, and weights small enough for many versions."""
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -75,6 +75,9 @@ class MemoryStore:
         self.before("write", path)
         self.files[path] = bytes(data)
         self.after("write", path)
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        self.write(path, b"".join(chunks))
 
     def create(self, path: str, data: bytes) -> None:
         self.before("create", path)

@@ -303,21 +303,15 @@ class Publisher:
             assert last is not None
             patches.append((last.version, last.digest, patch))
             patches += self._history.add(weights, undo, last.version, last.digest, version)
-        due = self._is_anchor_due(last, patches)
-        dense = patch is not None and patch.bytes > DENSE_SHARE * weights.layout.nbytes
-        anchor = None
-        if patch is None or due or dense:
-            anchor = {format: pack_anchor(whole) for format, whole in weights.whole.items()}
-        if dense and anchor is not None and patch is not None:
-            if sum(map(len, anchor.values())) <= patch.bytes:
+            if patch.bytes > DENSE_SHARE * weights.layout.nbytes and _anchor_bytes(weights) <= patch.bytes:
                 patches.clear()  # nobody is better off with them
-            elif not due:
-                anchor = None
-        if anchor is not None:  # also where it is there already: it may have been damaged
-            self._writer.layout(weights.layout)
-        files = [] if anchor is None else [self._writer.file(version, anchor)]
+        files = []
+        has_anchor = not patches or self._is_anchor_due(last, patches)
+        if has_anchor:
+            self._writer.layout(weights.layout)  # also where it is there already: it may have been damaged
+            files.append(self._writer.file(version, {f: pack_anchor(w) for f, w in weights.whole.items()}))
         for base, base_digest, some in patches:
-            bodies = {format: body.numpy().tobytes() for format, body in some.bodies.items()}
+            bodies = {format: (body.numpy().tobytes(),) for format, body in some.bodies.items()}
             files.append(
                 self._writer.file(version, bodies, base=base, base_digest=base_digest, entries=some.entries)
             )
@@ -328,7 +322,7 @@ class Publisher:
             run=self._run,
             layout=weights.layout.digest,
             digest=digest,
-            anchor=version if anchor is not None or last is None else last.anchor,
+            anchor=version if has_anchor or last is None else last.anchor,
             files=tuple(files),
         )
         return manifest, patches, self._writer.commit(manifest)
@@ -344,3 +338,7 @@ class Publisher:
             return True
         beside = bytes_of(route) - route[0].file.bytes + patches[0][2].bytes
         return beside > ANCHOR_SHARE * route[0].file.bytes
+
+
+def _anchor_bytes(weights: Vectors) -> int:
+    return sum(len(chunk) for whole in weights.whole.values() for chunk in pack_anchor(whole))

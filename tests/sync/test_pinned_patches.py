@@ -161,7 +161,7 @@ def test_both_decoders_refuse_the_same_patches(name: str) -> None:
 def test_both_decoders_refuse_the_same_anchors(dtype: torch.dtype) -> None:
     n, format = 300, names(dtype)
     vector = trained(n, dtype, np.random.default_rng(3))
-    whole = pack_anchor(vector)
+    whole = b"".join(pack_anchor(vector))
     assert decode_anchor(whole, n, format) == numbers_of(vector)
 
     def theirs(body: bytes) -> list[int]:

@@ -225,6 +225,9 @@ def test_without_the_token_nothing_is_told(tmp_path: Path, monkeypatch: pytest.M
         HttpStore(server.url, "two\nlines")
 
 
+CHUNKED = b"PUT /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 def raw(server: SyncServer, request: bytes) -> bytes:
     """All that comes back before the server hangs up."""
     parts = urlsplit(server.url)
@@ -241,8 +244,18 @@ def raw(server: SyncServer, request: bytes) -> bytes:
         (b"PUT /a HTTP/1.1\r\n\r\n", 411),
         (b"PUT /a HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 411),
         (b"PUT /a HTTP/1.1\r\nContent-Length: 1_0\r\n\r\n0123456789", 411),
-        (b"PUT /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+        (b"PUT /a HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n0\r\n\r\n", 411),
+        (b"PUT /a HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 411),
         (b"PUT /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 1\r\n\r\n0", 411),
+        (CHUNKED + b"-1\r\n", 400),
+        (CHUNKED + b"0x1\r\na\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"1;name=value\r\na\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"1\na\n0\n\n", 400),
+        (CHUNKED + b"1\r\nab\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"1\r\na\r\n0\r\nTrailer: a\r\n\r\n", 400),
+        (CHUNKED + b"1" * 100, 400),
+        (CHUNKED + b"ffffffffffff\r\n", 413),
+        (CHUNKED + b"1\r\na\r\n10000000000\r\n", 413),
         (b"PUT /a HTTP/1.1\r\nContent-Length: 99999999999999999\r\n\r\n", 413),
         (b"PUT /folder/ HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 400),
         (b"POST /a HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 501),
@@ -278,6 +291,8 @@ def test_several_requests_may_share_a_connection(server: SyncServer) -> None:
 def test_a_body_that_ends_early_leaves_nothing(server: SyncServer, tmp_path: Path) -> None:
     head = f"PUT /versions/a HTTP/1.1\r\nContent-Length: {len(DATA)}\r\n\r\n".encode()
     assert raw(server, head + DATA[:-1]) == b""
+    for end in (b"", b"4", b"4\r\n", b"4\r\nab", b"4\r\nabcd", b"4\r\nabcd\r\n", b"4\r\nabcd\r\n0\r\n"):
+        assert b"204" not in raw(server, CHUNKED.replace(b"/a", b"/versions/a") + end)
     assert not list((tmp_path / "served/versions").iterdir())
 
 

@@ -1,5 +1,6 @@
 """What a store promises, whichever kind it is."""
 
+import errno
 import os
 import sys
 import threading
@@ -48,6 +49,45 @@ def test_what_is_written_is_read(store: Store, size: int) -> None:
     store.write("versions/1/changes", data)
     assert store.read("versions/1/changes") == data
     assert b"".join(store.read_chunks("versions/1/changes")) == data
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1,), (0, 7, 0), (3_000_000, 0, 1003, 5_000_000)])
+def test_what_is_written_in_chunks_is_read(store: Store, sizes: tuple[int, ...]) -> None:
+    chunks = [os.urandom(size) for size in sizes]
+    store.write("versions/1/changes", b"what is there already")
+    store.write_chunks("versions/1/changes", iter(chunks))
+    assert store.read("versions/1/changes") == b"".join(chunks)
+
+
+def test_a_chunk_is_written_before_the_next_is_made(store: Store) -> None:
+    """So that a large file never is in memory as a whole."""
+    chunk, alive = 1 << 20, 0
+
+    class Chunk(bytes):
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal alive
+        for _ in range(50):
+            assert alive <= 2
+            alive += 1
+            yield Chunk(chunk)
+
+    store.write_chunks("a", chunks())
+    assert len(store.read("a")) == 50 * chunk
+
+
+def test_a_file_whose_chunks_end_with_an_error_is_not_there(store: Store) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield NEW
+        raise OSError(errno.EIO, "no more of it")
+
+    with pytest.raises(OSError, match="no more of it"):
+        store.write_chunks("a", chunks())
+    if not isinstance(store, FsspecStore):  # an object store may have its first part
+        assert store.names("") == []
 
 
 def test_a_write_replaces_and_a_create_does_not(store: Store) -> None:

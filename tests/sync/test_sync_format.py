@@ -167,7 +167,7 @@ def test_the_example_is_what_it_says() -> None:
     rows = {row[0]: row[1:] for row in table(text, "| element |")}
     old, new = ([int(bits, 16) for bits in rows[which]] for which in ("old", "new"))
     before, after = (of_bits(np.array(bits), torch.bfloat16) for bits in (old, new))
-    anchor = pack_anchor(before)
+    anchor = b"".join(pack_anchor(before))
     patch = kernels.pack_patch([before], kernels.find_changes([before], [after])).numpy().tobytes()
     assert example(text) == anchor + patch
     assert decode_anchor(anchor, 4, "bfloat16") == old

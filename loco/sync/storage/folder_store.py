@@ -52,6 +52,9 @@ class FolderStore:
     def write(self, path: str, data: bytes) -> None:
         self.put(path, [data])
 
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        self.put(path, chunks)
+
     def create(self, path: str, data: bytes) -> None:
         """Of processes that create the same file at once, exactly one succeeds. This takes a file system with
         hard links."""

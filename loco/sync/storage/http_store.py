@@ -9,10 +9,9 @@ GET versions/            the names in a folder, as JSON. With If-None-Match: <ta
 
 import errno
 import http.client
-import io
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from urllib.parse import quote, urlsplit
@@ -96,6 +95,11 @@ class HttpStore:
     def write(self, path: str, data: bytes) -> None:
         self._put(path, data, {})
 
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        """In HTTP's chunks, since the length is not known before the end."""
+        with self._request("PUT", check_path(path), {}, chunks):
+            pass
+
     def create(self, path: str, data: bytes) -> None:
         self._put(path, data, {"If-None-Match": "*"})
 
@@ -118,9 +122,9 @@ class HttpStore:
 
     def _put(self, path: str, data: bytes, headers: Mapping[str, str]) -> None:
         headers = {**headers, "Content-Length": str(len(data))}
-        # As a file, which http.client sends block by block, each with a timeout of its own.
-        body, patience = io.BytesIO(data), len(data) / _SLOWEST_DISK
-        with self._request("PUT", check_path(path), headers, body, patience=patience):
+        # In blocks, each of which has a timeout of its own.
+        blocks = (data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK))
+        with self._request("PUT", check_path(path), headers, blocks):
             pass
 
     def _list(
@@ -145,7 +149,7 @@ class HttpStore:
         method: str,
         path: str,
         headers: Mapping[str, str] | None = None,
-        body: io.BytesIO | None = None,
+        body: Iterable[bytes] | None = None,
         patience: float = 0.0,
     ) -> Iterator[http.client.HTTPResponse]:
         """The answer, if it is no refusal.
@@ -157,6 +161,14 @@ class HttpStore:
             ConnectionError: there is no answer, or reading it failed.
             OSError: the server refused.
         """
+        sent = 0
+
+        def counted(body: Iterable[bytes]) -> Iterator[bytes]:
+            nonlocal sent
+            for block in body:
+                yield block
+                sent += len(block)
+
         connection = self._connect(self._host, self._port, timeout=_CONNECTING, blocksize=_CHUNK)
         try:
             connection.connect()
@@ -164,7 +176,9 @@ class HttpStore:
             # A server that refuses may close before it has read the body; then its answer says why.
             with suppress(BrokenPipeError, ConnectionResetError):
                 target = f"{self._prefix}/{quote(path)}"
-                connection.request(method, target, body, {**self._headers, **(headers or {})})
+                blocks = None if body is None else counted(body)
+                connection.request(method, target, blocks, {**self._headers, **(headers or {})})
+                connection.sock.settimeout(self._timeout + patience + sent / _SLOWEST_DISK)
             with connection.getresponse() as response:
                 if response.status >= 300 and response.status != HTTPStatus.NOT_MODIFIED:
                     raise self._refusal(response, path)

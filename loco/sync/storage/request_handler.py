@@ -90,13 +90,8 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         with self._refusing():
-            path, length = self._path_to_write(), self.headers.get("Content-Length", "")
-            if "Transfer-Encoding" in self.headers or not re.fullmatch(r"[0-9]{1,18}", length):
-                raise _RefusalError(HTTPStatus.LENGTH_REQUIRED, "a PUT must give its Content-Length")
-            if int(length) > _LARGEST_BODY:
-                raise _RefusalError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the file is too large")
-            is_new = self.headers.get("If-None-Match") == "*"
-            self._service.files.put(path, self._body(int(length)), replace=not is_new)
+            path, is_new = self._path_to_write(), self.headers.get("If-None-Match") == "*"
+            self._service.files.put(path, self._body(), replace=not is_new)
             self._answer(HTTPStatus.NO_CONTENT, {})
 
     def do_DELETE(self) -> None:
@@ -138,7 +133,33 @@ class RequestHandler(BaseHTTPRequestHandler):
         relay = self._service.relay
         return relay.open(path, self._still_waiting) if relay else self._service.files.open(path)
 
-    def _body(self, length: int) -> Iterator[bytes]:
+    def _body(self) -> Iterator[bytes]:
+        length, coding = self.headers.get("Content-Length", ""), self.headers.get("Transfer-Encoding")
+        if coding is None and re.fullmatch(r"[0-9]{1,18}", length):
+            return self._sized(_checked_size(int(length)))
+        if coding == "chunked" and not length:
+            return self._chunked()
+        raise _RefusalError(HTTPStatus.LENGTH_REQUIRED, "a PUT must give its Content-Length, or be chunked")
+
+    def _chunked(self) -> Iterator[bytes]:
+        """A body of chunks, each behind its size in hexadecimal digits. The last one is empty."""
+        size, done = 1, 0
+        while size:
+            size = int(self._line(rb"[0-9a-fA-F]{1,12}\r\n"), 16)
+            done = _checked_size(done + size)
+            yield from self._sized(size)
+            self._line(rb"\r\n")
+
+    def _line(self, pattern: bytes) -> bytes:
+        with self._client():
+            line = self.rfile.readline(16)
+            if not line:
+                raise ConnectionError("the body ended early")
+        if not re.fullmatch(pattern, line):
+            raise ValueError("the body is not chunked as HTTP says, or has trailers")
+        return line
+
+    def _sized(self, length: int) -> Iterator[bytes]:
         with self._client():
             while length:
                 chunk = self.rfile.read(min(length, _CHUNK))
@@ -232,3 +253,9 @@ class RequestHandler(BaseHTTPRequestHandler):
             yield
         except OSError as error:
             raise _ClientLostError from error
+
+
+def _checked_size(size: int) -> int:
+    if size > _LARGEST_BODY:
+        raise _RefusalError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the file is too large")
+    return size

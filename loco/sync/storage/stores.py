@@ -7,9 +7,10 @@ names = store.wait("versions", known=[], timeout=60.0)
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import fsspec.core
 
@@ -43,6 +44,12 @@ class Store(Protocol):
 
     def write(self, path: str, data: bytes) -> None:
         """Make or replace a file, which appears whole or not at all."""
+        ...
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        """The same, without holding all of it in memory. If getting a chunk fails, an object store may be left
+        with a part of the file.
+        """
         ...
 
     def create(self, path: str, data: bytes) -> None:
@@ -120,6 +127,12 @@ class FsspecStore:
     def write(self, path: str, data: bytes) -> None:
         self._put(path, data, "overwrite")
 
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        full = self._full(check_path(path))
+        with self._naming(path), self._with_folder(full, partial(self._files.open, full, "wb")) as file:
+            for chunk in chunks:
+                file.write(chunk)
+
     def create(self, path: str, data: bytes) -> None:
         self._put(path, data, "create")
 
@@ -144,13 +157,17 @@ class FsspecStore:
     def _put(self, path: str, data: bytes, mode: str) -> None:
         full = self._full(check_path(path))
         with self._naming(path):
-            try:
-                self._files.pipe_file(full, data, mode=mode)
-            except FileNotFoundError:  # of a file system whose folders must be there first
-                if not self._files.exists(full[: full.find("/", 1)]):
-                    raise  # a bucket whose name is wrong is not made
-                self._files.makedirs(full.rpartition("/")[0], exist_ok=True)
-                self._files.pipe_file(full, data, mode=mode)
+            self._with_folder(full, partial(self._files.pipe_file, full, data, mode=mode))
+
+    def _with_folder(self, full: str, write: Callable[[], Any]) -> Any:
+        """Write a file, in a file system whose folders must be there first, too."""
+        try:
+            return write()
+        except FileNotFoundError:
+            if not self._files.exists(full[: full.find("/", 1)]):
+                raise  # a bucket whose name is wrong is not made
+            self._files.makedirs(full.rpartition("/")[0], exist_ok=True)
+            return write()
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")

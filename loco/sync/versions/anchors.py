@@ -23,10 +23,14 @@ RAW, DEFLATED = 0, 1
 _PLANE_HEAD = 5  # bytes: how it is coded, and its size
 
 
-def pack_anchor(vector: Tensor) -> bytes:
-    """All elements of a 1-D tensor in host memory."""
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        return b"".join(pool.map(_pack_part, vector.split(PART) if vector.numel() else []))
+def pack_anchor(vector: Tensor) -> Iterator[bytes]:
+    """All elements of a 1-D tensor in host memory, in chunks: no more of them are in memory than are coded at
+    once."""
+    threads = torch.get_num_threads()
+    parts = vector.split(PART) if vector.numel() else ()
+    with ThreadPoolExecutor(threads) as pool:
+        for first in range(0, len(parts), threads):
+            yield from pool.map(_pack_part, parts[first : first + threads])
 
 
 def _pack_part(part: Tensor) -> bytes:

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 import torch
@@ -88,27 +88,39 @@ class Writer:
     def file(
         self,
         version: int,
-        bodies: Mapping[torch.dtype, bytes],
+        bodies: Mapping[torch.dtype, Iterable[bytes]],
         *,
         base: int | None = None,
         base_digest: str = "",
         entries: Mapping[torch.dtype, int] | None = None,
     ) -> File:
-        """An anchor, or a patch from version `base`."""
-        whole = b"".join(bodies.values())
+        """An anchor, or a patch from version `base`.
+
+        Args:
+            bodies: in chunks, each of which is written before the next is asked for.
+        """
         path = path_of_file(version, self._stream, self._attempt, base)
         self._written.append(path)
-        self._store.write(path, whole)
+        sizes, digest = dict.fromkeys(bodies, 0), hashlib.sha256()
+
+        def chunks() -> Iterator[bytes]:
+            for format, body in bodies.items():
+                for chunk in body:
+                    sizes[format] += len(chunk)
+                    digest.update(chunk)
+                    yield chunk
+
+        self._store.write_chunks(path, chunks())
         changed = entries or {}
         return File(
             path=path,
-            bytes=len(whole),
-            sha256=hashlib.sha256(whole).hexdigest(),
+            bytes=sum(sizes.values()),
+            sha256=digest.hexdigest(),
             base=base,
             base_digest=base_digest,
             bodies=tuple(
-                Body(format=name_of_dtype(format), bytes=len(body), entries=changed.get(format, 0))
-                for format, body in bodies.items()
+                Body(format=name_of_dtype(format), bytes=size, entries=changed.get(format, 0))
+                for format, size in sizes.items()
             ),
         )
 
