@@ -52,7 +52,8 @@ class Heartbeats(Protocol):
         ...
 
     def departed(self, ranks: Sequence[int]) -> list[int]:
-        """Those of them that have said that they left, as far as the store can tell."""
+        """Those of them that have said that they left, as far as the store can tell. Of those who have just
+        hung up: they may be about to say it."""
         ...
 
     def last_words(self, rank: int) -> str:

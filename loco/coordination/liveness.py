@@ -60,8 +60,7 @@ class Liveness:
         connect_limit: float = 30.0,
     ) -> None:
         self.dead_after = dead_after
-        # A rank that hears nothing of the store for two beats goes on, to find out whether it is silent for
-        # six.
+        # A rank that hears nothing of the store for two beats goes on, to find out whether it does for six.
         client = StoreClient(store, limit=2 * dead_after / BEATS, connect_limit=connect_limit)
         self._pulse = _Pulse(client, seals or StoreSeals(), name, rank, dead_after / BEATS)
         with suppress(RuntimeError):  # the next beat may be in time
@@ -135,17 +134,18 @@ class Liveness:
             self._pulse.watches.remove(watch)
 
     def departed(self, ranks: Sequence[int]) -> list[int]:
-        try:
-            beats = self._pulse.read(ranks)
-        except RuntimeError:
-            return []
-        return [r for r, beat in zip(ranks, beats, strict=True) if beat.status.startswith((_LEFT, _ENDED))]
+        deadline, gone = time.monotonic() + _SOON, list[int]()
+        while not gone and time.monotonic() < deadline:
+            with suppress(RuntimeError):
+                beats = zip(ranks, self._pulse.read(ranks), strict=True)
+                gone = [rank for rank, beat in beats if beat.status.startswith((_LEFT, _ENDED))]
+            time.sleep(_POLL)
+        return gone
 
     def last_words(self, rank: int) -> str:
-        try:
+        with suppress(RuntimeError):
             return self._pulse.read([rank])[0].status[1:] or "nothing"
-        except RuntimeError:
-            return "nothing that can be read"
+        return "nothing that can be read"
 
     def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
         if loss.store:
