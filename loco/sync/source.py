@@ -26,13 +26,13 @@ Tensors = dict[torch.dtype, list[Tensor]]  # by format: the pieces of its vector
 class Source:
     """
     Args:
-        source, dtype, stream: as of `Publisher`.
+        source, dtype, stream, sites: as of `Publisher`.
     """
 
-    def __init__(self, source: Named, dtype: DtypeOf, stream: Stream) -> None:
+    def __init__(self, source: Named, dtype: DtypeOf, stream: Stream, sites: tuple[int, int]) -> None:
         if not callable(source) and not isinstance(source, Mapping):
             source = dict(source)  # an iterator is read once
-        self._source, self._dtype, self._stream = source, dtype, stream
+        self._source, self._dtype, self._stream, self._sites = source, dtype, stream, sites
 
     def read(self) -> tuple[Layout, Tensors]:
         """What there is now. Tensors in host memory are not copied; FP32 ones are not cast yet.
@@ -49,7 +49,7 @@ class Source:
                 )
         own, shared = [], []
         for name, tensor in found.items():
-            region = region_of(name, tensor, published_as(name, tensor, self._dtype))
+            region = region_of(name, tensor, published_as(name, tensor, self._dtype), *self._sites)
             if region is not None:
                 self._check_cast(region, held[name])
                 (own if is_sharded(tensor) else shared).append(region)

@@ -75,9 +75,12 @@ def published_as(name: str, tensor: Tensor, dtype: DtypeOf) -> torch.dtype:
     return dtype(name, tensor) if callable(dtype) else dtype
 
 
-def region_of(name: str, tensor: Tensor, dtype: torch.dtype) -> Region | None:
+def region_of(name: str, tensor: Tensor, dtype: torch.dtype, copy: int = 0, copies: int = 1) -> Region | None:
     """What this process publishes of a tensor: all of it, or of a DTensor its part. What several ranks hold
     alike they divide. None: others publish it.
+
+    Args:
+        copy, copies: which one this is of so many DTensors of the same elements, each over ranks of its own.
 
     Raises:
         ValueError: the part is no box of elements.
@@ -91,7 +94,6 @@ def region_of(name: str, tensor: Tensor, dtype: torch.dtype) -> Region | None:
     offset, size = [0] * tensor.dim(), list(tensor.shape)
     # FSDP over a tensor that tensor parallelism divides: its strided placement comes first, and divides last.
     order = sorted(range(mesh.ndim), key=lambda k: (hasattr(placements[k], "split_factor"), k))
-    copy, copies = 0, 1
     for k in order:
         if placements[k].is_replicate():
             copy, copies = copy * mesh.shape[k] + coordinates[k], copies * mesh.shape[k]

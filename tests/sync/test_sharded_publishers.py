@@ -20,6 +20,7 @@ LAYOUTS = {
     "fsdp": ((2,), ("shard",)),
     "hsdp": ((2, 2), ("replicate", "shard")),
     "fsdp over tp": ((2, 2), ("shard", "tp")),
+    "fsdp of two sites": ((2, 2), ("site", "shard")),
 }
 
 
@@ -31,6 +32,7 @@ def divide(model: Tied, layout: str) -> None:
         if not layout.endswith("held twice"):
             distribute_module(model, mesh["tp"])  # the others are copies, and say so
             model.head.weight = model.embed.weight
+    if {"tp", "site"} & set(names):
         mesh = mesh["shard"]
     fully_shard(model.up, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -51,7 +53,8 @@ def publishing(rank: int, layout: str, folder: str) -> list[int]:
     model = Tied()
     divide(model, layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    publisher = Publisher(model, folder, stream=(rank, world))
+    sites = (rank // 2, 2) if layout == "fsdp of two sites" else (0, 1)
+    publisher = Publisher(model, folder, stream=(rank, world), sites=sites)
     engine = {name: torch.zeros_like(tensor) for name, tensor in whole(model).items()}
     engine["head.weight"] = engine["embed.weight"]
     subscriber = Subscriber(engine, folder)
@@ -78,9 +81,9 @@ def test_every_rank_publishes_its_own_shards(layout: str, tmp_path: Path) -> Non
     assert max(map(max, sizes)) < every
 
 
-def publishing_twice(rank: int, folder: str) -> str:
+def publishing_twice(rank: int, layout: str, folder: str) -> str:
     model = Tied()
-    divide(model, "fsdp over tp, held twice")
+    divide(model, layout)
     Publisher(model, folder, stream=(rank, 4)).publish(1)
     engine = {name: torch.zeros_like(tensor) for name, tensor in whole(model).items()}
     dist.barrier()
@@ -89,7 +92,10 @@ def publishing_twice(rank: int, folder: str) -> str:
     return str(error.value)
 
 
-def test_a_shard_that_two_ranks_publish_is_told(tmp_path: Path) -> None:
-    """Ranks of tensor parallelism that hold the same FSDP shards, whose mesh does not say so."""
-    for told in run_ranks(4, publishing_twice, str(tmp_path)):
+@pytest.mark.parametrize("layout", ["fsdp over tp, held twice", "fsdp of two sites"])
+def test_a_shard_that_two_ranks_publish_is_told(layout: str, tmp_path: Path) -> None:
+    """Ranks of tensor parallelism that hold the same FSDP shards, whose mesh does not say so; and sites that
+    are not told of each other.
+    """
+    for told in run_ranks(4, publishing_twice, layout, str(tmp_path)):
         assert "scale has 1 elements, and its publishers publish 2 of them: some are published twice" in told
