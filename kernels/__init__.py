@@ -64,6 +64,7 @@ __all__ = [
     "encode",
     "find_changes",
     "join_patches",
+    "merge_changes",
     "pack",
     "pack_patch",
     "packs_fast",
@@ -264,6 +265,8 @@ class _HostPatchHome(_PatchHome, Protocol):
 
     def unpack_patch(self, old: Sequence[Tensor], body: Tensor) -> Changes: ...
 
+    def merge_changes(self, old: Sequence[Tensor], earlier: Changes, later: Changes) -> Changes: ...
+
     def code_ranked(self, ranked: Ranked) -> Tensor: ...
 
     def decode_ranked(self, body: Tensor, numel: int) -> Ranked: ...
@@ -308,6 +311,11 @@ def swap_bits(weights: Sequence[Tensor], changes: Changes) -> list[int]:
     changes
     """
     return (_device_patches(weights) or _host_patches()).swap_bits(weights, changes)
+
+
+def merge_changes(old: Sequence[Tensor], earlier: Changes, later: Changes) -> Changes:
+    """What two changes, one after the other, change of old weights in host memory."""
+    return _host_patches().merge_changes(old, earlier, later)
 
 
 def digest_bits(weights: Tensor) -> int:

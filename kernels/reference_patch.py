@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .reference import CHUNK, cast
 from .reference_ranked import CLASSES, PART, Wrong, code_ranked, decode_ranked
+from .reserve import reserve
 from .types import Changes, MalformedError, Ranked
 
 SAMPLED, RARE = 16, 1024  # of one weight in 16, at most one in 1024 is above class 15
@@ -97,6 +98,21 @@ def swap_bits(weights: Sequence[Tensor], changes: Changes) -> list[int]:
     return digests
 
 
+def merge_changes(old: Sequence[Tensor], earlier: Changes, later: Changes) -> Changes:
+    """What two changes, one after the other, change of the old weights. Elements that end as they began are
+    left out.
+    """
+    positions = torch.cat([later.positions, earlier.positions])
+    bits = torch.cat([later.bits, earlier.bits])
+    order = torch.argsort(positions, stable=True)  # of two of one element the later one comes first
+    positions, bits = positions[order], bits[order]
+    counts = torch.ones_like(positions, dtype=torch.bool)
+    counts[1:] = positions[1:] != positions[:-1]
+    before = torch.cat([bits.new_empty(0), *map(bits_of, old)])
+    counts &= before[positions] != bits
+    return Changes(positions[counts], bits[counts])
+
+
 def digest_bits(weights: Tensor) -> int:
     """A 64-bit digest of the elements of a 1-D tensor: `reference.digest` with a word for each element's
     bits.
@@ -138,7 +154,8 @@ def join_patches(patches: Sequence[Tensor], numel: int, width: int) -> Tensor:
     heads = [4 * -(-min(width, numel - first) // PART) for first in range(0, numel, width)]
     tables = [patch[:head] for patch, head in zip(patches, heads, strict=True)]
     bodies = [patch[head:] for patch, head in zip(patches, heads, strict=True)]
-    return torch.cat([*tables, *bodies])
+    whole = reserve(sum(patch.numel() for patch in patches), torch.uint8)
+    return torch.cat([*tables, *bodies], out=whole)
 
 
 def bits_of(weights: Tensor) -> Tensor:

@@ -114,6 +114,79 @@ void loco_patch_swap(int64_t pieces, const int64_t *address, const int64_t *star
     share_among(count, swap_bits, &call, count, shares);
 }
 
+typedef struct {
+    Pieces old;
+    int width;
+    int64_t entries[2];  /* of the earlier changes, and of the later ones */
+    const int64_t *positions[2];
+    const char *bits[2];
+    int64_t *out_positions;
+    char *out_bits;
+    int64_t *found;  /* by each share */
+    int shares;
+} MergeChanges;
+
+/* How many positions come before one. */
+static int64_t rank_of(const int64_t *positions, int64_t entries, int64_t position) {
+    int64_t low = 0, high = entries;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (positions[middle] < position) low = middle + 1; else high = middle;
+    }
+    return low;
+}
+
+/* Where a share begins in both lists: at the same element, and evenly in the longer one. */
+static void cut_lists(const MergeChanges *c, int64_t s, int64_t cut[2]) {
+    int longer = c->entries[1] > c->entries[0];
+    cut[longer] = c->entries[longer] * s / c->shares;
+    cut[!longer] = cut[longer] == c->entries[longer] ? c->entries[!longer] : s == 0 ? 0
+                 : rank_of(c->positions[!longer], c->entries[!longer], c->positions[longer][cut[longer]]);
+}
+
+static void *merge_changes(void *argument) {
+    Share *share = argument;
+    const MergeChanges *c = share->call;
+    const int64_t *const earlier = c->positions[0], *const later = c->positions[1];
+    for (int64_t s = share->first; s < share->last; s++) {
+        int64_t at[2], end[2];
+        cut_lists(c, s, at), cut_lists(c, s + 1, end);
+        int64_t k = at[0] + at[1], begin = k, piece = -1;
+        while (at[0] < end[0] || at[1] < end[1]) {
+            int takes_later = at[0] == end[0] || (at[1] < end[1] && later[at[1]] <= earlier[at[0]]);
+            int64_t position = takes_later ? later[at[1]] : earlier[at[0]];
+            uint32_t fresh = read_bits(c->bits[takes_later] + at[takes_later] * c->width, c->width);
+            if (takes_later && at[0] < end[0] && earlier[at[0]] == position) at[0]++;
+            at[takes_later]++;
+            if (piece < 0) piece = piece_at(&c->old, position);
+            while (c->old.start[piece + 1] <= position) piece++;
+            c->out_positions[k] = position;
+            write_bits(c->out_bits + k * c->width, fresh, c->width);
+            k += read_bits(bits_at(&c->old, piece, position, c->width), c->width) != fresh;
+        }
+        c->found[s] = k - begin;
+    }
+    return NULL;
+}
+
+/* `positions` and `bits` have room for all entries of both lists. -> how many there are then */
+int64_t loco_patch_merge(int64_t pieces, const int64_t *address, const int64_t *start, const int32_t *dtype, int width,
+                         int64_t earlier_entries, const int64_t *earlier, const char *earlier_bits, int64_t later_entries,
+                         const int64_t *later, const char *later_bits, int count, int64_t *positions, char *bits) {
+    int64_t found[MAX_THREADS], cut[2], total = 0;
+    MergeChanges call = {{pieces, address, start, dtype}, width, {earlier_entries, later_entries}, {earlier, later},
+                         {earlier_bits, later_bits}, positions, bits, found, count};
+    Share shares[MAX_THREADS];
+    share_among(count, merge_changes, &call, count, shares);
+    for (int s = 0; s < count; s++) {
+        cut_lists(&call, s, cut);
+        memmove(positions + total, positions + cut[0] + cut[1], (size_t)found[s] * 8);
+        memmove(bits + total * width, bits + (cut[0] + cut[1]) * width, (size_t)(found[s] * width));
+        total += found[s];
+    }
+    return total;
+}
+
 /* The bits of the elements `first` … `first` + n, at most a block. `piece` moves on to the last one's. */
 static inline void load_bits(const Pieces *p, int64_t *piece, int64_t first, int n, int width, uint32_t *restrict out) {
     for (int64_t low = first, last = first + n; low < last;) {

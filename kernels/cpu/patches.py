@@ -31,6 +31,11 @@ class CompiledPatches:
         library.loco_patch_swap.argtypes = (
             *(*_VECTOR[1:], c_int, c_int64, c_void_p, c_void_p, c_int, c_void_p),
         )
+        library.loco_patch_merge.restype = c_int64
+        library.loco_patch_merge.argtypes = (
+            *(*_VECTOR[1:], c_int, *2 * (c_int64, c_void_p, c_void_p)),
+            *(c_int, c_void_p, c_void_p),
+        )
         library.loco_patch_digest.restype = c_uint64
         library.loco_patch_digest.argtypes = (c_void_p, c_int64, c_int, c_int)
         library.loco_patch_room.restype = c_int64
@@ -86,7 +91,7 @@ class CompiledPatches:
     def swap_bits(self, weights: Sequence[Tensor], changes: Changes) -> list[int]:
         pieces = _Vector(weights)
         entries = changes.positions.numel()
-        shares = min(torch.get_num_threads(), entries // _ENTRIES_OF_A_THREAD + 1, 256)
+        shares = _shares(entries)
         digests = np.zeros((shares, pieces.count), dtype=np.uint64)
         self._library.loco_patch_swap(
             *(*pieces.arguments[1:], pieces.format.width, entries),
@@ -94,6 +99,18 @@ class CompiledPatches:
         )
         found = iter(digests.sum(0, dtype=np.uint64).tolist())
         return [next(found) if piece.numel() else 0 for piece in weights]
+
+    def merge_changes(self, old: Sequence[Tensor], earlier: Changes, later: Changes) -> Changes:
+        pieces, entries = _Vector(old), earlier.positions.numel() + later.positions.numel()
+        shares = _shares(entries)
+        positions, bits = reserve(entries, torch.int64), reserve(entries, pieces.format.bits)
+        lists = [(some.positions.contiguous(), some.bits.contiguous()) for some in (earlier, later)]
+        found = self._library.loco_patch_merge(
+            *(*pieces.arguments[1:], pieces.format.width),
+            *(x for at, to in lists for x in (at.numel(), at.data_ptr(), to.data_ptr())),
+            *(shares, positions.data_ptr(), bits.data_ptr()),
+        )
+        return Changes(positions[:found], bits[:found])
 
     def digest_bits(self, weights: Tensor) -> int:
         weights, width, threads = weights.contiguous(), weights.element_size(), torch.get_num_threads()
@@ -112,8 +129,8 @@ class CompiledPatches:
     def unpack_patch(self, old: Sequence[Tensor], body: Tensor) -> Changes:
         pieces = _Vector(old)
         entries = self._count(body, pieces.numel)
-        positions = torch.empty(entries, dtype=torch.int64, device="cpu")
-        bits = torch.empty(entries, dtype=pieces.format.bits, device="cpu")
+        # Not from the C library, which keeps what is freed: a process may never again need so much.
+        positions, bits = reserve(entries, torch.int64), reserve(entries, pieces.format.bits)
         wrong = self._library.loco_patch_unpack(
             *(body.data_ptr(), body.numel(), *pieces.arguments),
             *(pieces.format.width, pieces.format.mantissa, torch.get_num_threads()),
@@ -150,6 +167,10 @@ class CompiledPatches:
         entries = self._library.loco_patch_count(body.data_ptr(), body.numel(), numel)
         _refuse(-min(entries, 0))
         return entries
+
+
+def _shares(entries: int) -> int:
+    return min(torch.get_num_threads(), entries // _ENTRIES_OF_A_THREAD + 1, 256)
 
 
 def _made(room: Tensor, size: int) -> Tensor:

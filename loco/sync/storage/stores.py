@@ -47,8 +47,8 @@ class Store(Protocol):
         ...
 
     def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
-        """The same, without holding all of it in memory. If getting a chunk fails, an object store may be left
-        with a part of the file.
+        """The same, without holding all of it in memory. If getting a chunk fails, an object store may have a
+        part of the file.
         """
         ...
 

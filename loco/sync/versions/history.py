@@ -14,7 +14,7 @@ from torch import Tensor
 from loco import kernels
 from loco.kernels import Changes
 
-from .vectors import ChangesOf, Vectors, merged
+from .vectors import ChangesOf, Vectors
 
 SLICE = 4 * kernels.PART  # elements
 
@@ -110,7 +110,7 @@ def _join(weights: Vectors, undo: ChangesOf, blocks: list[Packed]) -> list[Packe
                 kernels.swap_bits([held], part)  # back to where the block ends, and `part` leads forward
                 older = _slice_of(block, format, held, whole.numel(), first)
                 kernels.swap_bits([held], older)
-                part = merged(part, older, held)
+                part = kernels.merge_changes([held], older, part)
                 patches[j].append(kernels.pack_patch([held], part))
                 entries[j] += part.positions.numel()
                 kernels.swap_bits([held], part)

@@ -60,17 +60,3 @@ def combined(digests: Sequence[int]) -> str:
     """One digest of those of all regions, format by format."""
     each = b"".join(digest.to_bytes(8, "little") for digest in digests)
     return hashlib.blake2b(each, digest_size=8).hexdigest()
-
-
-def merged(newer: Changes, older: Changes, base: Tensor) -> Changes:
-    """`older`, then `newer`, in one. `base` is what they start from; elements that end as they began are
-    left out.
-    """
-    positions = torch.cat([newer.positions, older.positions])
-    bits = torch.cat([newer.bits, older.bits])
-    order = torch.argsort(positions, stable=True)  # the newer one of two comes first
-    positions, bits = positions[order], bits[order]
-    counts = torch.ones_like(positions, dtype=torch.bool)
-    counts[1:] = positions[1:] != positions[:-1]
-    counts &= base.view(bits.dtype)[positions] != bits
-    return Changes(positions[counts], bits[counts])

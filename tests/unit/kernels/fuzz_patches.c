@@ -144,6 +144,16 @@ static void look_at(const Sample *s, int threads, int64_t entries, const int64_t
     }
     demand(loco_patch_find(s->n, s->pieces, was.address, s->address, s->start, s->dtype, s->width, 0, threads, found, fresh) ==
                    entries && !memcmp(found, positions, 8 * (size_t)entries), "other changes");
+    int64_t *merged = exactly(16 * (size_t)entries);
+    char *to = exactly(2 * (size_t)entries * width);
+    demand(!loco_patch_merge(s->pieces, was.address, s->start, s->dtype, s->width, entries, positions, fresh, entries, positions,
+                             bits, threads, merged, to), "changes that are taken back change something");
+    int64_t half = below(entries + 1), rest = entries - half, begin = one_in(2) ? 0 : rest;  /* in either order */
+    demand(loco_patch_merge(s->pieces, was.address, s->start, s->dtype, s->width, half, positions + begin,
+                            fresh + (size_t)begin * width, rest, positions + (begin ? 0 : half),
+                            fresh + (begin ? 0 : (size_t)half * width), threads, merged, to) == entries &&
+           !memcmp(merged, positions, 8 * (size_t)entries) && !memcmp(to, fresh, (size_t)entries * width), "another whole");
+    free(merged), free(to);
     loco_patch_swap(s->pieces, s->address, s->start, s->dtype, s->width, entries, positions, bits, 1, change);
     demand(!memcmp(bits, fresh, (size_t)entries * width), "what was swapped twice is something else");
     int64_t room = loco_patch_room(s->n, entries);

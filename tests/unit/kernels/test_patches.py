@@ -80,6 +80,25 @@ def check(
 SIZES = [(), (0,), (1, 0, 61), (0, 0, 255, 0, 3, 257)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [*SIZES, (70_000, 1, 30_001)])
+@pytest.mark.parametrize("shares", [(0.0, 0.5), (0.5, 0.0), (1.0, 1.0), (0.3, 0.3), (0.001, 0.9)])
+def test_two_changes_merge_into_the_change_from_the_first_weights_to_the_last(
+    dtype: torch.dtype, sizes: tuple[int, ...], shares: tuple[float, float]
+) -> None:
+    n, rng = sum(sizes), np.random.default_rng(len(sizes))
+    weights = [any_bits(n, dtype, rng)]
+    for share in shares:  # a quarter of what moves goes back to what it was in the beginning
+        fresh = torch.where(torch.from_numpy(rng.random(n) < 0.75), any_bits(n, dtype, rng), weights[0])
+        weights.append(torch.where(torch.from_numpy(rng.random(n) < share), fresh, weights[-1]))
+    first, second, third = (in_pieces(some, sizes) for some in weights)
+    for home in HOMES:
+        earlier, later = home.find_changes(first, second), home.find_changes(second, third)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            same_bits(home.merge_changes(first, earlier, later), home.find_changes(first, third))
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("density", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize("n", [0, 1, 63, 1003])
@@ -240,6 +259,7 @@ def test_positions_past_2_to_31() -> None:
     home.swap_bits(pieces, changes)
     same_bits([bits_of(old)[positions], changes.bits], [fresh, was])
     back = reference_patch.digest_terms(was, positions) - reference_patch.digest_terms(fresh, positions)
+    same_bits(home.merge_changes(pieces, changes, Changes(positions, fresh)), (positions[:0], fresh[:0]))
     assert home.swap_bits([old], changes) == [back & MASK]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import poison
 import pytest
 import torch
 from homes import builds, same_bits
@@ -228,6 +229,7 @@ def memory(field: str) -> int:
 
 
 @pytest.mark.skipif(not COMPILED, reason="no C compiler")
+@pytest.mark.skipif(poison.is_wanted(), reason="memory that is poisoned is taken")
 @pytest.mark.parametrize("coded", [b"", b"\xf0", b"\xff" * 6, bytes(range(1, 200))])
 def test_a_patch_that_promises_much_takes_no_more_memory_than_it_has_changes(coded: bytes) -> None:
     """A kilobyte that names every weight of 2^24 as changed: 400 MB that are not taken."""
