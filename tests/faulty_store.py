@@ -9,6 +9,7 @@ from published import cast, same_bits
 from torch import Tensor
 
 from loco.sync import Publisher, Subscriber
+from loco.sync.storage.names import Buffer
 from loco.sync.versions.manifest import Manifest
 
 Weights = dict[str, Tensor]
@@ -76,7 +77,7 @@ class MemoryStore:
         self.files[path] = bytes(data)
         self.after("write", path)
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write_chunks(self, path: str, chunks: Iterable[Buffer]) -> None:
         self.write(path, b"".join(chunks))
 
     def create(self, path: str, data: bytes) -> None:

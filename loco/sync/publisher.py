@@ -316,9 +316,10 @@ class Publisher:
             self._writer.layout(weights.layout)  # also where it is there already: it may have been damaged
             files.append(self._writer.file(version, {f: pack_anchor(w) for f, w in weights.whole.items()}))
         for base, base_digest, some in patches:
-            bodies = {format: (body.numpy().tobytes(),) for format, body in some.bodies.items()}
             files.append(
-                self._writer.file(version, bodies, base=base, base_digest=base_digest, entries=some.entries)
+                self._writer.file(
+                    version, some.chunks(), base=base, base_digest=base_digest, entries=some.entries
+                )
             )
         manifest = Manifest(
             version=version,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .names import check_folder, check_path, is_path, poll
+from .names import Buffer, check_folder, check_path, is_path, poll
 
 _PARTIAL = ".partial-"
 _ABANDONED = 3600.0  # seconds without a write after which a partial file's writer is taken for dead
@@ -52,7 +52,7 @@ class FolderStore:
     def write(self, path: str, data: bytes) -> None:
         self.put(path, [data])
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write_chunks(self, path: str, chunks: Iterable[Buffer]) -> None:
         self.put(path, chunks)
 
     def create(self, path: str, data: bytes) -> None:
@@ -60,7 +60,7 @@ class FolderStore:
         hard links."""
         self.put(path, [data], replace=False)
 
-    def put(self, path: str, chunks: Iterable[bytes], *, replace: bool = True) -> None:
+    def put(self, path: str, chunks: Iterable[Buffer], *, replace: bool = True) -> None:
         """Write a file of these chunks. If getting one of them fails, nothing of the file is left.
 
         Raises:

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from urllib.parse import quote, urlsplit
 
 from .bearer import authorization, find_token
-from .names import check_folder, check_path, is_path, listing_tag, poll
+from .names import Buffer, check_folder, check_path, is_path, listing_tag, poll
 
 _CONNECTING = 5.0  # seconds
 _LONGEST_WAIT = 30.0  # seconds of one request; routers and proxies forget connections that are quiet for long
@@ -95,7 +95,7 @@ class HttpStore:
     def write(self, path: str, data: bytes) -> None:
         self._put(path, data, {})
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write_chunks(self, path: str, chunks: Iterable[Buffer]) -> None:
         """In HTTP's chunks, since the length is not known before the end."""
         with self._request("PUT", check_path(path), {}, chunks):
             pass
@@ -149,7 +149,7 @@ class HttpStore:
         method: str,
         path: str,
         headers: Mapping[str, str] | None = None,
-        body: Iterable[bytes] | None = None,
+        body: Iterable[Buffer] | None = None,
         patience: float = 0.0,
     ) -> Iterator[http.client.HTTPResponse]:
         """The answer, if it is no refusal.
@@ -163,7 +163,7 @@ class HttpStore:
         """
         sent = 0
 
-        def counted(body: Iterable[bytes]) -> Iterator[bytes]:
+        def counted(body: Iterable[Buffer]) -> Iterator[Buffer]:
             nonlocal sent
             for block in body:
                 yield block

@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Callable
 
+Buffer = bytes | memoryview
+
 # A name may not be empty, nor begin with a dot: "." and ".." do, and so do hidden and unfinished files.
 _REFUSED = re.compile(r"(^|/)(\.|/|$)|[\\\x00-\x1f\x7f\ud800-\udfff]")
 

@@ -16,7 +16,7 @@ import fsspec.core
 
 from .folder_store import FolderStore
 from .http_store import HttpStore
-from .names import check_folder, check_path, is_path, poll
+from .names import Buffer, check_folder, check_path, is_path, poll
 
 _CHUNK = 4 << 20
 _LONGEST_PAUSE = 1.0  # seconds; each listing of an object store is a request that costs money
@@ -46,7 +46,7 @@ class Store(Protocol):
         """Make or replace a file, which appears whole or not at all."""
         ...
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write_chunks(self, path: str, chunks: Iterable[Buffer]) -> None:
         """The same, without holding all of it in memory. If getting a chunk fails, an object store may have a
         part of the file.
         """
@@ -127,7 +127,7 @@ class FsspecStore:
     def write(self, path: str, data: bytes) -> None:
         self._put(path, data, "overwrite")
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write_chunks(self, path: str, chunks: Iterable[Buffer]) -> None:
         full = self._full(check_path(path))
         with self._naming(path), self._with_folder(full, partial(self._files.open, full, "wb")) as file:
             for chunk in chunks:

@@ -17,6 +17,7 @@ from loco.kernels import Changes
 from .vectors import ChangesOf, Vectors
 
 SLICE = 4 * kernels.PART  # elements
+CHUNK = 1 << 20  # bytes
 
 
 class Packed(NamedTuple):
@@ -28,6 +29,10 @@ class Packed(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(body.numel() for body in self.bodies.values())
+
+    def chunks(self) -> dict[torch.dtype, list[memoryview]]:
+        """The bodies, as they are written."""
+        return {f: [part.numpy().data for part in body.split(CHUNK)] for f, body in self.bodies.items()}
 
 
 class Skip(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from ...errors import AuthenticationError
 from ..errors import DamagedError, TakenOverError
+from ..storage.names import Buffer
 from ..storage.stores import Store
 from .layout import Layout, name_of_dtype
 from .manifest import FOLDER, Body, File, Manifest, Stream, load_or_none, parse_name, path_of_file
@@ -88,7 +89,7 @@ class Writer:
     def file(
         self,
         version: int,
-        bodies: Mapping[torch.dtype, Iterable[bytes]],
+        bodies: Mapping[torch.dtype, Iterable[Buffer]],
         *,
         base: int | None = None,
         base_digest: str = "",
@@ -103,7 +104,7 @@ class Writer:
         self._written.append(path)
         sizes, digest = dict.fromkeys(bodies, 0), hashlib.sha256()
 
-        def chunks() -> Iterator[bytes]:
+        def chunks() -> Iterator[Buffer]:
             for format, body in bodies.items():
                 for chunk in body:
                     sizes[format] += len(chunk)
