@@ -37,7 +37,8 @@ def decoded(places: Places, downloads: list[Download]) -> list[tuple[torch.dtype
     for format, first, fresh in decoded_slices(places, downloads):
         held = places.read(format, first, first + fresh.numel())
         changes = kernels.find_changes([held], [fresh])
-        found.append((format, Changes(changes.positions + first, changes.bits)))
+        # Copies, or what was reserved for as many changes as weights would be kept with them.
+        found.append((format, Changes(changes.positions + first, changes.bits.clone())))
     return found
 
 

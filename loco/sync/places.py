@@ -65,10 +65,14 @@ class Places:
                 found[a:b] = place.take(positions[a:b] - start)
         return found
 
+    def swaps_in_one_call(self, format: torch.dtype) -> bool:
+        """Whether `swap` writes all or nothing, whatever exception comes: Python raises none inside C."""
+        return kernels.packs_fast() and self._in_place(format) is not None
+
     def swap(self, format: torch.dtype, changes: Changes) -> None:
         """As `Vectors.swap`."""
-        places, pieces = self._places[format], self.direct(format)
-        if pieces is not None and not any(isinstance(place, Mirror) for place in places):
+        pieces = self._in_place(format)
+        if pieces is not None:
             moved = kernels.swap_bits(pieces, changes)
         else:
             moved = [
@@ -76,6 +80,11 @@ class Places:
                 for place, start, a, b in self._of_positions(format, changes.positions)
             ]
         self.digests[format] = [d + m & MASK for d, m in zip(self.digests[format], moved, strict=True)]
+
+    def _in_place(self, format: torch.dtype) -> list[Tensor] | None:
+        """As `direct`, but for what is written to an engine's memory, too."""
+        mirrored = any(isinstance(place, Mirror) for place in self._places[format])
+        return None if mirrored else self.direct(format)
 
     def _of_positions(self, format: torch.dtype, positions: Tensor) -> Iterator[tuple[Place, int, int, int]]:
         """The places, where each begins in its vector, and which of the ascending positions lie there."""

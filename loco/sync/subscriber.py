@@ -282,6 +282,7 @@ class Subscriber:
         try:
             self._now = _Standing(before.number)
             entries = sum(self._write_part(part, journal) for part in prepared.parts)
+            journal.complete()
             self._places = {part.stream: part.places for part in prepared.parts}
             held = {part.stream: Held(prepared.version, part.manifest.digest) for part in prepared.parts}
             undo = _Undo(before, places, journal) if can_be_restored else None
