@@ -35,6 +35,8 @@ def from_all_ranks(value: int) -> list[int]:
     """The value of each rank of this engine, which is a product of groups. Its replicas are other engines."""
     values = torch.tensor([value])
     for group in (get_tp_group(), get_pcp_group(), get_pp_group()):
+        if group.world_size == 1:
+            continue  # gloo asks even itself, which takes milliseconds on a busy machine
         parts = [torch.empty_like(values) for _ in range(group.world_size)]
         dist.all_gather(parts, values, group=group.cpu_group)
         values = torch.cat(parts)
