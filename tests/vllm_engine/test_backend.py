@@ -1,7 +1,10 @@
 """`vllm.LLM(weight_transfer_config=WeightTransferConfig("loco"))` follows what a trainer publishes."""
 
+import gc
 from pathlib import Path
+from random import Random
 from threading import Event
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -9,11 +12,13 @@ import torch
 from models import save
 from plain_engine import build, generate, keep_weights_plain, same_bits, weights
 from torch import Tensor
-from trained import publish
+from trained import NoisyTrainer, publish
 from vllm import LLM
 from vllm.config import WeightTransferConfig
 
 from loco.sync import NoVersionError, Prepared, Subscriber
+
+CODE = (type, FunctionType, ModuleType)  # through which everything is reached
 
 
 @pytest.fixture
@@ -64,6 +69,51 @@ def test_an_engine_becomes_the_version_it_is_asked_for_or_the_newest(folder: Pat
     engine.shutdown_weight_transfer_engine()
     engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url")}})
     assert same(known(engine), fresh[3])
+
+
+def test_after_50_versions_at_irregular_intervals_it_is_a_fresh_engine_and_keeps_only_the_last_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_weights_plain(monkeypatch)
+    trainer, random = NoisyTrainer("llama", tmp_path), Random(0)
+    engine = follow(tmp_path)
+    (subscriber,) = engine.collective_rpc(lambda worker: worker.weight_transfer_engine.subscriber)
+    first, version, steps = known(engine), 1, set[int]()
+    while version < 50:
+        steps.add(apart := min(random.randint(1, 8), 50 - version))
+        before = trainer.weights
+        assert all(0.01 < trainer.step() < 0.03 for _ in range(apart))
+        update(engine)
+        version += apart
+        assert subscriber.version == version
+        changes = sum(int((bits(before[name]) != bits(now)).sum()) for name, now in trainer.weights.items())
+        # Of each change its position and what it overwrote.
+        assert 10 * changes <= kept_bytes(subscriber, engine) < 10 * changes + 1000
+    assert {1, 8} < steps
+    trainer.save("50")
+    last = known(engine)
+    assert same(last, known(build(tmp_path / "50")))
+    assert not same(last, first)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16)
+
+
+def kept_bytes(subscriber: Subscriber, engine: LLM) -> int:
+    """All that the subscriber can reach, but for the engine's own weights."""
+    (own,) = engine.apply_model(lambda model: {p.untyped_storage().data_ptr() for p in model.parameters()})
+    known, new, sizes = {id(subscriber)}, [subscriber], dict[int, int]()
+    while new:
+        found = {id(one): one for one in gc.get_referents(*new)}
+        new = [one for key, one in found.items() if key not in known and not isinstance(one, CODE)]
+        known |= found.keys()
+        for one in new:
+            if isinstance(one, Tensor):
+                sizes[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            elif isinstance(one, bytes | bytearray):
+                sizes[id(one)] = len(one)
+    return sum(size for address, size in sizes.items() if address not in own)
 
 
 def test_the_engine_generates_while_a_version_is_fetched(
