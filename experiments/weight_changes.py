@@ -23,13 +23,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from experiments.config import RunConfig
-from experiments.loop import take_step
-from experiments.meter import Meter
-from experiments.methods import build
 from experiments.noise import CHUNK, SIGMA
-from experiments.tasks import Seat, task_of
-from experiments.warm_start import warm_start
 from loco.kernels.reference import cast
 
 Bits = NDArray[np.uint16]  # BF16 values as bit patterns
@@ -81,6 +75,14 @@ def training(*, lr: float, steps: int, seed: int = 0, after: int = 0) -> Iterato
     One trainer with the default configuration's model, warm start, AdamW and rollouts. The learning rate
     rises from 0 in the first 20 steps. Needs no launcher, but a process that has no process group yet.
     """
+    # What these import is not installed beside vLLM, where `bench sync` needs noise alone.
+    from experiments.config import RunConfig
+    from experiments.loop import take_step
+    from experiments.meter import Meter
+    from experiments.methods import build
+    from experiments.tasks import Seat, task_of
+    from experiments.warm_start import warm_start
+
     config = RunConfig(method="single", nproc=1, device="cpu", lr=lr, seed=seed)
     seat = Seat(0, 1, torch.device("cpu"))
     task = task_of(config, seat)

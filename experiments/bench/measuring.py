@@ -124,7 +124,8 @@ class Table:
         except (ImportError, SystemExit):
             print("no plot: matplotlib is not installed (pip install 'loco[experiments]')")
         else:
-            print(f"plot: {plots.DRAW[self.path.stem](self.path)}")
+            if (draw := plots.DRAW.get(self.path.stem)) is not None:
+                print(f"plot: {draw(self.path)}")
 
 
 def _cell(value: Any, form: str) -> str:

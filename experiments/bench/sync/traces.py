@@ -14,6 +14,7 @@ from experiments.weight_changes import Bits, noise
 Version = dict[str, Bits]  # by tensor
 STEADY = 160  # steps of noise after which a step changes about as many weights as the one before
 ONE_PERCENT = 1.15e-6  # the learning rate at which a step of noise then changes 1%
+ROW = 1024  # a tile is a matrix of such rows
 _MATRIX = 4 << 20
 _VECTOR = 1024
 
@@ -22,7 +23,7 @@ def noise_versions(numel: int, lr: float, *, count: int, apart: int = 1) -> Iter
     steps = STEADY + apart * (count - 1)
     versions = noise(numel, lr=lr, steps=steps, after=STEADY)
     for version in islice(versions, None, None, apart):
-        yield {"weights": version.reshape(-1, 1024)}
+        yield {"weights": version.reshape(-1, ROW)}
 
 
 def flat(version: Version) -> Bits:

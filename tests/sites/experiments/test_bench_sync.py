@@ -11,6 +11,7 @@ from experiments import weight_formats
 from experiments.bench import sync
 from experiments.bench.measuring import read
 from experiments.bench.namespaces import GBIT, why_not
+from experiments.bench.sync import engine
 from experiments.bench.sync.projection import OBJECTS, RELAYS, SERVER, Costs, Setting, stages
 from experiments.bench.sync.sizes import ENTROPY, OURS
 from experiments.bench.sync.speed import scattered_bytes
@@ -51,9 +52,27 @@ def test_formats_that_need_what_is_missing_are_left_out(monkeypatch: pytest.Monk
     assert list(weight_formats.usable_formats()) == ["int32 + BF16"]
 
 
+def test_a_pause_is_said_in_tokens_and_a_scatter_by_the_bytes_that_it_must_move() -> None:
+    took = {engine.COPY: [1.0, 2.0, 4.0], engine.APPLY: [3.0, 1.0, 1.0], engine.TOKEN: [0.5, 0.5, 9.0]}
+    copy, scatter, token = engine.shares(took, numel=100, scattered=100.0)
+    assert copy["copy_bytes_per_s"] == 200.0
+    assert (copy["share_of_copy"], scatter["share_of_copy"]) == (1.0, 0.5)
+    assert (scatter["tokens"], token["tokens"], token["share_of_copy"]) == (2.0, 1.0, None)
+
+
+def test_without_vllm_the_engine_is_left_out_and_how_to_run_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    sync.main(["--out", str(tmp_path), "--only", "engine"])
+    assert ".venv-vllm/bin/python -m experiments.bench sync --only engine" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.check(COMMANDS)
 def test_each_part_adds_rows_and_a_plot(tmp_path: Path) -> None:
-    parts = [part for part in sync.PARTS if part != "links" or why_not() is None]
+    # tests/vllm_engine has a run of "engine".
+    parts = [p for p in sync.PARTS if p != "engine" and (p != "links" or why_not() is None)]
     sync.main(["--quick", "--out", str(tmp_path), "--only", *parts])
     for part in parts:
         assert read(tmp_path / f"sync_{part}.csv")
