@@ -1,6 +1,7 @@
 """docs/sync.md: its programs run, and a model takes new weights while it generates."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ def test_its_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "rank": 0,
         "world": 1,
         "step": 7,
+        "topology": SimpleNamespace(site=1, num_sites=2, rank_in_site=3, ranks_per_site=4),
     }
     for said, source in code(page("docs/sync.md"), "python"):
         assert not said
