@@ -1,35 +1,27 @@
-"""From `publish` to live weights for 10^12 parameters, by arithmetic from what was measured here.
+"""From `publish` to live weights for 10^12 parameters, by the simulator and what was measured here.
 
-256 publishers share the work; 100 subscribers take every version, in which 0.8% of the weights change. What
-is assumed, besides:
+256 publishers share the work; 100 subscribers take every version, in which 0.8% of the weights change.
+`simulator` says what its arithmetic assumes, besides:
 
-- Coding takes as many core-seconds a weight as in sync_speed.csv, and is divided among a publisher's 8 cores
-  (of a host's 64, for 8 ranks) and a subscriber's 128 (two such hosts). Weights lie in host memory at both
-  ends: what it takes to copy them from a GPU and to scatter into it is not counted.
+- Core-seconds a weight are those of sync_speed.csv: 8 cores for a publisher (of a host's 64, for 8 ranks),
+  128 for a subscriber (two such hosts).
 - A changed weight takes as many bytes as in sync_sizes.csv (noise, lr 1e-6, one step apart).
-- Each machine has one link, of the same rate in either direction, of which TCP leaves 95.6%.
-- The store is one server, through whose link everything comes and goes; or 10 relays of it, of which each
-  serves 10 subscribers, file by file; or an object store, which is never what is waited for.
-- A subscriber asks for one file after the other: for each publisher its patch and about a dozen manifests, at
-  a millisecond each. Then it decodes, then it writes. Nothing overlaps, as in `Subscriber.update`.
+- A request takes a millisecond.
 
-Nothing here says what happens beside it: generation that waits, other traffic, machines that fail.
+The same arithmetic stands beside what sync_links.csv has measured: predicted ÷ measured (sync_check.csv).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.bench.measuring import CPU, Row, Table, append, latest_run
-from experiments.bench.namespaces import GBIT
-from experiments.bench.simulator import GOODPUT
-from experiments.bench.sync.sizes import OURS
+from experiments.bench.namespaces import GBIT, MBIT
+from experiments.bench.sync.simulator import OBJECTS, OWN, RELAYS, SERVER, Costs, Setting, stages
 
 RATES = (1, 10, 100)  # Gbit/s
-SERVER, RELAYS, OBJECTS = "one server", "10 relays", "object store"
 STAGES = (
     "find_pack_s",
     "upload_s",
@@ -43,66 +35,8 @@ STAGES = (
 PUBLISHED = 20.0  # seconds: checkpoint-engine's, for all weights of a model of 10^12 parameters
 SHOWN = {"store": "<13", "rate_gbit": ">9g", **dict.fromkeys(STAGES, ">11.2f")}
 SHOWN |= {"seconds": ">9.1f", "bound": "<12"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Core-seconds a weight, at about the density that is projected; bytes a changed weight."""
-
-    find_pack: float
-    unpack: float
-    swap: float
-    entry_bytes: float
-
-    @staticmethod
-    def of(speed: list[Row], sizes: list[Row]) -> Costs:
-        cpu = {row["work"]: row["cpu"] / row["numel"] for row in speed if row["source"] == "bfloat16"}
-        ours = [r for r in sizes if (r["data"], r["lr"], r["apart"], r["by"]) == ("noise", 1e-6, 1, OURS)]
-        each = ours[0]["bytes_per_entry"]
-        return Costs(find_pack=cpu["find + pack"], unpack=cpu["unpack"], swap=cpu["swap"], entry_bytes=each)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """
-    Args:
-        rate: of every link, bytes per second.
-        store: SERVER, RELAYS or OBJECTS.
-        requests: of a subscriber to each publisher's files; each takes `latency` seconds.
-    """
-
-    rate: float
-    store: str
-    numel: float = 1e12
-    density: float = 0.008
-    publishers: int = 256
-    subscribers: int = 100
-    relays: int = 10
-    publisher_cores: int = 8
-    subscriber_cores: int = 128
-    requests: int = 13
-    latency: float = 1e-3
-
-
-def stages(costs: Costs, at: Setting) -> dict[str, float]:
-    """Seconds of each, one after the other."""
-    patch = at.numel * at.density * costs.entry_bytes
-    link = at.rate * GOODPUT
-    own = at.numel / at.publishers
-    through_a_link = at.store != OBJECTS
-    at_the_store = {SERVER: at.subscribers, RELAYS: at.relays, OBJECTS: 0}[at.store]
-    at_a_relay = at.subscribers / at.relays if at.store == RELAYS else 0
-    return {
-        "find_pack_s": own * costs.find_pack / at.publisher_cores,
-        "upload_s": (patch if through_a_link else patch / at.publishers) / link,
-        "requests_s": at.publishers * at.requests * at.latency,
-        "egress_s": at_the_store * patch / link,
-        "relays_s": at_a_relay * patch / link,
-        # Where many wait for one link, their own are idle most of the time.
-        "download_s": 0.0 if through_a_link else patch / link,
-        "unpack_s": at.numel * costs.unpack / at.subscriber_cores,
-        "apply_s": at.numel * costs.swap / at.subscriber_cores,
-    }
+CHECKED = {"rate_mbit": ">9", "numel": ">11,", "density": ">8.2%", "what": "<24", "predicted_s": ">11.3f"}
+CHECKED |= {"measured_s": ">10.3f", "time_ratio": ">10.2f"}
 
 
 def project(costs: Costs) -> Iterator[Row]:
@@ -117,13 +51,46 @@ def project(costs: Costs) -> Iterator[Row]:
         yield row | {"bound": max(each, key=lambda name: each[name]).removesuffix("_s")}
 
 
+def check(costs: Costs, links: list[Row]) -> Iterator[Row]:
+    """Each patch that crossed a link, beside what the simulator says. Both ends had one core."""
+    for row in links:
+        if not row["what"].startswith("patch"):
+            continue
+        each = stages(
+            costs,
+            Setting(
+                rate=row["rate_mbit"] * MBIT,
+                store=OWN,
+                numel=row["numel"],
+                density=row["density"],
+                publishers=1,
+                subscribers=1,
+                publisher_cores=1,
+                subscriber_cores=1,
+                requests=3,  # a listing, a manifest, a patch
+            ),
+        )
+        found = {name: row[name] for name in ("rate_mbit", "numel", "density", "what")}
+        predicted = sum(each.values())
+        yield found | {
+            "predicted_s": predicted,
+            "measured_s": row["p50"],
+            "time_ratio": predicted / row["p50"],
+        }
+
+
 def measure(out: Path, run: Row, *, quick: bool) -> None:
     tables = [out / f"sync_{name}.csv" for name in ("speed", "sizes")]
     if missing := [table.name for table in tables if not table.exists()]:
         print(f"nothing is projected: {out} has no {' and no '.join(missing)} (--only speed sizes)")
         return
+    costs = Costs.of(*(latest_run(table) for table in tables))
+    if (links := out / "sync_links.csv").exists():
+        beside = Table(out / "sync_check.csv", CPU, CHECKED)
+        beside.add([run | row for row in check(costs, latest_run(links))])
+        beside.close()
     table = Table(out / "sync_projection.csv", CPU, SHOWN)
-    rows = list(project(Costs.of(*(latest_run(table) for table in tables))))
+    rows = list(project(costs))
     table.show(rows)
     append(table.path, [run | row for row in rows])
     table.close()

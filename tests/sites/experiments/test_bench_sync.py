@@ -11,8 +11,10 @@ from experiments import weight_formats
 from experiments.bench import sync
 from experiments.bench.measuring import read
 from experiments.bench.namespaces import GBIT, why_not
+from experiments.bench.simulator import GOODPUT
 from experiments.bench.sync import engine
-from experiments.bench.sync.projection import OBJECTS, RELAYS, SERVER, Costs, Setting, stages
+from experiments.bench.sync.projection import check
+from experiments.bench.sync.simulator import OBJECTS, OWN, RELAYS, SERVER, Costs, Setting, stages
 from experiments.bench.sync.sizes import ENTROPY, OURS
 from experiments.bench.sync.speed import scattered_bytes
 from experiments.bench.sync.traces import Model, as_bfloat16, flat, noise_versions
@@ -45,6 +47,16 @@ def test_one_link_carries_what_all_subscribers_read() -> None:
     assert by_objects["egress_s"] == 0
     assert by_objects["download_s"] == pytest.approx(256 * by_objects["upload_s"])
     assert by_objects["unpack_s"] == pytest.approx(1e12 * 1e-9 / 128)
+
+
+def test_a_patch_over_a_link_is_predicted_from_its_rate_and_one_core_at_each_end() -> None:
+    row = {"rate_mbit": 8, "numel": 1_000_000_000, "density": 0.01, "what": "patch", "p50": 5.0}
+    (seen,) = check(COSTS, [row, row | {"what": "anchor"}])
+    link = 1e9 * 0.01 * 0.75 / (1e6 * GOODPUT)
+    assert seen["predicted_s"] == pytest.approx(1.0 + 1.0 + 0.1 + 0.003 + link)
+    assert seen["time_ratio"] == pytest.approx(seen["predicted_s"] / 5.0)
+    at = Setting(rate=GBIT, store=OWN)
+    assert stages(COSTS, at) == stages(COSTS, replace(at, store=SERVER)) | {"upload_s": 0.0}
 
 
 def test_formats_that_need_what_is_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
