@@ -1,6 +1,8 @@
-"""Host memory for results whose size is not known in advance."""
+"""Host memory: for results whose size is not known in advance, and back to the system."""
 
+import ctypes
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -12,3 +14,9 @@ def reserve(numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device="cpu")
     fresh = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(fresh, dtype=dtype)
+
+
+def give_back() -> None:
+    """What was freed, to the system. glibc keeps some of it, in case that as much is asked for again."""
+    with suppress(AttributeError):  # of another C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import ctypes
 import gc
 import os
 import re
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from experiments import machine
+from loco.kernels.reserve import give_back
 
 CPU = torch.device("cpu")
 RESULTS = "experiments/results/bench"  # tables that are kept with the code
@@ -80,7 +80,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
 def resident_bytes() -> int:
     """This process's pages, after it has given back what it does not use."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed before would be used, and not be seen
+    give_back()  # or memory that was freed before would be used, and not be seen
     return kernel_bytes("VmRSS")
 
 

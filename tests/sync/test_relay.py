@@ -210,4 +210,7 @@ def test_a_relay_outlives_its_upstream(tmp_path: Path, caplog: pytest.LogCapture
         with upstream_process(folder, port):
             assert store.wait("versions", ["1"], LONG) == ["1", "2"]
             assert store.read("versions/2") == DATA
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # down, and up again
+    # Once when it goes and once when it is back; on a machine that is too slow it may seem to go again.
+    said = [" down" in record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [True, False] * (len(said) // 2)
+    assert said

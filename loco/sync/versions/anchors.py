@@ -17,6 +17,7 @@ from torch import Tensor
 
 from loco import kernels
 from loco.kernels import PART, MalformedError
+from loco.kernels.reserve import give_back
 
 _SAMPLE = 1 << 16
 RAW, DEFLATED = 0, 1
@@ -31,6 +32,7 @@ def pack_anchor(vector: Tensor) -> Iterator[bytes]:
     with ThreadPoolExecutor(threads) as pool:
         for first in range(0, len(parts), threads):
             yield from pool.map(_pack_part, parts[first : first + threads])
+    give_back()
 
 
 def _pack_part(part: Tensor) -> bytes:

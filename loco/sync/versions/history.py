@@ -13,6 +13,7 @@ from torch import Tensor
 
 from loco import kernels
 from loco.kernels import Changes
+from loco.kernels.reserve import give_back
 
 from .vectors import ChangesOf, Vectors
 
@@ -90,6 +91,8 @@ class History:
         *over, back = _join(weights, undo, [block.patch for block in blocks])
         for ended in range(len(blocks) + 1):
             self._back.pop(ended, None)
+        if blocks:
+            give_back()
         if self.bytes + back.bytes <= self._room:
             self._back[len(blocks)] = _Back(base, digest, version, back)
         return [Skip(b.version, b.digest, patch) for b, patch in zip(blocks, over, strict=True)]
