@@ -9,7 +9,7 @@
 
 AsyncGRPOTrainer takes it as an argument: `weight_transfer=WeightTransfer("shared/weights")`.
 
-Trainer and server need not reach each other but by HTTP, and both reach the place where versions are kept.
+Between the two there is HTTP alone, and both reach the store of the versions: no NCCL group is made.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,9 +24,7 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from loco.kernels import reference
 from loco.sync import Published, Publisher, SyncError
-from loco.sync.tensors import DtypeOf, published_as
 
 HOW_TO_SERVE = """VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "loco"}'"""
 
@@ -38,7 +36,8 @@ class WeightTransfer:
     fetched; only while it is written requests wait. If the server can't take a version it keeps the weights
     that it had, and `send_weights` raises, which ends the training.
 
-    The weights are copied to host memory, in the dtype that the server holds, beside the publisher's copy.
+    The main process copies the weights to host memory, in the dtype of the server's, beside the publisher's
+    own copy. Their names must be those of the server's checkpoint.
 
     Args:
         url: where the versions go, as of `loco.sync.Publisher`. A new training takes a new folder.
@@ -81,12 +80,11 @@ class WeightTransfer:
         backend = (info["weight_transfer_config"] or {}).get("backend")
         if backend != "loco":
             raise SyncError(
-                f"the vLLM server at {self.server} has the weight transfer backend {backend!r}, not 'loco': "
-                f"start it by {HOW_TO_SERVE}"
+                f"{self.server} has the weight transfer backend {backend!r}, not 'loco': "
+                f"start the vLLM server by {HOW_TO_SERVE}"
             )
-        self._options.setdefault(
-            "dtype", getattr(torch, info["model_config"]["dtype"].removeprefix("torch."))
-        )
+        dtype = info["model_config"]["dtype"].removeprefix("torch.")
+        self._options.setdefault("dtype", getattr(torch, dtype))
         self._call("/init_weight_transfer_engine", {"init_info": self._init_info})
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
@@ -101,10 +99,8 @@ class WeightTransfer:
         try:
             self._update(version)
         except SyncError as error:
-            told = self._init_info["url"]
-            raise SyncError(
-                f"version {version} was not taken by the server, which reads {told}: {error}"
-            ) from error
+            told = f"the server, which reads {self._init_info['url']}, did not take version {version}"
+            raise SyncError(f"{told}: {error}") from error
 
     def pause(self) -> None:
         """The server waits only while `send_weights` has it write."""
@@ -120,10 +116,10 @@ class WeightTransfer:
         self._held.clear()
 
     def _publish(self, weights: Iterable[tuple[str, Tensor]]) -> Published:
-        dtype: DtypeOf = self._options.get("dtype", torch.bfloat16)
-        gone = set(self._held)
-        for name, tensor in weights:  # which may be there only until the next one comes
-            self._held[name] = _in_host_memory(tensor.detach(), published_as(name, tensor, dtype))
+        dtype, gone = self._options.get("dtype", torch.bfloat16), set(self._held)
+        for name, tensor in weights:  # each may be there only until the next one comes
+            casts = tensor.dtype == torch.float32 and isinstance(dtype, torch.dtype)
+            self._held[name] = tensor.detach().to("cpu", dtype if casts else tensor.dtype, copy=True)
             gone.discard(name)
         for name in gone:
             del self._held[name]
@@ -150,14 +146,14 @@ class WeightTransfer:
         except requests.RequestException as error:
             raise SyncError(f"the vLLM server at {self.server} does not answer {path}: {error}") from error
         if answer.status_code == 404:
-            raise SyncError(f"the vLLM server at {self.server} has no {path}: start it by {HOW_TO_SERVE}")
+            raise SyncError(f"there is no {self.server}{path}: start the vLLM server by {HOW_TO_SERVE}")
         if answer.status_code != 200:
             raise SyncError(f"the vLLM server at {self.server} failed at {path}: {answer.text}")
         return answer.json() if answer.content else None
 
 
 class PatchClient(VLLMClient):
-    """TRL's client of a vLLM server, but a `WeightTransfer` sends the weights: there is no NCCL group."""
+    """TRL's client of a vLLM server, but for the weights: a `WeightTransfer` sends them."""
 
     def __init__(self, transfer: WeightTransfer, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -195,9 +191,7 @@ def send_patches(url: str, **options: Any) -> Iterator[WeightTransfer]:
 
     def client(*args: Any, **kwargs: Any) -> PatchClient:
         if made:
-            raise RuntimeError(
-                "a second trainer in this block: give each one a block, and a folder, of its own"
-            )
+            raise RuntimeError("a second trainer in this block: it wants a block, and a folder, of its own")
         made.append(PatchClient(transfer, *args, **kwargs))
         return made[0]
 
@@ -212,12 +206,6 @@ def send_patches(url: str, **options: Any) -> Iterator[WeightTransfer]:
             "no trainer in this block has a client of a vLLM server: make it here, with use_vllm=True and "
             'vllm_mode="server"'
         )
-
-
-def _in_host_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy that nobody else writes into."""
-    cast = tensor if tensor.dtype == dtype else reference.cast(tensor, dtype)
-    return cast.to("cpu", copy=True)
 
 
 def _absolute(url: str) -> str:
