@@ -178,7 +178,7 @@ class PatchClient(VLLMClient):
 def send_patches(url: str, **options: Any) -> Iterator[WeightTransfer]:
     """The trainer of TRL's that is made in this block, with `vllm_mode="server"`, sends what changed.
 
-    It is any whose generation is TRL's `VLLMGeneration`: GRPOTrainer, RLOOTrainer, DistillationTrainer, ….
+    It is one that generates through TRL's `VLLMGeneration`, as GRPOTrainer and RLOOTrainer do.
 
     Args:
         url, options: as of `WeightTransfer`. TRL's configuration has the server's address.

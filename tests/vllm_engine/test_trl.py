@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer and AsyncGRPOTrainer train, and a vLLM server generates from what they publish."""
+"""TRL's trainers train, and a vLLM server generates from what they publish."""
 
 import logging
 import os
@@ -12,37 +12,24 @@ from typing import Any
 
 import plain_engine
 import pytest
-import torch
-from datasets import Dataset
 from models import SIZES, save
-from on_cpu import reward, tree_attention
 from test_server import OPTIONS, Server
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
-from trl.chat_template_utils import qwen3_chat_template
-from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
-from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-from trl.experimental.async_grpo.packing import TREE_ATTENTION
 from trl.generation.vllm_client import VLLMClient
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
+from trl_trainers import STEPS, async_trainer, trainer
 from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
 from loco.integrations.trl import WeightTransfer, send_patches
 from loco.sync import Published, SyncError
 from loco.sync.storage.server import SyncServer, serve
 
-PROMPTS = [f"w{k} w{k + 1} w{2 * k}" for k in range(5, 37)]
-STEPS = 3
-RATE = 1e-5  # of Adam: moves some weights in ten to the next BF16 value
 WORDS = SIZES["vocab_size"]
 
 
@@ -109,55 +96,6 @@ class Watch(TrainerCallback):
         self.held.append(self.server.checksums())
 
 
-def usual(folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "learning_rate": RATE,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-    }
-
-
-def trainer(server: Server, folder: Path, *callbacks: TrainerCallback, use_vllm: bool = True) -> GRPOTrainer:
-    address: dict[str, Any] = {"vllm_mode": "server", "vllm_server_base_url": url_of(server)}
-    return GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(server.folder / "model", dtype=torch.float32),
-        reward,
-        args=GRPOConfig(**usual(folder), **address, use_vllm=use_vllm, beta=0.0),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(server.folder / "model"),
-        callbacks=list(callbacks),
-    )
-
-
-def async_trainer(
-    server: Server, folder: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> AsyncGRPOTrainer:
-    """On a CPU, where TRL has neither its attention nor a name for the device."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "CPU")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(server.folder / "model")
-    tokenizer.chat_template = qwen3_chat_template  # of which TRL knows how to read answers
-    made = AsyncGRPOTrainer(
-        str(server.folder / "model"),
-        reward,
-        args=AsyncGRPOConfig(**usual(folder), vllm_server_base_url=url_of(server)),
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": one}] for one in PROMPTS]}),
-        processing_class=tokenizer,
-        callbacks=[watch],
-        weight_transfer=watch.transfer,
-    )
-    AttentionInterface.register(TREE_ATTENTION, tree_attention)
-    return made
-
-
 Answers = list[tuple[list[int], list[float]]]  # of each prompt: greedy tokens, and their log-probabilities
 
 
@@ -197,7 +135,7 @@ def test_a_server_of_another_backend_is_told_how_to_start(tmp_path: Path) -> Non
         with pytest.raises(SyncError, match=rf"there is no http://.*/v1/server_info.*: {how}"):
             WeightTransfer(str(tmp_path / "url"), server=url_of(server) + "/v1/").init_weight_transfer()
         with pytest.raises(SyncError, match="not 'loco'"), send_patches(str(tmp_path / "url")):
-            trainer(server, tmp_path / "run")
+            trainer(url_of(server), server.folder / "model", tmp_path / "run")
     with pytest.raises(SyncError, match="does not answer /server_info"):
         WeightTransfer(str(tmp_path / "url"), server=url_of(server)).init_weight_transfer()
 
@@ -215,7 +153,7 @@ def test_a_server_generates_from_each_steps_weights_and_reads_what_changed(
     where = {"read_url": folder_server.url, "key_file": str(key_file)}
     with send_patches(str(tmp_path / "url"), **where) as transfer:
         watch = Watch(server, transfer)
-        grpo = trainer(server, tmp_path / "run", watch)
+        grpo = trainer(url_of(server), server.folder / "model", tmp_path / "run", watch)
     before = answers(server)
     grpo.train()
     grpo.vllm_generation.sync_weights()  # the server had the weights that the last step began with
@@ -238,7 +176,7 @@ def test_async_grpo_takes_it_as_its_weight_transfer(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch(server, WeightTransfer(str(tmp_path / "url"), server=url_of(server)))
-    async_trainer(server, tmp_path / "run", watch, monkeypatch).train()
+    async_trainer(watch.transfer, server.folder / "model", tmp_path / "run", watch, monkeypatch).train()
     watch.note()  # it sends after each step
     digests, answered = fresh(tmp_path / f"run/checkpoint-{STEPS}", monkeypatch)
     assert watch.held[-1] == digests
@@ -253,23 +191,43 @@ def test_a_server_that_cant_read_the_versions_ends_the_training_and_keeps_its_we
 ) -> None:
     before = server.checksums()
     with send_patches(str(tmp_path / "url"), read_url=str(tmp_path / "elsewhere")):
-        grpo = trainer(server, tmp_path / "run")
+        grpo = trainer(url_of(server), server.folder / "model", tmp_path / "run")
     told = r"reads .*elsewhere, did not take version 1: .* at /update_weights: .* has no version 1"
     with pytest.raises(SyncError, match=told):
         grpo.train()
     assert server.checksums() == before
     assert server.call("/is_paused", method="GET") == {"is_paused": False}
     assert len(answers(server)) == len(plain_engine.PROMPTS)
-    with send_patches(str(tmp_path / "url of another run")):
-        grpo = trainer(server, tmp_path / "run")
-    grpo.train()
-    assert server.checksums() != before
+
+
+def test_rloo_sends_patches_too(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with send_patches(str(tmp_path / "url")) as transfer:
+        rloo = trainer(url_of(server), server.folder / "model", tmp_path / "run", rloo=True)
+    rloo.train()
+    assert transfer.published is not None
+    assert transfer.published.version == STEPS
+    assert not transfer.published.reason
+    checkpoint = tmp_path / f"run/checkpoint-{STEPS - 1}"  # that the last step began with
+    assert (server.checksums(), answers(server)) == fresh(checkpoint, monkeypatch)
+
+
+def test_the_first_of_two_ranks_publishes(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(Path(__file__).with_name("trl_trainers.py")), url_of(server)]
+    command += [str(path) for path in (server.folder / "model", tmp_path / "run", tmp_path / "url")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"Published(version={STEPS + 1}, reason='',") == 1
+    expected = fresh(tmp_path / f"run/checkpoint-{STEPS}", monkeypatch)
+    assert (server.checksums(), answers(server)) == expected
 
 
 def test_a_trainer_that_asks_no_server_is_told(server: Server, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no trainer in this block"), send_patches(str(tmp_path / "url")):
-        trainer(server, tmp_path / "run", use_vllm=False)
+        trainer(url_of(server), server.folder / "model", tmp_path / "run", use_vllm=False)
     with send_patches(str(tmp_path / "url")):
-        trainer(server, tmp_path / "run")
+        trainer(url_of(server), server.folder / "model", tmp_path / "run")
         with pytest.raises(RuntimeError, match="a second trainer in this block"):
-            trainer(server, tmp_path / "another run")
+            trainer(url_of(server), server.folder / "model", tmp_path / "another run")
