@@ -12,13 +12,14 @@ from typing import Any, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .share import Ranks
 from .source import Source
 from .storage.stores import open_store
 from .tensors import DtypeOf, Named
 from .versions.anchors import pack_anchor
 from .versions.history import History, Packed, packed
 from .versions.layout import Layout
-from .versions.manifest import Manifest, Stream, checked_key
+from .versions.manifest import Manifest, checked_key
 from .versions.route import bytes_of, find_route
 from .versions.vectors import ChangesOf, Vectors
 from .versions.writer import Writer
@@ -78,9 +79,8 @@ class Publisher:
             tensors are published as they are.
         stream: (k, n) for the k-th of n publishers that share the work, each with shards of its own. Tensors
             that are no DTensors are divided among them: all n must hold the same. All must publish the same
-            versions.
-        sites: (r, R) for the r-th of R sites, each of which has all shards of the same weights, as after a
-            round. They divide the shards, too; n is then a multiple of R.
+            versions. Or an optimizer's topology: every rank of every site publishes, after rounds, when all
+            hold the same weights; shards that each site has are divided among the sites, too.
         key: shared with the subscribers, at least 16 bytes: what anybody else writes is then refused.
         keep: versions after which a subscriber that stays behind may have to begin with an anchor.
         anchor_every: versions. None: when a newcomer would have to read half as much again beside the anchor.
@@ -96,24 +96,19 @@ class Publisher:
         url: str | os.PathLike[str],
         *,
         dtype: DtypeOf = torch.bfloat16,
-        stream: tuple[int, int] = (0, 1),
-        sites: tuple[int, int] = (0, 1),
+        stream: tuple[int, int] | Ranks = (0, 1),
         key: str | bytes | None = None,
         keep: int = 128,
         anchor_every: int | None = None,
         token: str | None = None,
     ) -> None:
-        self.stream = Stream(*stream)
-        if not 0 <= self.stream.index < self.stream.count:
-            raise ValueError(f"stream must be (k, n) with 0 <= k < n, got {stream}")
-        if not 0 <= sites[0] < sites[1] or self.stream.count % sites[1]:
-            raise ValueError(f"sites must be (r, R), 0 <= r < R, and R must divide n, got {sites}, {stream}")
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         if anchor_every is not None and anchor_every < 1:
             raise ValueError(f"anchor_every must be >= 1, or None, got {anchor_every}")
         self._keep, self._anchor_every = keep, anchor_every
-        self._source = Source(source, dtype, self.stream, sites)
+        self._source = Source(source, dtype, stream)
+        self.stream = self._source.share.stream
         self._source.read()  # refuses now what can't be published
         self._writer = Writer(open_store(url, token), self.stream, checked_key(key))
         self._run = uuid.uuid4().hex

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from loco.kernels import reference
 
+from .share import Ranks, share_of
 from .tensors import (
     DtypeOf,
     Named,
@@ -18,7 +19,6 @@ from .tensors import (
     without_aliases,
 )
 from .versions.layout import BYTES, Layout, Region, cut
-from .versions.manifest import Stream
 
 Tensors = dict[torch.dtype, list[Tensor]]  # by format: the pieces of its vector, in host memory
 
@@ -26,20 +26,30 @@ Tensors = dict[torch.dtype, list[Tensor]]  # by format: the pieces of its vector
 class Source:
     """
     Args:
-        source, dtype, stream, sites: as of `Publisher`.
+        source, dtype, stream: as of `Publisher`.
+
+    Attributes:
+        share: which part of it is published here.
     """
 
-    def __init__(self, source: Named, dtype: DtypeOf, stream: Stream, sites: tuple[int, int]) -> None:
+    def __init__(self, source: Named, dtype: DtypeOf, stream: tuple[int, int] | Ranks) -> None:
         if not callable(source) and not isinstance(source, Mapping):
             source = dict(source)  # an iterator is read once
-        self._source, self._dtype, self._stream, self._sites = source, dtype, stream, sites
+        self._source, self._dtype, self._stream = source, dtype, stream
+        self.share = share_of(stream)
 
     def read(self) -> tuple[Layout, Tensors]:
         """What there is now. Tensors in host memory are not copied; FP32 ones are not cast yet.
 
         Raises:
-            ValueError: a tensor can't be published; says why.
+            ValueError: a tensor can't be published; says why. Or the sites are others than before.
         """
+        share = self.share
+        if share_of(self._stream) != share:
+            raise ValueError(
+                f"there were {share.sites} sites, of which this was number {share.site}, and now they are "
+                f"others: where sites come and go, let one publish, by stream=(rank_in_site, ranks_per_site)"
+            )
         found = without_aliases(tensors_of(self._source))
         held = {name: local_of(tensor) for name, tensor in found.items()}
         for name, tensor in held.items():
@@ -49,12 +59,12 @@ class Source:
                 )
         own, shared = [], []
         for name, tensor in found.items():
-            region = region_of(name, tensor, published_as(name, tensor, self._dtype), *self._sites)
+            region = region_of(name, tensor, published_as(name, tensor, self._dtype), share.site, share.sites)
             if region is not None:
                 self._check_cast(region, held[name])
                 (own if is_sharded(tensor) else shared).append(region)
-        if self._stream.count > 1:
-            shared = cut(shared, self._stream.index, self._stream.count)
+        if share.stream.count > 1:
+            shared = cut(shared, share.stream.index, share.stream.count)
         layout = Layout((*own, *shared))
         return layout, {
             f: [_piece(region, held[region.name]) for region in layout.of_format(f)] for f in layout.formats

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import loco
 from loco.sync import LayoutError, Publisher, Subscriber
 
 LAYOUTS = {
@@ -53,8 +54,8 @@ def publishing(rank: int, layout: str, folder: str) -> list[int]:
     model = Tied()
     divide(model, layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    sites = (rank // 2, 2) if layout == "fsdp of two sites" else (0, 1)
-    publisher = Publisher(model, folder, stream=(rank, world), sites=sites)
+    topology = loco.Topology(ranks_per_site=2) if layout == "fsdp of two sites" else (rank, world)
+    publisher = Publisher(model, folder, stream=topology)
     engine = {name: torch.zeros_like(tensor) for name, tensor in whole(model).items()}
     engine["head.weight"] = engine["embed.weight"]
     subscriber = Subscriber(engine, folder)

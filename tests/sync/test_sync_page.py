@@ -62,7 +62,12 @@ def test_its_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "rank": 0,
         "world": 1,
         "step": 7,
-        "topology": SimpleNamespace(site=1, num_sites=2, rank_in_site=3, ranks_per_site=4),
+        # The README has it with a real one, which tests/sites/test_snippets.py runs.
+        "optimizer": SimpleNamespace(
+            topology=SimpleNamespace(site=1, num_sites=2, rank_in_site=3, ranks_per_site=4),
+            round=0,
+            register_round_hook=[].append,
+        ),
     }
     for said, source in code(page("docs/sync.md"), "python"):
         assert not said

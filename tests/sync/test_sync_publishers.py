@@ -1,6 +1,8 @@
 """Several publishers of one version, one that comes back, two of one name, one that follows an optimizer."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -143,3 +145,17 @@ def test_versions_only_grow(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="version must be > 5, which is published, got 5"):
         publisher.publish(5)
     assert publisher.publish().version == 6
+
+
+def test_an_optimizers_topology_says_who_publishes_what_and_may_not_change(tmp_path: Path) -> None:
+    topology: Any = SimpleNamespace(site=1, num_sites=2, rank_in_site=2, ranks_per_site=3)
+    publisher = Publisher(model(), tmp_path, stream=topology)
+    assert (publisher.stream.index, publisher.stream.count) == (5, 6)
+    publisher.publish(1)
+    topology.num_sites = 1
+    with pytest.raises(
+        ValueError, match=r"were 2 sites, .* others: .* let one publish, by stream=\(rank_in_site"
+    ):
+        publisher.publish(2)
+    topology.num_sites = 2
+    assert "could not be published" in publisher.publish(2).reason
