@@ -57,7 +57,7 @@ class Liveness:
         *,
         dead_after: float,
         seals: StoreSeals | None = None,
-        connect_limit: float = 30.0,
+        connect_limit: float = 120.0,
     ) -> None:
         self.dead_after = dead_after
         # A rank that hears nothing of the store for two beats goes on, to find out whether it does for six.

@@ -54,8 +54,8 @@ class StoreClient:
     Args:
         store: the process group's, or a PrefixStore over it.
         limit: seconds, after which a request raises a RuntimeError; more over a slow link.
-        connect_limit: seconds for the first connection, which takes several round trips, and longer where
-            host names are looked up slowly.
+        connect_limit: seconds for the first connection, which takes several round trips, longer where host
+            names are looked up slowly, and a minute where a packet is lost four times (3 + 6 + 12 + 24 s).
 
     Attributes:
         round_trip: seconds that the quickest request took.
@@ -64,7 +64,7 @@ class StoreClient:
         RuntimeError: the store's host does not answer.
     """
 
-    def __init__(self, store: Any, *, limit: float, connect_limit: float = 30.0) -> None:
+    def __init__(self, store: Any, *, limit: float, connect_limit: float = 120.0) -> None:
         self._store = store
         self._limit = limit
         self._replaced = -_AGAIN
