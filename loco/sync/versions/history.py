@@ -128,6 +128,7 @@ def _join(weights: Vectors, undo: ChangesOf, blocks: list[Packed]) -> list[Packe
             if count:
                 one.bodies[format] = kernels.join_patches(slices, whole.numel(), SLICE)
                 one.entries[format] = count
+            slices.clear()  # or all patches would be there twice
     return made
 
 
