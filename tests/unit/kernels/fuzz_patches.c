@@ -3,10 +3,7 @@
  * many cases has several parts, for several threads.
  * Prints how many cases there were, of how many the changes could be counted, and how many were accepted. */
 
-#include <inttypes.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "fuzz.h"
 
 int64_t loco_patch_find(int64_t, int64_t, const int64_t *, const int64_t *, const int64_t *, const int32_t *, int, int, int,
                         int64_t *, char *);
@@ -20,22 +17,7 @@ int64_t loco_patch_count(const uint8_t *, int64_t, int64_t);
 int loco_patch_unpack(const uint8_t *, int64_t, int64_t, int64_t, const int64_t *, const int64_t *, const int32_t *, int, int,
                       int, int64_t *, char *);
 
-static uint64_t seed;
 static int large_one_in = 2000;
-
-static uint32_t draw(void) {
-    seed = seed * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(seed >> 32);
-}
-static int64_t below(int64_t n) { return (int64_t)(((uint64_t)draw() * (uint64_t)n) >> 32); }
-static int one_in(int n) { return below(n) == 0; }
-static void *exactly(size_t size) { return malloc(size ? size : 1); }  /* what lies beyond is guarded */
-
-static void demand(int holds, const char *what) {
-    if (holds) return;
-    fprintf(stderr, "%s\n", what);
-    abort();
-}
 
 /* ---- weights in up to three pieces, and patches of them to start from ---- */
 

@@ -2,33 +2,15 @@
  * looks at what they accept. Built with the sanitizers and run by test_tight_hostile.py: cases, seed.
  * Prints how many cases there were, and how many of each kind were accepted. */
 
-#include <inttypes.h>
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+
+#include "fuzz.h"
 
 int64_t loco_pack_room(int64_t, int64_t);
 int64_t loco_pack(int64_t, const float *, const float *, const int64_t *, const uint8_t *, const float *, int, int, uint32_t,
                   uint32_t, int, uint8_t *);
 int loco_unpack(const uint8_t *, int64_t, int64_t, int64_t, const float *, const float *, int, int64_t *, uint8_t *, float *);
 int loco_check_blocks(int64_t, const char *, int, int64_t, const uint8_t *, const char *, int64_t, int, int64_t *);
-
-static uint64_t seed;
-
-static uint32_t draw(void) {
-    seed = seed * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(seed >> 32);
-}
-static int64_t below(int64_t n) { return (int64_t)(((uint64_t)draw() * (uint64_t)n) >> 32); }
-static int one_in(int n) { return below(n) == 0; }
-static void *exactly(size_t size) { return malloc(size ? size : 1); }  /* what lies beyond is guarded */
-
-static void demand(int holds, const char *what) {
-    if (holds) return;
-    fprintf(stderr, "%s\n", what);
-    abort();
-}
 
 /* ---- frames to start from ---- */
 
