@@ -57,14 +57,20 @@ class TransformerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArithmeticConfig:
-    largest: int = 100  # operands lie below
+class GrpoConfig:
+    """What tasks with a verifier share."""
+
     held_out: int = 2048  # problems that are never trained on
-    slips: float = 0.5  # share of the warm start's answers in which a carry is forgotten
+    slips: float = 0.5  # share of the warm start's answers that are a careless pupil's
     prompts: int = 8  # per trainer and step
     group: int = 8  # answers to each prompt
     clip_low: float = 0.2
     clip_high: float = 0.28
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArithmeticConfig(GrpoConfig):
+    largest: int = 100  # operands lie below
 
     def __post_init__(self) -> None:
         _at_least(1, self, "largest", "prompts", "group", "held_out", part="arithmetic.")
@@ -78,6 +84,25 @@ class ArithmeticConfig:
     def longest(self) -> int:
         """Characters of the longest prompt with its answer and the answer's end."""
         return 3 * len(str(self.largest - 1)) + 3
+
+    def recipe(self) -> list[Any]:
+        """What decides the problems, and so the warm start's weights."""
+        return [self.largest, self.held_out, self.slips]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymConfig(GrpoConfig):
+    """A task of reasoning_gym; configs/ has some that a small model can begin to solve."""
+
+    name: str = "spell_backward"
+    options: dict[str, Any] = field(default_factory=dict)  # of the task itself, e.g. {max_word_len: 8}
+    size: int = 16384  # problems that are trained on
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "size", "prompts", "group", "held_out", part="gym.")
+
+    def recipe(self) -> list[Any]:
+        return [self.name, self.options, self.size, self.held_out, self.slips]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +184,7 @@ class RunConfig:
     late_gate_gain: float | None = None  # in the last quarter of the rounds
     gate_margin: float = 0.0  # of a BF16 ulp
     value_steps: int | None = None  # to a BF16 ulp; None: exact values
+    sums_margin: float | None = None  # of a BF16 ulp; None: all sums are sent back
     error_feedback: bool = True  # False: what a round withholds is forgotten
     momentum_before_gate: bool = False  # each site runs the outer optimizer itself, ahead of the gate
     whole_ulps: bool = False  # differences of BF16 casts are sent instead of updates
@@ -168,6 +194,7 @@ class RunConfig:
 
     transformer: TransformerConfig = field(default_factory=TransformerConfig)
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+    gym: GymConfig = field(default_factory=GymConfig)
     text: TextConfig = field(default_factory=TextConfig)
     sparseloco: SparseLoCoConfig = field(default_factory=SparseLoCoConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -178,7 +205,7 @@ class RunConfig:
         for name in ("lr", "clip", "timeout_s"):
             require(getattr(self, name) > 0, f"{name} must be > 0, got {getattr(self, name)}")
         _one_of(self, "method", METHODS)
-        _one_of(self, "task", ("arithmetic", "text"))
+        _one_of(self, "task", ("arithmetic", "gym", "text"))
         _one_of(self, "model", ("transformer", "hf"))
         _one_of(self, "parameters", ("float32", "bfloat16"))
         _one_of(self, "device", ("auto", "cpu", "cuda"))
@@ -190,8 +217,8 @@ class RunConfig:
             "model=hf and path=<folder of the model> belong together",
         )
         require(
-            self.model != "hf" or self.task == "arithmetic",
-            "the text task reads bytes: model=hf needs task=arithmetic",
+            self.model != "hf" or self.task != "text",
+            "the text task reads bytes: model=hf needs task=arithmetic or task=gym",
         )
         needed = self.arithmetic.longest
         require(
@@ -222,13 +249,11 @@ class RunConfig:
 
     def _check_with_loco(self) -> None:
         """The settings that loco checks itself, in loco's words."""
-        names = ("sync_every", "outer_lr", "outer_momentum", "nesterov", "gate", "gate_margin", "value_steps")
+        names = [field.name for field in dataclasses.fields(Settings) if hasattr(self, field.name)]
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        own["gate_gain"] = 1.0 if self.gate_gain is None else self.gate_gain
         try:
-            Settings(
-                kind="PulseLoCo",
-                gate_gain=1.0 if self.gate_gain is None else self.gate_gain,
-                **{name: getattr(self, name) for name in names},
-            )
+            Settings(kind="PulseLoCo", **own)
             if self.method == "diloco":
                 WireConfig.of_all(wire_of(self))
             else:

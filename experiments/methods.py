@@ -101,7 +101,7 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
         return Trainee(module, loco.DiLoCo(inner, **outer), wait, None)
     if config.momentum_before_gate:
         outer |= {"outer_lr": 1.0, "outer_momentum": 0.0}
-    own = ("gate", "gate_gain", "gate_margin", "value_steps", "exchange")
+    own = ("gate", "gate_gain", "gate_margin", "value_steps", "sums_margin", "exchange")
     optimizer = loco.PulseLoCo(inner, **outer, **{name: getattr(config, name) for name in own})
     trainee = Trainee(module, optimizer, wait, None)
     if config.momentum_before_gate:

@@ -5,13 +5,18 @@ A preset's `runs` say by label what differs from the rest of the configuration:
     runs:
       DDP: {method: ddp}
       PULSELoCo: {method: pulseloco, seeds: 5}
+      DiLoCo α {outer_lr}: {method: diloco, over: {outer_lr: [7, 14, 28]}}  # three runs
+
+A label's {name} is the value of that setting.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import loco
@@ -81,23 +86,57 @@ def runs_of(config: CompareConfig) -> list[Run]:
         seeds = changes.pop("seeds", config.seeds)
         if not isinstance(seeds, int) or seeds < 1:
             raise ExperimentError(f"{where}: seeds must be a whole number of at least 1, got {seeds!r}")
-        single = derive(config, changes, where=where)
-        if single.method == "single" and "nproc" not in changes:
-            single = dataclasses.replace(single, nproc=1)
-        try:
-            if single.nproc is None:
-                raise ExperimentError("nproc must be at least 1, got None")
-            check_world(single, single.nproc, launch_line=f"nproc={2 * single.ranks_per_site}")
-        except ExperimentError as error:
-            raise ExperimentError(f"{where}: {error}") from error
-        for seed in range(seeds):
-            run = Run(label, dataclasses.replace(single, seed=single.seed + seed))
-            seeded.append((seed, run))
+        for chosen in _spread(label, changes, where):
+            single = _single(config, chosen, where)
+            name = _named(label, single, where)
+            for seed in range(seeds):
+                run = Run(name, dataclasses.replace(single, seed=single.seed + seed))
+                seeded.append((seed, run))
     keys = [run.key for _, run in seeded]
     for key in keys:
         if keys.count(key) > 1:
             raise ExperimentError(f"two runs would be kept in one file, {key}.json: change a label")
     return [run for _, run in sorted(seeded, key=lambda pair: pair[0])]
+
+
+def _spread(label: str, changes: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """The settings for each choice of what `over` lists."""
+    over = changes.pop("over", {})
+    if not isinstance(over, dict) or not all(isinstance(values, list) and values for values in over.values()):
+        raise ExperimentError(f"{where}: over lists values by setting, such as over: {{outer_lr: [7, 14]}}")
+    if missing := [key for key, values in over.items() if len(values) > 1 and f"{{{key}}}" not in label]:
+        raise ExperimentError(f"{where}: runs need names of their own, write {{{missing[0]}}} into the label")
+    for values in product(*over.values()):
+        chosen = changes
+        for key, value in zip(over, values, strict=True):
+            chosen = _over(chosen, nested(key, value))
+        yield chosen
+
+
+def _named(label: str, config: TrainConfig, where: str) -> str:
+    """The label with values of settings in the places of their names: "lr {lr}" becomes "lr 1e-06"."""
+    settings = flat(_plain(dataclasses.asdict(config)))
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in settings:
+            raise ExperimentError(f"{where}: {match[0]} in the label is no setting")
+        value = settings[match[1]]
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    return re.sub(r"{([^{}]*)}", value, label)
+
+
+def _single(config: CompareConfig, changes: dict[str, Any], where: str) -> TrainConfig:
+    single = derive(config, changes, where=where)
+    if single.method == "single" and "nproc" not in changes:
+        single = dataclasses.replace(single, nproc=1)
+    try:
+        if single.nproc is None:
+            raise ExperimentError("nproc must be at least 1, got None")
+        check_world(single, single.nproc, launch_line=f"nproc={2 * single.ranks_per_site}")
+    except ExperimentError as error:
+        raise ExperimentError(f"{where}: {error}") from error
+    return single
 
 
 def _deciding(config: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +150,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, tuple) else value
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """`flat` undone, of one key."""
+    first, _, rest = key.partition(".")
+    return {first: nested(rest, value) if rest else value}
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:

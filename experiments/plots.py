@@ -53,6 +53,7 @@ CYCLE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.5, 3)))
 BANDS = 6  # where there are more lines, only the broad ones have one: a few dozen hide all lines
 _FEW = 6  # points, which a line alone would hide
+_NAMED = 12  # points of a plane: of more, only those that stand out have names
 
 Points = Sequence[tuple[float, float]]
 Event = dict[str, Any]
@@ -174,26 +175,34 @@ def pareto(points: Points) -> list[int]:
 
 
 def frontier(comparison: Comparison) -> Figure | None:
-    """Bytes against gain: each label a numbered point, those that none beats joined."""
+    """Bytes against gain: each label a point, those that no other of the method beats joined and named."""
     found: list[tuple[Group, float, Interval]] = []
     for group, row in zip(comparison.groups, comparison.rows, strict=True):
         share = row.share_second or row.share  # the score that has less noise
-        if group.method not in ("ddp", "single") and row.below_diloco is not None and share is not None:
+        if row.below_diloco is not None and share is not None:
             found.append((group, row.below_diloco, share))
     if len(found) < 2:
         return None
-    figure, axis = plt.subplots(figsize=(11.6, max(5.6, _height(found) + 0.6)))
     points = [(x, share.mean) for _, x, share in found]
-    best = pareto(points)
-    joined = {"color": "#333333", "linewidth": 1.1, "linestyle": DASHES[1]}
-    axis.plot(*zip(*(points[k] for k in best), strict=True), **joined, label="no label beats these in both")
+    best = {
+        method: [of[k] for k in pareto([points[k] for k in of])]
+        for method in METHODS
+        if (of := [k for k, (group, *_) in enumerate(found) if group.method == method])
+    }
+    on_one = {k for line in best.values() for k in line}
+    kept = on_one | {k for k, (group, *_) in enumerate(found) if group in comparison.main}
+    named = [k for k in range(len(found)) if len(found) <= _NAMED or k in kept]
+    figure, axis = plt.subplots(figsize=(11.6, max(5.6, _height(named) + 0.6)))
+    for method, line in best.items():
+        axis.plot(*zip(*(points[k] for k in line), strict=True), color=METHODS[method][0], linewidth=1.4)
     for k, (group, x, share) in enumerate(found):
         colour, marker = METHODS[group.method]
         if share.half is not None:
             axis.errorbar(x, share.mean, yerr=share.half, color=colour, linewidth=1, capsize=2, alpha=0.35)
         mark: dict[str, Any] = {"color": colour, "linestyle": "", "marker": marker, "markersize": 7}
-        mark["markerfacecolor"] = colour if k in best else "white"
-        axis.plot(x, share.mean, **mark, label=f"{k + 1}  {group.label}", zorder=5)
+        mark["markerfacecolor"] = colour if k in on_one else "white"
+        number = f"{named.index(k) + 1}  {group.label}" if k in named else "_"
+        axis.plot(x, share.mean, **mark, label=number, zorder=5)
     low, high = min(points)[0] / 1.25, max(points)[0] * 1.35
     ticks = [step * 10.0**power for power in range(-1, 5) for step in (1, 2, 5)]
     ticks = [tick for tick in ticks if low <= tick <= high]
@@ -207,21 +216,20 @@ def frontier(comparison: Comparison) -> Figure | None:
     _legend(figure, axis, by_height=False)
     figure.canvas.draw()
     figure.set_layout_engine("none")  # numbers are placed by pixels: nothing may move from here on
-    _number(figure, axis, points, bold=best)
+    _number(figure, axis, [points[k] for k in named], points)
     return figure
 
 
-def _number(figure: Figure, axis: Axes, points: Points, *, bold: Sequence[int]) -> None:
-    """1, 2, 3, … beside the points, each where it covers no other number and no point if there is room."""
+def _number(figure: Figure, axis: Axes, named: Points, points: Points) -> None:
+    """1, 2, 3, … beside the named points, where they cover no other number and, given room, no point."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     pixels = [axis.transData.transform(point) for point in points]
     ways = [(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)]
     offsets = [(reach * across, reach * up) for reach in (9, 15, 22, 30) for across, up in ways]
     look: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 8}
     taken: list[Any] = []
-    for k, point in enumerate(points):
-        weight = "bold" if k in bold else "normal"
-        text = axis.annotate(str(k + 1), point, xytext=offsets[0], fontweight=weight, **look)
+    for k, point in enumerate(named):
+        text = axis.annotate(str(k + 1), point, xytext=offsets[0], **look)
         for offset in offsets:
             text.set_position(offset)
             box = text.get_window_extent(renderer)
@@ -235,8 +243,8 @@ _OF_A_COMPARISON: dict[Callable[[Comparison], Figure | None], str] = {
     score_by_step: "Score on held-out data by inner steps. Colour tells the method; of each one label is "
     "broad. The legend is in the order of the lines' ends.",
     score_by_bytes: "The same by what a rank has sent so far: further left is cheaper. Grey: the warm start.",
-    frontier: "What fewer bytes cost: up is more of the reference's gain, right is fewer. No label beats "
-    "the joined, filled ones in both.",
+    frontier: "What fewer bytes cost: up is more of the reference's gain, right is fewer. Filled and joined: "
+    "no label of the same method is better in both.",
     gate: "What PULSELoCo's gate sends in each round, and what it withholds.",
 }
 

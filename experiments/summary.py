@@ -14,10 +14,11 @@ from experiments.statistics import Interval, difference, of_mean, of_share, rati
 
 SECOND = "sampled"  # the score that stands beside a deciding pass@1: exact and smooth
 LEAST_OF_LOSS = 1e-3  # of where it started: a loss of one seed, which has no interval, must fall by more
-# What a comparison holds equal, where it can: only then is a difference the method's.
+# What a comparison holds equal beside the task's own settings, where it can: only then is a difference the
+# method's.
 CONDITIONS = (
     "task", "model", "path", "parameters", "steps", "lr", "nproc",
-    "transformer", "arithmetic", "text", "warm_start",
+    "transformer", "warm_start",
 )  # fmt: skip
 INTERVALS = ("final", "gain", "minus", "share", "share_second")  # of a row
 _MEANS = ("sent_bytes", "received_bytes", "one_step_density", "exchange_seconds", "round_seconds")
@@ -40,6 +41,11 @@ class Group:
         return self.results[0].method
 
     @property
+    def held_out(self) -> int:
+        """Problems that scores are of."""
+        return self.config[self.config["task"]]["held_out"]
+
+    @property
     def is_dense(self) -> bool:
         """Whether it is DiLoCo that sends FP32."""
         return self.method == "diloco" and self.config["wire"] in (None, "float32")
@@ -59,7 +65,7 @@ class Group:
         if score in ("pass@1", SECOND):
             # A sampled answer's probabilities spread no more than counts of right answers do.
             ends = first + gains.mean
-            least = of_share(min(1.0, max(0.0, ends)), self.config["arithmetic"]["held_out"]).half or 0.0
+            least = of_share(min(1.0, max(0.0, ends)), self.held_out).half or 0.0
         else:
             least = LEAST_OF_LOSS * first
         return gains.mean > min(least, least if gains.half is None else gains.half)
@@ -199,7 +205,7 @@ class Comparison:
         final = of_mean([r.final for r in group.results])
         interval_of = "seeds" if final.half is not None else None
         if final.half is None and one.metric == "pass@1":
-            final, interval_of = of_share(final.mean, one.config["arithmetic"]["held_out"]), "held-out"
+            final, interval_of = of_share(final.mean, group.held_out), "held-out"
         return Row(
             label=group.label,
             method=group.method,
@@ -236,7 +242,8 @@ def shared(dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _differing(one: Group, other: Group) -> tuple[str, ...]:
-    return tuple(key for key in CONDITIONS if one.config.get(key) != other.config.get(key))
+    keys = (*CONDITIONS, one.config["task"])
+    return tuple(key for key in keys if one.config.get(key) != other.config.get(key))
 
 
 def _alike(one: Group, other: Group) -> bool:

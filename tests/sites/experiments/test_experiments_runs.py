@@ -73,6 +73,32 @@ def test_compare_writes_its_config_data_and_report(compared: tuple[Path, str]) -
     assert files >= {"config.yaml", "results.json", "results.csv", "report.html"}
 
 
+@pytest.mark.check(COMMANDS)
+def test_a_task_of_others_is_learned_by_a_run_of_each_value_that_is_listed(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="needs reasoning_gym")
+    (tmp_path / "mine.yaml").write_text(
+        "runs: {'DiLoCo α {outer_lr}': {method: diloco, over: {outer_lr: [0.7, 1.4]}}}"
+    )
+    done = run(
+        [
+            *PYTHON,
+            "experiments.compare",
+            "preset=smoke",
+            "preset=spell_backward",
+            "preset=mine.yaml",
+            "nproc=2",
+        ],
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path / "runs" / "compare")
+    assert set(found) == {"diloco-alpha-0.7.seed0", "diloco-alpha-1.4.seed0"}
+    first, second = ([point.scores for point in one.evaluations] for one in found.values())
+    assert first[0] == second[0]
+    assert first[-1] != second[-1]
+    assert all(0 < reward < 1 for one in found.values() for reward in one.rewards)  # its verifier gives parts
+
+
 def test_runs_of_one_and_of_two_trainers_are_compared_at_once(compared: tuple[Path, str]) -> None:
     found = results(compared[0])
     assert {key: (one.ranks, one.sites) for key, one in found.items()} == {

@@ -70,7 +70,7 @@ def test_every_file_in_configs_loads_by_its_short_name(kind: type[RunConfig], fi
         (["lr=0"], "lr must be > 0, got 0.0"),
         (["port=99999"], "port must be between 1 and 65535, got 99999"),
         (["outer_momentum=1.5"], "outer_momentum must be in [0, 1), got 1.5"),
-        (["value_steps=12"], "value_steps must be None or a power of two from 2 to 256, got 12"),
+        (["value_steps=12"], "value_steps must be None or a power of two from 1 to 256, got 12"),
         (["gate_margin=-1"], "gate_margin must be 0, or > 0 and finite in FP32, got -1.0"),
         (
             ["transformer.heads=3"],
@@ -83,7 +83,10 @@ def test_every_file_in_configs_loads_by_its_short_name(kind: type[RunConfig], fi
         (["warmup=-1"], "warmup must be at least 0, got -1"),
         (["model=hf"], "model=hf and path=<folder of the model> belong together"),
         (["path=folder"], "model=hf and path=<folder of the model> belong together"),
-        (["model=hf", "path=a", "task=text"], "the text task reads bytes: model=hf needs task=arithmetic"),
+        (
+            ["model=hf", "path=a", "task=text"],
+            "the text task reads bytes: model=hf needs task=arithmetic or task=gym",
+        ),
     ],
 )
 def test_a_mistake_is_answered_with_one_sentence(arguments: list[str], sentence: str) -> None:

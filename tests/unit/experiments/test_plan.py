@@ -1,7 +1,7 @@
 """Which runs a comparison is made of."""
 
 from copy import copy
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,29 @@ def test_seeds_come_outermost_so_that_an_early_end_leaves_whole_comparisons() ->
     ]
 
 
+def test_a_run_for_each_choice_of_what_it_lists(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "runs:\n"
+        "  α {outer_lr}, lr {lr}: {outer_momentum: 0, over: {outer_lr: [7, 14.0], lr: [1.0e-6, 3.0e-6]}}\n"
+        "  k {sparseloco.k} β {sparseloco.decay}:\n"
+        "    {method: sparseloco, sparseloco: {decay: 0.9}, over: {sparseloco.k: [16, 64]}}\n"
+    )
+    runs = planned(f"preset={file}", "seeds=2")
+    labels = [f"α {alpha}, lr {lr}" for alpha in (7, 14) for lr in ("1e-06", "3e-06")]
+    labels += ["k 16 β 0.9", "k 64 β 0.9"]
+    assert [run.label for run in runs] == 2 * labels
+    assert [(run.config.outer_lr, run.config.lr) for run in runs[:4]] == [
+        *((7.0, 1e-6), (7.0, 3e-6)),
+        *((14.0, 1e-6), (14.0, 3e-6)),
+    ]
+    assert all(run.config.outer_momentum == 0 for run in runs[:4])
+    assert [(run.config.sparseloco.k, run.config.sparseloco.decay) for run in runs[4:6]] == [
+        (16, 0.9),
+        (64, 0.9),
+    ]
+
+
 def test_a_runs_own_seed_is_its_first() -> None:
     runs = planned("seeds=2", "runs.A.seed=5", "runs.B.method=ddp")
     assert [(run.label, run.config.seed) for run in runs] == [("A", 5), ("B", 0), ("A", 6), ("B", 1)]
@@ -102,6 +125,9 @@ def test_two_runs_that_would_share_a_file_are_refused() -> None:
         (["runs.Mine.seeds=two"], "runs.Mine: seeds must be a whole number of at least 1, got 'two'"),
         (["runs.Mine.nproc=null"], "runs.Mine: nproc must be at least 1, got None"),
         (["runs.Mine.nproc=0"], "runs.Mine: nproc must be at least 1, got 0"),
+        (["runs={'α {alpha}': {}}"], "runs.α {alpha}: {alpha} in the label is no setting"),
+        (["runs={Mine: {over: {lr: 1e-6}}}"], "runs.Mine: over lists values by setting, such as over: {"),
+        (["runs={Mine: {over: {lr: [1, 2]}}}"], "runs.Mine: runs need names of their own, write {lr} into"),
     ],
 )
 def test_a_runs_mistake_is_told_with_its_label(arguments: list[str], sentence: str) -> None:
@@ -145,6 +171,8 @@ def changed(config: Any, name: str) -> Any:
         other = value + 1
     elif isinstance(value, tuple):
         other = (*value, "other")
+    elif isinstance(value, dict):
+        other = {**value, "other": 1}
     else:
         other = f"{value}, or another"
     assert other != value
@@ -157,7 +185,7 @@ def names(kind: Any) -> list[str]:
     found = []
     for item in fields(kind):
         inner = item.default_factory
-        found += [f"{item.name}.{name}" for name in names(inner)] if isinstance(inner, type) else [item.name]
+        found += [f"{item.name}.{name}" for name in names(inner)] if is_dataclass(inner) else [item.name]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Post-training by GRPO on arithmetic: a verifier tells right from wrong, and nothing else is known.
+"""Post-training by GRPO on problems: a verifier judges answers, and nothing else is known.
 
 At the start of every round each trainer samples answers to its prompts of the next `sync_every` steps from
 the weights that all sites hold, then learns from them step by step.
@@ -14,23 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.config import RunConfig
+from experiments.config import ArithmeticConfig, GymConfig, RunConfig
 from experiments.model import language_model
 from experiments.tasks import Seat, Task
 from experiments.tasks.grpo import advantages, token_losses
-from experiments.tasks.problems import Problem, is_right, make_problems
+from experiments.tasks.problems import Problem, Problems, arithmetic
 from experiments.tasks.rollout import LanguageModel, Rollout, pad, sample
 
 _ROLLOUTS, _WARM_START = 0, 1  # kinds of chance: a seed of its own for each
 
 
-class Arithmetic(Task):
+class Verified(Task):
     metric: ClassVar[str] = "pass@1"
     higher_is_better: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, seat: Seat) -> None:
         self._config, self._seat = config, seat
-        self._problems = make_problems(largest=config.arithmetic.largest, held_out=config.arithmetic.held_out)
+        self._grpo: ArithmeticConfig | GymConfig = getattr(config, config.task)
+        self._problems = problems_of(config)
         self._answers = {problem.answer for problem in self._problems.train}
         self._batches: list[_Batch] = []
         self._first_step = 0  # of the round
@@ -40,20 +41,19 @@ class Arithmetic(Task):
         return language_model(self._config)
 
     def recipe(self) -> list[Any]:
-        config = self._config.arithmetic
-        return ["arithmetic", config.largest, config.held_out, config.slips]
+        return [self._config.task, *self._grpo.recipe()]
 
     def warm_start_loss(self, model: nn.Module, step: int, *, size: int) -> Tensor:
         """Supervised, on text with mistakes in it."""
         chance = np.random.default_rng([_WARM_START, step])
         chosen = [self._problems.train[k] for k in chance.integers(len(self._problems.train), size=size)]
-        slips = chance.random(size) < self._config.arithmetic.slips
+        slips = chance.random(size) < self._grpo.slips
         answers = [p.slip if slip else p.answer for p, slip in zip(chosen, slips, strict=True)]
         logp, counts, _ = self._of_answers(model, chosen, answers)
         return -logp[counts].mean()
 
     def begin_round(self, model: nn.Module, round: int) -> float:
-        config, lm = self._config.arithmetic, cast(LanguageModel, model)
+        config, lm = self._grpo, cast(LanguageModel, model)
         every, seat = self._config.sync_every, self._seat
         chance = np.random.default_rng([_ROLLOUTS, self._config.seed, seat.rank, round])
         count = every * config.prompts
@@ -69,7 +69,10 @@ class Arithmetic(Task):
             device=seat.device,
         )
         rewards = torch.tensor(
-            [float(is_right(chosen[k // config.group], text)) for k, text in enumerate(rollout.texts)]
+            [
+                float(self._problems.reward(chosen[k // config.group], text))
+                for k, text in enumerate(rollout.texts)
+            ]
         )
         advantage = advantages(rewards.view(count, config.group)).flatten()
         size = config.prompts * config.group
@@ -80,7 +83,7 @@ class Arithmetic(Task):
         return float(rewards.mean())
 
     def loss(self, module: nn.Module, step: int) -> Tensor:
-        batch, config = self._batches[step - self._first_step], self._config.arithmetic
+        batch, config = self._batches[step - self._first_step], self._grpo
         device = self._seat.device
         logp, counts = _answer_log_probabilities(module, batch.rows, batch.heads, device)[:2]
         losses = token_losses(
@@ -128,6 +131,14 @@ class Arithmetic(Task):
     def _longest(self, lm: LanguageModel) -> int:
         """Tokens of the longest right answer, its end included: who needs more is wrong."""
         return 1 + max(len(self._tokens(lm, answer)) for answer in self._answers)
+
+
+def problems_of(config: RunConfig) -> Problems:
+    if config.task == "gym":
+        from experiments.tasks.gym import gym_problems  # an optional dependency, slow to import
+
+        return gym_problems(config.gym, longest=None if config.model == "hf" else config.transformer.context)
+    return arithmetic(largest=config.arithmetic.largest, held_out=config.arithmetic.held_out)
 
 
 @dataclass(frozen=True)

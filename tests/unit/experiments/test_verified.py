@@ -1,4 +1,4 @@
-"""The arithmetic task: what is asked, what is learned from the answers, and how weights are scored."""
+"""Tasks with a verifier: what is asked, what is learned from the answers, and how weights are scored."""
 
 import math
 from dataclasses import replace
@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments import warm_start
 from experiments.config import ArithmeticConfig, TrainConfig, TransformerConfig, WarmStartConfig
-from experiments.tasks import Seat, arithmetic
-from experiments.tasks.arithmetic import Arithmetic
-from experiments.tasks.problems import Problem, is_right, make_problems
+from experiments.tasks import Seat, verified
+from experiments.tasks.problems import Problem, arithmetic, is_right
 from experiments.tasks.rollout import Rollout, sample
+from experiments.tasks.verified import Verified
 
 CPU = torch.device("cpu")
 CONFIG = TrainConfig(
@@ -30,8 +30,8 @@ CONFIG = TrainConfig(
 )
 
 
-def task(*, rank: int = 0, ranks: int = 1, **changes: Any) -> Arithmetic:
-    return Arithmetic(replace(CONFIG, **changes), Seat(rank, ranks, CPU))
+def task(*, rank: int = 0, ranks: int = 1, **changes: Any) -> Verified:
+    return Verified(replace(CONFIG, **changes), Seat(rank, ranks, CPU))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def model(weights: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def test_every_problem_is_either_held_out_or_trained_on() -> None:
-    problems = make_problems(largest=20, held_out=300)
+    problems = arithmetic(largest=20, held_out=300)
     assert len(problems.held_out) == 300
     prompts = [p.prompt.strip() for p in problems.train + problems.held_out]
     everything = {f"{a}{sign}{b}=" for a in range(20) for b in range(20) for sign in "+-"}
@@ -65,7 +65,7 @@ def test_every_problem_is_either_held_out_or_trained_on() -> None:
 
 
 def test_answers_are_right_and_prompts_equally_wide() -> None:
-    problems = make_problems(largest=100, held_out=50)
+    problems = arithmetic(largest=100, held_out=50)
     for problem in problems.train + problems.held_out:
         assert int(problem.answer) == eval(problem.prompt.strip("= "))
         assert len(problem.prompt) == len("99+99=")
@@ -73,7 +73,7 @@ def test_answers_are_right_and_prompts_equally_wide() -> None:
 
 
 def test_a_slip_is_a_forgotten_carry() -> None:
-    problems = make_problems(largest=100, held_out=50).train
+    problems = arithmetic(largest=100, held_out=50).train
     for problem in problems:
         forgotten = int(problem.answer) - int(problem.slip)
         assert forgotten == (10 if int(problem.answer) >= 10 else 0)
@@ -198,7 +198,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
         rollouts.append(sample(*args, **options))
         return rollouts[-1]
 
-    monkeypatch.setattr(arithmetic, "sample", sampled)
+    monkeypatch.setattr(verified, "sample", sampled)
     return rollouts
 
 
@@ -304,6 +304,11 @@ def test_no_held_out_problem_is_ever_asked(model: nn.Module, monkeypatch: pytest
     assert not asked & held_out
 
 
+def never_satisfied(it: Verified) -> Verified:
+    it._problems = replace(it._problems, reward=lambda *_: 0.0)
+    return it
+
+
 class Counting(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -314,11 +319,10 @@ class Counting(nn.Module):
         return self.model(tokens)
 
 
-def test_a_step_whose_groups_are_all_of_one_mind_still_passes_through_the_model_once(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+def test_a_step_whose_groups_are_all_of_one_mind_passes_through_the_model_once(
+    model: nn.Module,
 ) -> None:
-    monkeypatch.setattr(arithmetic, "is_right", lambda *_: False)
-    it, module = task(), Counting(model)
+    it, module = never_satisfied(task()), Counting(model)
     assert it.begin_round(model, 0) == 0
     loss = it.loss(module, 1)
     loss.backward()
@@ -332,7 +336,7 @@ def one_rank_learns_nothing(rank: int, weights: dict[str, torch.Tensor]) -> torc
     model = it.model()
     model.load_state_dict(weights)
     if rank == 1:
-        arithmetic.is_right = lambda *_: False
+        never_satisfied(it)
     module = DistributedDataParallel(model)
     it.begin_round(model, 0)
     it.loss(module, 1).backward()
