@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from . import reference, reference_entries, reference_patch, reference_tight
+from .reference_entries import split_sums
 from .reference_patch import FORMATS, PART, digest_terms, join_patches, split_patch
 from .streamed import Streamed
 from .types import (
@@ -69,6 +70,7 @@ __all__ = [
     "pack_patch",
     "packs_fast",
     "split_patch",
+    "split_sums",
     "swap_bits",
     "unpack",
     "unpack_patch",
@@ -85,7 +87,6 @@ class Home(Protocol):
         weights: Sequence[Tensor],
         residual: Tensor | None,
         gate: Gate | None,
-        room: Tensor | None = None,
     ) -> Encoded: ...
 
     def apply(
@@ -156,9 +157,8 @@ def encode(
     weights: Sequence[Tensor],
     residual: Tensor | None,
     gate: Gate | None,
-    room: Tensor | None = None,
 ) -> Encoded:
-    return _home_of(anchor, weights).encode(anchor, weights, residual, gate, room)
+    return _home_of(anchor, weights).encode(anchor, weights, residual, gate)
 
 
 def apply(
@@ -195,7 +195,7 @@ def digest_of_all(tensors: Iterable[Tensor]) -> bytes:
 class _EntriesHome(Protocol):
     """The work on entries, which `reference_entries` specifies."""
 
-    def add_up(self, contributions: Sequence[Entries], numel: int) -> Entries: ...
+    def add_up(self, contributions: Sequence[Entries], numel: int, out: Tensor | None = None) -> Entries: ...
 
     def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor: ...
 
@@ -205,12 +205,15 @@ def _entries_home(values: Tensor) -> _EntriesHome:
     return (_compiled() if values.device.type == "cpu" else None) or reference_entries
 
 
-def add_up(contributions: Sequence[Entries], numel: int) -> Entries:
+def add_up(contributions: Sequence[Entries], numel: int, out: Tensor | None = None) -> Entries:
     """((0 + c_0) + c_1) + …, in the order given.
 
     The result has the entries that occur in any contribution, or all elements.
+
+    Args:
+        out: where the values of all elements are put; may be where one of the contributions has them.
     """
-    return _entries_home(contributions[0].values).add_up(contributions, numel)
+    return _entries_home(contributions[0].values).add_up(contributions, numel, out)
 
 
 def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:

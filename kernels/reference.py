@@ -85,7 +85,6 @@ def encode(
     weights: Sequence[Tensor],
     residual: Tensor | None,
     gate: Gate | None,
-    room: Tensor | None = None,
 ) -> Encoded:
     """Steps 2 to 5, read-only: the entries to send, the digest of θ, the first position that is not finite.
 
@@ -95,9 +94,6 @@ def encode(
             v = s, or rounded to a multiple of ulp(θ) / V; without a gate send every s_i
 
     Nothing is changed, so that a round whose exchange fails can be repeated; `apply` writes the residual.
-
-    Args:
-        room: for the values, if there is no gate and so all are sent. None: they get memory of their own.
     """
     first_nonfinite = -1
     indices: list[Tensor] = []
@@ -119,8 +115,6 @@ def encode(
     if gate is not None:
         where = _join(indices, torch.int64, anchor.device)
         entries = Entries.at(where, entries.values, anchor.numel())
-    elif room is not None:
-        entries = Entries.whole(room.copy_(entries.values))
     return Encoded(entries, digest(anchor), first_nonfinite)
 
 

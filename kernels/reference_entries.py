@@ -5,21 +5,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .reference import ulp
 from .types import BLOCK, Entries, MalformedError, all_finite
 
 
-def add_up(contributions: Sequence[Entries], numel: int) -> Entries:
+def add_up(contributions: Sequence[Entries], numel: int, out: Tensor | None = None) -> Entries:
     """((0 + c_0) + c_1) + …, in the order given.
 
     The result has the entries that occur in any contribution, or all elements. A contribution adds nothing
     where it has no entry.
+
+    Args:
+        out: where the values of all elements are put; may be where one of the contributions has them.
     """
     device = contributions[0].values.device
     total = torch.zeros(numel, dtype=torch.float32, device=device)
     if contributions[0].starts is None:
         for contribution in contributions:
             total += contribution.values
-        return Entries.whole(total)
+        return Entries.whole(total if out is None else out.copy_(total))
     present = torch.zeros(numel, dtype=torch.bool, device=device)
     for contribution in contributions:
         assert contribution.starts is not None
@@ -28,6 +32,23 @@ def add_up(contributions: Sequence[Entries], numel: int) -> Entries:
         present[where] = True
     where = present.nonzero().view(-1)
     return Entries.at(where, total[where], numel)
+
+
+def split_sums(sums: Entries, anchor: Tensor, margin: float) -> tuple[Entries, Entries]:
+    """The sums larger than F · ulp(θ), which go back to all sites, and the others, which their owner keeps.
+
+    Args:
+        margin: F.
+    """
+    numel = anchor.numel()
+    if sums.starts is None:
+        small = sums.values.abs() <= margin * ulp(anchor)
+        stay = (small & (sums.values != 0)).nonzero().view(-1)
+        return Entries.whole(sums.values.masked_fill(small, 0.0)), Entries.at(stay, sums.values[stay], numel)
+    where = sums.indices()
+    large = sums.values.abs() > margin * ulp(anchor[where])
+    leave, stay = (Entries.at(where[kept], sums.values[kept], numel) for kept in (large, ~large))
+    return leave, stay
 
 
 def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .recycle import joined
+
 BLOCK = 256  # elements: a position inside a block is one byte
 
 
@@ -38,6 +40,12 @@ class Entries(NamedTuple):
         edges = torch.arange(-(-numel // BLOCK) + 1, device=indices.device) * BLOCK
         return Entries(torch.searchsorted(indices, edges), (indices % BLOCK).to(torch.uint8), values)
 
+    @staticmethod
+    def none(numel: int, device: torch.device) -> "Entries":
+        """No entries of a vector of `numel` elements."""
+        nowhere = torch.empty(0, dtype=torch.int64, device=device)
+        return Entries.at(nowhere, torch.empty(0, dtype=torch.float32, device=device), numel)
+
     def part(self, at: slice) -> "Entries":
         """The entries of some whole blocks, given by the elements they cover; shares offsets and values with
         `self`."""
@@ -60,7 +68,7 @@ class Entries(NamedTuple):
     def join(parts: Sequence["Entries"]) -> "Entries":
         """The entries of several vectors one after the other. All but the last non-empty one must be a whole
         number of blocks long."""
-        values = torch.cat([part.values for part in parts])
+        values = joined([part.values for part in parts])
         starts, offsets, found = [], [], 0
         for part in parts:
             if part.starts is None or part.offsets is None:
@@ -69,7 +77,7 @@ class Entries(NamedTuple):
             offsets.append(part.offsets)
             found += part.values.numel()
         end = torch.full((1,), found, dtype=torch.int64, device=values.device)
-        return Entries(torch.cat([*starts, end]), torch.cat(offsets), values)
+        return Entries(joined([*starts, end]), joined(offsets), values)
 
     def to(self, device: torch.device | str) -> "Entries":
         return Entries(*(None if x is None else x.to(device) for x in self))  # pyright: ignore[reportArgumentType]
@@ -103,7 +111,7 @@ class Gate:
     dtype: torch.dtype = torch.bfloat16
     gain: float = 1.0  # γ
     margin: float = 0.0  # f
-    value_steps: int | None = None  # V, a power of two from 2 to 256; None: exact values
+    value_steps: int | None = None  # V, a power of two from 1 to 256; None: exact values
 
 
 class Known(NamedTuple):

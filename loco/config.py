@@ -13,7 +13,7 @@ GATES = {
     "fp8_e5m2": torch.float8_e5m2,
     "open": None,
 }
-VALUE_STEPS = (None, *(2**k for k in range(1, 9)))
+VALUE_STEPS = (None, *(2**k for k in range(9)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class Settings:
     gate_margin: float  # f
     value_steps: int | None  # V
     outlier_factor: float | None = None
+    sums_margin: float | None = None  # F
 
     def __post_init__(self) -> None:
         if not 1 <= self.sync_every < float("inf") or self.sync_every != int(self.sync_every):
@@ -46,18 +47,27 @@ class Settings:
             raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
         if self.gate not in GATES:
             raise ValueError(f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
-        if self.gate_margin != 0 and not 2.0**-126 <= _in_fp32(self.gate_margin) < float("inf"):
-            raise ValueError(f"gate_margin must be 0, or > 0 and finite in FP32, got {self.gate_margin}")
+        for name, off in (("gate_margin", 0), ("sums_margin", None)):
+            value = getattr(self, name)
+            if value != off and not 2.0**-126 <= _in_fp32(value) < float("inf"):
+                raise ValueError(f"{name} must be {off}, or > 0 and finite in FP32, got {value}")
         if self.value_steps not in VALUE_STEPS:
             raise ValueError(
-                f"value_steps must be None or a power of two from 2 to 256, got {self.value_steps!r}"
+                f"value_steps must be None or a power of two from 1 to 256, got {self.value_steps!r}"
             )
-        for name, off in (("gate_margin", 0), ("value_steps", None)):
+        for name, off in (("gate_margin", 0), ("value_steps", None), ("sums_margin", None)):
             if GATES[self.gate] is None and getattr(self, name) != off:
                 raise ValueError(
                     f'gate="open" sends every entry exactly, so {name} must be {off}, got '
                     f'{getattr(self, name)}: leave it out, or choose another gate, such as "bf16"'
                 )
+        if self.sums_margin is not None:
+            if self.value_steps is None:
+                raise ValueError(
+                    f"sums_margin adds small sums to a residual, which is exact only for values rounded to "
+                    f"steps: choose value_steps, such as 16, or leave sums_margin out, got {self.sums_margin}"
+                )
+            object.__setattr__(self, "sums_margin", float(self.sums_margin))
         if self.outlier_factor is not None:
             if not 1 < self.outlier_factor < float("inf"):
                 raise ValueError(f"outlier_factor must be None or > 1, got {self.outlier_factor}")

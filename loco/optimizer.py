@@ -60,6 +60,9 @@ class PulseLoCo(LowCommunicationOptimizer):
         send only where also |s_i| > f·ulp(θ_i)
         v_i = the multiple of ulp(θ_i) / V nearest to s_i, ties to the even one; where it is 0, send nothing
 
+    A third one reduces what comes back. Each site is the owner of a slice of the elements. Where the sum of
+    what was sent is small, |Σ v_i| ≤ F·ulp(θ_i), g_i is 0 and the owner keeps the sum in its e.
+
     Args:
         inner: the optimizer to wrap, built on the model's parameters; or several, `[muon, adamw]`, each with
             parameters of its own, which then step together. θ starts as site 0's weights.
@@ -75,7 +78,8 @@ class PulseLoCo(LowCommunicationOptimizer):
             max(1, α / (1 − μ) / 2), PULSELoCo learns as DiLoCo does.
         gate_margin: f, a fraction of the BF16 ulp; 0 sends every visible entry.
         value_steps: V, how many steps a BF16 ulp is divided into for the values that are sent: a power of two
-            from 2 to 256; None sends them exactly.
+            from 1 to 256; None sends them exactly.
+        sums_margin: F, a fraction or a multiple of the BF16 ulp; needs `value_steps`. None: 0.
         outlier_factor: leave a site out of a round, on all sites alike, if the norm of what it would send is
             more than this many times the median of the others'; its update stays in its residual, and
             `last_report.left_out` names it. None leaves no site out.
@@ -106,6 +110,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         gate_gain: float | None = None,
         gate_margin: float = 0.0,
         value_steps: int | None = None,
+        sums_margin: float | None = None,
         outlier_factor: float | None = None,
         wire: str = "auto",
         exchange: str = "auto",
@@ -121,6 +126,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             gate_gain=matching_gain(outer_lr, outer_momentum) if gate_gain is None else gate_gain,
             gate_margin=gate_margin,
             value_steps=value_steps,
+            sums_margin=sums_margin,
             outlier_factor=outlier_factor,
         )
         super().__init__(inner, settings, topology, WireConfig.of_entries(wire, exchange, gate=gate), offload)

@@ -63,6 +63,7 @@ class Paper:
     gate: str = "bf16"
     margin: float = 0.0
     value_steps: int | None = None
+    sums_margin: float | None = None
     dense: bool = False
     momentum: np.ndarray = field(init=False)
     residuals: list[np.ndarray] = field(init=False)
@@ -71,6 +72,12 @@ class Paper:
         self.momentum = np.zeros_like(self.anchor)
         self.residuals = [np.zeros_like(self.anchor) for _ in range(self.sites)]
 
+    @property
+    def owner(self) -> np.ndarray:
+        """Of each element: sites own equally many whole blocks of 256, but for the last ones."""
+        blocks = -(-self.anchor.size // (256 * self.sites))
+        return np.arange(self.anchor.size) // (256 * blocks)
+
     def cast(self, x: np.ndarray) -> np.ndarray:
         return np.where(self.bf16, to_bf16(x), x)
 
@@ -78,7 +85,7 @@ class Paper:
         """One round after the inner steps left `weights`, one vector a site -> entries each site sent."""
         theta = self.anchor
         total = np.zeros_like(theta)
-        sent = []
+        sent, updates, left = [], [], []
         for site, w in enumerate(weights):
             s = (self.cast(theta) - w) + self.residuals[site]
             if self.dense:
@@ -94,6 +101,14 @@ class Paper:
             self.residuals[site] = np.where(send, s - v, s)
             total = np.where(send, total + v, total)
             sent.append(int(send.sum()))
+            updates.append(s)
+            left.append(np.where(send, v, F32(0)))
+        if self.sums_margin:
+            small = np.abs(total) <= F32(self.sums_margin) * bf16_ulp(theta).astype(F32)
+            for site, (residual, s, v) in enumerate(zip(self.residuals, updates, left, strict=True)):
+                owned = small & (self.owner == site)
+                residual[owned] = s[owned] - (v[owned] - total[owned])
+            total[small] = 0
         g = total / F32(self.sites)
         lr, mu = F32(self.lr), F32(self.mu)
         self.momentum = mu * self.momentum + g

@@ -12,12 +12,12 @@ from .transfer import Transfer
 
 
 def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
-    """Sends R−1 payloads. -> the entries of each site, in site order
+    """Sends R−1 payloads. -> the entries of each site, in site order, or their sums
 
     While frames travel, the next one is coded and the last ones are read.
     """
     if not numel or work.across.size == 1:
-        return [own]
+        return work.attempt(lambda: work.gathered([own], numel)) or []
     everything, frames = slice(0, numel), Frames.of(numel)
     peers = work.across.peers
 
@@ -49,6 +49,6 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
 
     def join() -> list[Entries]:
         joined = {site: Entries.join(found.pop(site)) for site in peers} | {work.across.rank: own}
-        return [joined[site] for site in range(work.across.size)]
+        return work.gathered([joined[site] for site in range(work.across.size)], numel)
 
     return work.attempt(join) or []

@@ -4,14 +4,11 @@ from collections import deque
 
 from torch import Tensor
 
-from loco import kernels
 from loco.kernels import Entries
 
-from ..errors import NonFiniteError
 from ..net.transport import PendingMessages, as_bytes
 from ..wire.framing import Frame, Frames, slices_of
 from ..wire.records import FrameHeader, Kind
-from ..wire.refusal import overflow_text
 from .stream import AHEAD, Arrived, Stream
 from .transfer import Transfer
 
@@ -23,7 +20,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     is coded, the last ones that came are summed, and sums that came are read.
     """
     if not numel or work.across.size == 1:
-        return [own]
+        return work.attempt(lambda: work.gathered([own], numel)) or []
     across, framing = work.across, work.framing
     slices = slices_of(numel, across.size)
     mine = slices[across.rank]
@@ -46,12 +43,10 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         def total() -> Entries:
             parts[across.rank] = framing.as_received(own.cut(at), at)
             in_order = [part for _, part in sorted(parts.items()) if part is not None]
-            sums = kernels.add_up(in_order, at.stop - at.start)
-            if not kernels.all_finite(sums.values):
-                raise NonFiniteError(overflow_text(framing.round))
-            if work.sums is not None:
-                sums = Entries.whole(work.sums[at].copy_(sums.values))
+            sums, kept = work.total(in_order, at)
             found[across.rank].append(framing.as_received(sums, at))
+            if kept is not None:
+                stay.append(kept)
             return sums
 
         frame = work.seal(total, at, number, Kind.SUMS)
@@ -68,6 +63,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     entries = Stream(across, frames.count, check_entries, phase=work.phase("entries"), room=rooms[0])
     sums = Stream(across, frames.count, check_sums, phase=work.phase("sums"), room=rooms[1])
     found: list[list[Entries]] = [[] for _ in slices]
+    stay: list[Entries] = []  # sums of this site's slice that it keeps
     flying: deque[tuple[PendingMessages, list[Stream]]] = deque()
     arrived: dict[Stream, Arrived] = {}
     ready, ready_sums = seal(0), {}
@@ -93,6 +89,8 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
             arrived = {stream: stream.arrived() for stream in of}
 
     def join() -> list[Entries]:
+        if stay:
+            work.keep(stay, numel)
         if work.sums is not None:  # where they have been received
             return [Entries.whole(work.sums)]
         return [Entries.join([part for parts in found for part in parts])]

@@ -1,18 +1,18 @@
 """One round's transfer of frames: what gathering and owner-reducing share."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
+from loco import kernels
 from loco.kernels import Entries
 
 from ..errors import NonFiniteError, WireError
 from ..net.transport import PendingMessages, Transport
-from ..wire.framing import Frame, Framing
+from ..wire.framing import Frame, Framing, slices_of
 from ..wire.records import FrameHeader, Kind, Status
-from ..wire.refusal import Problem, unreadable
+from ..wire.refusal import Problem, overflow_text, unreadable
 from .stream import Messages
 
 T = TypeVar("T")
@@ -28,6 +28,10 @@ class Transfer:
         problem: what went wrong before.
         sums: where the sums of all elements are put, as FP32; may be the memory that this site's entries are
             sent from. None: they get memory of their own.
+        margin: F. Sums of at most this many ulp(θ) stay with their owner. None: none do.
+
+    Attributes:
+        kept: such sums of this site's slice.
     """
 
     def __init__(
@@ -37,17 +41,54 @@ class Transfer:
         *,
         problem: Problem | None = None,
         sums: Tensor | None = None,
+        margin: float | None = None,
     ) -> None:
         self.across = across
         self.framing = framing
         self.problem = problem
         self.sums = sums
+        self.margin = margin
+        self.kept: Entries | None = None
         self.missing: int | None = None  # a site that could not send all; its vote should say why
-        self.seconds = 0.0  # from the first message to the last
-        self._began: float | None = None
 
     def phase(self, what: str) -> str:
         return f"round {self.framing.round}, {what}"
+
+    def total(self, contributions: Sequence[Entries], at: slice) -> tuple[Entries, Entries | None]:
+        """The sums of some elements: those for all sites, and those that their owner keeps, if any are kept.
+
+        Raises:
+            NonFiniteError: finite values add up to infinity.
+        """
+        room = None if self.sums is None else self.sums[at]
+        sums = kernels.add_up(contributions, at.stop - at.start, room)
+        if not kernels.all_finite(sums.values):
+            raise NonFiniteError(overflow_text(self.framing.round))
+        if self.margin is None:
+            return sums, None
+        return kernels.split_sums(sums, self.framing.known.anchor[at], self.margin)
+
+    def gathered(self, contributions: list[Entries], numel: int) -> list[Entries]:
+        """All sites' entries as they came; or their sums, if small ones stay with their owners."""
+        if self.margin is None or not numel:
+            return contributions
+        sums, kept = self.total(contributions, slice(0, numel))
+        if kept is not None:
+            self.keep([kept.cut(slices_of(numel, self.across.size)[self.across.rank])], numel)
+        return [sums]
+
+    def keep(self, parts: Sequence[Entries], numel: int) -> None:
+        """The sums that stay here, of this site's slice, part by part."""
+        device = self.framing.known.anchor.device
+        slices = [[Entries.none(at.stop - at.start, device)] for at in slices_of(numel, self.across.size)]
+        slices[self.across.rank] = [*parts]
+        self.kept = Entries.join([part for of_slice in slices for part in of_slice])
+
+    def taken(self, own: Entries, numel: int) -> Entries:
+        """What leaves this site's s: its entries v, less the sums that it keeps. e is what is left."""
+        if self.kept is None:
+            return own
+        return kernels.add_up([own, self.kept._replace(values=-self.kept.values)], numel)
 
     def attempt(self, do: Callable[[], T]) -> T | None:
         """None if it failed, or something before it did."""
@@ -80,14 +121,12 @@ class Transfer:
         return self.attempt(read)
 
     def post(self, streams: Sequence[tuple[Messages, Messages]], what: str) -> PendingMessages:
-        self._began = self._began or time.monotonic()
         outgoing = [message for sends, _ in streams for message in sends]
         incoming = [message for _, receives in streams for message in receives]
         return self.across.post(outgoing, incoming, phase=self.phase(what))
 
     def wait(self, posted: PendingMessages) -> None:
         posted.wait()
-        self.seconds = time.monotonic() - (self._began or 0.0)
 
     def verdict(self) -> Problem | None:
         """What to vote."""

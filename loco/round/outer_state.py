@@ -9,6 +9,8 @@ from torch import Tensor
 
 from loco import kernels
 from loco.kernels import Gate
+from loco.kernels.recycle import Recycler
+from loco.kernels.reserve import lasting_zeros
 
 from ..config import GATES, Settings
 from ..errors import LocoError
@@ -36,6 +38,7 @@ class OuterState:
         tuner: what earlier rounds were like.
         rounds_done: the round that the state is after.
         took_part: the last round of each site that has a name.
+        memory: what rounds leave to each other.
         anchor_incomplete: θ or m is only a part of what another site was sending.
     """
 
@@ -52,7 +55,7 @@ class OuterState:
     took_part: dict[str, int] = field(default_factory=dict)
     anchor_incomplete: bool = False
     _is_torn: bool = False
-    _room: Tensor | None = None
+    memory: Recycler = field(default_factory=Recycler)
 
     @staticmethod
     def of(
@@ -69,11 +72,11 @@ class OuterState:
         seen = GATES[settings.gate]
 
         def zeros() -> Tensor:
-            # In host memory it is pinned, if there is a GPU to copy from.
-            pinned = device.type == "cpu" and parameters.device.type == "cuda"
-            return torch.zeros(
-                part.own.stop - part.own.start, dtype=torch.float32, device=device, pin_memory=pinned
-            )
+            numel = part.own.stop - part.own.start
+            if parameters.device.type == "cpu":
+                return lasting_zeros(numel, torch.float32)
+            # In host memory it is pinned: there is a GPU to copy from.
+            return torch.zeros(numel, dtype=torch.float32, device=device, pin_memory=device.type == "cpu")
 
         state = OuterState(
             settings=settings,
@@ -112,15 +115,6 @@ class OuterState:
     @property
     def device(self) -> torch.device:
         return self.anchor.device
-
-    def room_for_all(self) -> Tensor | None:
-        """For what a dense round sends, and then for its sums; None if only some entries are sent.
-
-        It is kept: fresh memory takes longer to be mapped than to be filled.
-        """
-        if self.gate is None and self._room is None:
-            self._room = torch.empty_like(self.anchor)
-        return self._room
 
     @property
     def shared(self) -> list[Tensor]:

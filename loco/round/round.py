@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
-
 from loco import kernels
 from loco.kernels import Encoded, Entries, Known, OuterStep
 
@@ -86,6 +84,9 @@ class Round:
         self._announced: list[Announcement] = []
         self._left_out: tuple[int, ...] = ()
         self._own: Entries | None = None  # what this rank really sends
+        self._taken: Entries | None = (
+            None  # of its s: what it sends, less the sums that come back to it alone
+        )
         self._contributions: Sequence[Entries] = ()
         self._exchange = ""
         self._payload_bytes = 0
@@ -102,10 +103,11 @@ class Round:
             Refused: by all ranks together; nothing was written.
             TransportError, WireError: a link is lost. If `is_promised`, the register knows the verdict.
         """
-        self.encode()
-        self.announce()
-        self.receive()
-        self.vote()
+        with self.state.memory.used():
+            self.encode()
+            self.announce()
+            self.receive()
+            self.vote()
 
     def encode(self) -> None:
         """2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send, exactly"""
@@ -117,7 +119,7 @@ class Round:
             check_denormals(state.device)
             self._call_hooks()
             with state.parameters.pieces(state.start, state.stop) as weights:
-                return kernels.encode(state.anchor, weights, state.residual, state.gate, state.room_for_all())
+                return kernels.encode(state.anchor, weights, state.residual, state.gate)
 
         self._encoded = self._attempt(encoded)
         if self._encoded is not None:
@@ -152,7 +154,7 @@ class Round:
         assert encoded is not None
         own, numel = encoded.entries, state.numel
         if view.site in self._left_out:
-            own = Entries.at(own.values.new_empty(0, dtype=torch.int64), own.values[:0], numel)
+            own = Entries.none(numel, state.device)
         self._own = own
         self._exchange = self._chosen_exchange(own)
         if self._exchange == "dense" and self._codec.name not in DENSE:
@@ -168,14 +170,18 @@ class Round:
         # What is sent as it lies in memory gives way to the sums, frame by frame.
         in_place = own.starts is None and self._codec is WHOLE and view.across.device == state.device
         sums = own.values if in_place else None
-        transfer = Transfer(view.across, framing, problem=self.problem, sums=sums)
+        margin = state.settings.sums_margin
+        transfer = Transfer(view.across, framing, problem=self.problem, sums=sums, margin=margin)
+        began = time.perf_counter()
         self._contributions = EXCHANGES[self._exchange](transfer, own, numel)
+        seconds = time.perf_counter() - began
         self._payload_bytes = framing.coded_bytes
         self.problem = transfer.verdict()
+        self._taken = self._attempt(lambda: transfer.taken(own, numel))
         if self._attempt(lambda: adds_up_to_infinity(self._contributions, numel)):
             self.problem = Problem(Status.OVERFLOW, seen=NonFiniteError(overflow_text(self.number)))
         if self.problem is None and view.site not in self._left_out:
-            state.tuner.learn(self._codec, transfer, self._contributions, own)
+            state.tuner.learn(self._codec, framing, seconds, self._contributions, own)
         self._enter(Phase.RECEIVED)
 
     def vote(self) -> None:
@@ -210,7 +216,7 @@ class Round:
         """5. e = what was not sent   6. g = Σ / R   7. m = μ·m + g, θ = θ − α·(g + μ·m)   8. w = cast(θ)"""
         state, view, settings = self.state, self.view, self.state.settings
         assert self.phase is Phase.COMMITTED
-        assert self._own is not None
+        assert self._taken is not None
         self._began["apply"] = time.perf_counter()
         view.liveness.say(f"round {self.number}, applying")
         step = OuterStep(
@@ -222,15 +228,8 @@ class Round:
         try:
             with state.rewriting():
                 with state.parameters.pieces(state.start, state.stop, write=True) as weights:
-                    self._residual_norm = kernels.apply(
-                        state.anchor,
-                        state.momentum,
-                        weights,
-                        state.residual,
-                        self._own,
-                        self._contributions,
-                        step,
-                    )
+                    outer = (state.anchor, state.momentum, weights, state.residual)
+                    self._residual_norm = kernels.apply(*outer, self._taken, self._contributions, step)
                 self._ended = time.perf_counter()
                 state.took_part |= dict.fromkeys(view.site_names, self.number)
                 self.phase = Phase.APPLIED  # before the state counts as whole: no round is applied twice

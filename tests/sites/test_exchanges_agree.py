@@ -47,6 +47,13 @@ def every_way(rank: int, numel: int, frame: int, options: dict[str, Any]) -> lis
         (3, 1003, 1 << 21, {"gate": "fp8_e4m3"}),
         (3, 5003, 1 << 21, {"value_steps": 8, "gate_margin": 0.5}),
         (2, 20, 1 << 21, {}),  # a slice without elements
+        (3, 5003, 512, {"value_steps": 8, "sums_margin": 0.5}),
+        (
+            3,
+            600,
+            1 << 21,
+            {"value_steps": 2, "gate_margin": 0.25, "sums_margin": 1.0},
+        ),  # the last has no slice
     ],
 )
 def test_every_exchange_and_code_gives_the_same_bits(

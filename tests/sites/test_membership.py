@@ -127,7 +127,7 @@ def life(
     brought, sent = [0] * outer.anchor.numel(), [0] * outer.anchor.numel()
     encode = kernels.encode
 
-    def watched(anchor: Tensor, weights: Any, residual: Any, gate: Any, room: Any) -> Any:
+    def watched(anchor: Tensor, weights: Any, residual: Any, gate: Any) -> Any:
         nonlocal brought, sent
         encoded = encode(anchor, weights, residual, gate)
         brought = plus(brought, minus(exact(update_now(optimizer)), exact(residual)))

@@ -28,6 +28,7 @@ class Case:
     gate_gain: float = 1.0
     gate_margin: float = 0.0
     value_steps: int | None = None
+    sums_margin: float | None = None
     bf16: bool = False
 
 
@@ -49,6 +50,9 @@ CASES += [
     Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=16, bf16=True),
     Case("PulseLoCo", gate="fp16", gate_margin=0.03, value_steps=64, outer_momentum=0.0),
     Case("PulseLoCo", gate="fp8_e4m3", gate_gain=50.0, gate_margin=0.3, value_steps=4),
+    Case("PulseLoCo", value_steps=16, sums_margin=0.5),
+    Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=4, sums_margin=0.75, bf16=True),
+    Case("PulseLoCo", outer_lr=4.0, outer_momentum=0.0, gate_gain=2.0, value_steps=1, sums_margin=2.0),
 ]
 
 
@@ -103,6 +107,7 @@ def run_paper(case: Case, sites: int) -> list[list[dict[str, Any]]]:
         gate=case.gate,
         margin=case.gate_margin,
         value_steps=case.value_steps,
+        sums_margin=case.sums_margin,
         dense=case.kind == "DiLoCo",
     )
     rounds = []

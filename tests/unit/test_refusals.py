@@ -29,10 +29,19 @@ pytestmark = pytest.mark.usefixtures("single_site")
         ({"gate_margin": 1e-60}, "gate_margin must be 0, or > 0 and finite in FP32, got 1e-60"),
         ({"gate_margin": float("inf")}, "gate_margin must be 0, or > 0 and finite in FP32, got inf"),
         ({"gate_margin": float("nan")}, "gate_margin must be 0, or > 0 and finite in FP32, got nan"),
-        ({"value_steps": 1}, "value_steps must be None or a power of two from 2 to 256, got 1"),
-        ({"value_steps": 12}, "value_steps must be None or a power of two from 2 to 256, got 12"),
-        ({"value_steps": 512}, "value_steps must be None or a power of two from 2 to 256, got 512"),
-        ({"value_steps": "16"}, "value_steps must be None or a power of two from 2 to 256, got '16'"),
+        ({"value_steps": 8, "sums_margin": 0}, "sums_margin must be None, or > 0 and finite in FP32, got 0"),
+        (
+            {"sums_margin": 0.5},
+            "sums_margin adds small sums to a residual, which is exact only for values rounded",
+        ),
+        (
+            {"gate": "open", "sums_margin": 0.5},
+            'gate="open" sends every entry exactly, so sums_margin must be None',
+        ),
+        ({"value_steps": 0}, "value_steps must be None or a power of two from 1 to 256, got 0"),
+        ({"value_steps": 12}, "value_steps must be None or a power of two from 1 to 256, got 12"),
+        ({"value_steps": 512}, "value_steps must be None or a power of two from 1 to 256, got 512"),
+        ({"value_steps": "16"}, "value_steps must be None or a power of two from 1 to 256, got '16'"),
         (
             {"gate": "open", "gate_margin": 0.25},
             'gate="open" sends every entry exactly, so gate_margin must be 0, got 0.25: leave it out',

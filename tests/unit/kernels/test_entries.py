@@ -61,6 +61,18 @@ def test_a_sum_of_minus_zeros_is_plus_zero(home: cpu.Compiled) -> None:
 
 
 @homes
+def test_a_sum_may_take_the_place_of_what_is_added(home: cpu.Compiled) -> None:
+    for of in (home, reference_entries):
+        given = [
+            Entries.whole(torch.randn(1003, generator=torch.Generator().manual_seed(k))) for k in range(3)
+        ]
+        expected = reference_entries.add_up(given, 1003)
+        found = of.add_up(given, 1003, given[1].values)
+        assert found.values.data_ptr() == given[1].values.data_ptr()
+        same_bits(found, expected)
+
+
+@homes
 def test_parts_of_larger_vectors_add_up_too(home: cpu.Compiled) -> None:
     """Their `starts` begin anywhere, each site's somewhere else."""
     n, at = 20_000, slice(10 * 256, 50 * 256)
