@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .reserve import reserve
+from .recycle import recycled
 from .types import BLOCK, Encoded, Entries, Gate, OuterStep
 
 if TYPE_CHECKING:
@@ -40,11 +40,10 @@ class Streamed:
         weights: Sequence[Tensor],
         residual: Tensor | None,
         gate: Gate | None,
-        room: Tensor | None = None,
     ) -> Encoded:
         n = anchor.numel()
-        values = reserve(n, torch.float32) if room is None else room
-        offsets = reserve(n, torch.uint8)
+        values = recycled(n, torch.float32)
+        offsets = recycled(n, torch.uint8)
         starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
         count, first_nonfinite = 0, -1
         for chunk in self._chunks(weights, read=True):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import reference, reference_entries, reference_tight
-from ..reserve import reserve
+from ..recycle import recycled
 from ..types import BLOCK, Encoded, Entries, Gate, Known, MalformedError, OuterStep
 from .build import BUILDS, BuildError, builds_for_this_cpu, load
 from .patches import CompiledPatches
@@ -78,14 +78,13 @@ class Compiled:
         weights: Sequence[Tensor],
         residual: Tensor | None,
         gate: Gate | None,
-        room: Tensor | None = None,
     ) -> Encoded:
         n = anchor.numel()
-        values = reserve(n, torch.float32) if room is None else room
+        values = recycled(n, torch.float32)
         starts = offsets = None
         if gate is not None:
-            starts = torch.empty(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
-            offsets = reserve(n, torch.uint8)
+            starts = recycled(-(-n // BLOCK) + 1, torch.int64)
+            offsets = recycled(n, torch.uint8)
         digest, first_nonfinite = c_uint64(), c_int64()
         pieces = _Pieces(weights, n)
         seen = (0, 1.0, 0.0, 0)
@@ -129,17 +128,17 @@ class Compiled:
         size = data.numel() * data.element_size()
         return self._library.loco_digest(_address(data), size, torch.get_num_threads())
 
-    def add_up(self, contributions: Sequence[Entries], numel: int) -> Entries:
+    def add_up(self, contributions: Sequence[Entries], numel: int, out: Tensor | None = None) -> Entries:
         some, threads = _addresses(contributions), torch.get_num_threads()
         counted = (numel, len(contributions), some.ctypes.data, threads)
         starts = offsets = None
         count = numel
         if contributions[0].starts is not None:
             assert all(entries.starts is not None for entries in contributions)
-            starts = torch.empty(-(-numel // BLOCK) + 1, dtype=torch.int64, device="cpu")
+            starts = recycled(-(-numel // BLOCK) + 1, torch.int64)
             count = self._library.loco_count_union(*counted, _address(starts))
-            offsets = torch.empty(count, dtype=torch.uint8, device="cpu")
-        values = torch.empty(count, dtype=torch.float32, device="cpu")
+            offsets = recycled(count, torch.uint8)
+        values = recycled(count, torch.float32) if out is None else out
         self._library.loco_add_up(*counted, _address(starts), _address(offsets), _address(values))
         return Entries(starts, offsets, values)
 
@@ -161,7 +160,7 @@ class Compiled:
         n, count = known.anchor.numel(), int(entries.starts[-1] - entries.starts[0])
         if not count:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        room = reserve(self._library.loco_pack_room(n, count), torch.uint8)
+        room = recycled(self._library.loco_pack_room(n, count), torch.uint8)
         size = self._library.loco_pack(
             *(n, _address(known.anchor), _address(known.momentum)),
             *(_address(entries.starts), _address(entries.offsets), _address(entries.values)),
@@ -176,8 +175,8 @@ class Compiled:
         n = known.anchor.numel()
         reference_tight.check_size(body, count, n)
         starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
-        offsets = torch.empty(count, dtype=torch.uint8, device="cpu")
-        values = torch.empty(count, dtype=torch.float32, device="cpu")
+        offsets = recycled(count, torch.uint8)
+        values = recycled(count, torch.float32)
         if count:
             wrong = self._library.loco_unpack(
                 *(_address(body), body.numel(), count, n, _address(known.anchor), _address(known.momentum)),

@@ -48,17 +48,18 @@ static void outer_step(float *restrict theta, float *restrict m, const float *re
 }
 
 /* Step 8 in one piece: w = cast(θ). */
-static void write_run(char *restrict w, const float *restrict theta, int n, int dtype) {
+static void write_run(char *restrict w, const float *restrict theta, int n, int dtype, int past_caches) {
     uint16_t *half = (uint16_t *)w;
-    if (dtype == FLOAT32) memcpy(w, theta, 4 * (size_t)n);
+    if (dtype == FLOAT32) store(w, theta, n, past_caches);
     else if (dtype == BFLOAT16) for (int i = 0; i < n; i++) half[i] = float_to_bf16(theta[i]);
     else for (int i = 0; i < n; i++) half[i] = float_to_fp16(theta[i]);
 }
 
-static void write_block(const float *anchor, const Pieces *p, int64_t *piece, int64_t first, int64_t last) {
+static void write_block(const float *anchor, const Pieces *p, int64_t *piece, int64_t first, int64_t last,
+                        int past_caches) {
     for (int64_t low = first; low < last;) {
         int n = run_from(p, piece, low, last);
-        write_run(weight_at(p, *piece, low), anchor + low, n, p->dtype[*piece]);
+        write_run(weight_at(p, *piece, low), anchor + low, n, p->dtype[*piece], past_caches);
         low += n;
     }
 }
@@ -78,6 +79,7 @@ static void *apply_share(void *argument) {
     const Apply *c = share->call;
     float s[BLOCK], total[BLOCK];
     int64_t reading = piece_at(&c->pieces, share->first * BLOCK), writing = reading;
+    int past_caches = !c->residual && c->n >= PAST_CACHES;  /* with a residual they have just been read */
     for (int64_t b = share->first; b < share->last; b++) {
         int64_t first = b * BLOCK, last = smaller(first + BLOCK, c->n);
         int n = (int)(last - first);
@@ -91,8 +93,9 @@ static void *apply_share(void *argument) {
         for (int64_t r = 0; r < c->contributions; r++) add(total, &c->contribution[r], b, n);
         outer_step(c->anchor + first, c->momentum ? c->momentum + first : NULL, total, n, c->sites, c->lr, c->mu,
                    c->nesterov);
-        write_block(c->anchor, &c->pieces, &writing, first, last);
+        write_block(c->anchor, &c->pieces, &writing, first, last, past_caches);
     }
+    finish_stores();
     return NULL;
 }
 
@@ -114,7 +117,9 @@ static void *write_share(void *argument) {
     Share *share = argument;
     const Apply *c = share->call;
     int64_t piece = piece_at(&c->pieces, share->first * BLOCK);
-    write_block(c->anchor, &c->pieces, &piece, share->first * BLOCK, smaller(share->last * BLOCK, c->n));
+    write_block(c->anchor, &c->pieces, &piece, share->first * BLOCK, smaller(share->last * BLOCK, c->n),
+                c->n >= PAST_CACHES);
+    finish_stores();
     return NULL;
 }
 

@@ -94,9 +94,7 @@ static inline int64_t multiple(float value, int exponent) {
 
 /* The bucket of x, two to an octave, and how many of its bits that leaves. */
 static inline int bucket(uint64_t x, int *plain) {
-    *plain = 0;
-    if (x < 2) return (int)x;
-    *plain = 62 - __builtin_clzll(x);
+    *plain = at_least(62 - __builtin_clzll(x | 1), 0);
     return 2 * *plain + (int)(x >> *plain);
 }
 
@@ -117,22 +115,24 @@ static inline uint32_t probability(int code) {
 enum { LANES = 4 };
 #define LOW ((uint64_t)1 << 31)
 
-/* A share of a power of two, 2^16 at most, and what makes a multiplication of the division by it. */
+/* Where a symbol lies in a power of two, and what makes a multiplication of the division by its share. */
 typedef struct {
     uint64_t reciprocal;  /* ⌈2^(63 + shift) / share⌉ */
-    uint32_t share, shift;
-} Divisor;
+    uint64_t full;        /* a state from here on has no room for it, and gives up a word */
+    uint32_t start, share, others, shift;  /* others: their shares together */
+} Slot;
 
-static inline Divisor divisor(uint32_t share) {
+static inline Slot slot(uint32_t start, uint32_t share, int scale) {
     uint64_t all = (uint64_t)1 << 63;
     uint32_t shift = 0;
     while ((uint32_t)1 << shift < share) shift++;
-    return (Divisor){(all / share << shift) + ((all % share << shift) + share - 1) / share, share, shift};
+    return (Slot){(all / share << shift) + ((all % share << shift) + share - 1) / share,
+                  (uint64_t)share << (63 - scale), start, share, ((uint32_t)1 << scale) - share, shift};
 }
 
 /* x / share of an x below 2^63, exactly: what the reciprocal is too large by is less than share ≤ 2^shift, so x times
  * that stays below 2^(63 + shift). */
-static inline uint64_t divided(uint64_t x, const Divisor *by) {
+static inline uint64_t divided(uint64_t x, const Slot *by) {
 #if defined(__SIZEOF_INT128__)
     return (uint64_t)((unsigned __int128)(2 * x) * by->reciprocal >> 64) >> by->shift;
 #else
@@ -141,13 +141,13 @@ static inline uint64_t divided(uint64_t x, const Divisor *by) {
 }
 
 /* Puts one symbol in front of those that a state already holds. */
-static inline void put(uint64_t *state, uint32_t **words, uint32_t start, const Divisor *share, int scale) {
+static inline void put(uint64_t *state, uint32_t **words, const Slot *at) {
     uint64_t x = *state;
-    if (x >= (uint64_t)share->share << (63 - scale)) {
+    if (x >= at->full) {
         *--*words = (uint32_t)x;
         x >>= 32;
     }
-    *state = x + divided(x, share) * (((uint32_t)1 << scale) - share->share) + start;
+    *state = x + divided(x, at) * at->others + at->start;
 }
 
 #endif

@@ -77,12 +77,14 @@ static int visible_of_block(Share *share, int64_t first, int64_t *piece, float *
     }
 #endif
     if (count >= 0) return count;
-    float room[BLOCK], *s = c->gate == OPEN ? c->values + first : room;
+    float s[BLOCK];
     update_block(s, c->anchor, c->residual, &c->pieces, piece, first, last);
     share->digest += digest_words(theta, n, (uint32_t)first);
     int bad = first_bad(s, n);
     if (bad >= 0 && share->bad < 0) share->bad = first + bad;
-    return c->gate == OPEN ? 0 : pack(theta, s, n, c->gain, c->gate, values, offsets);
+    if (c->gate != OPEN) return pack(theta, s, n, c->gain, c->gate, values, offsets);
+    store((char *)(c->values + first), s, n, c->n >= PAST_CACHES);
+    return 0;
 }
 
 /* The entries of one block that are sent. -> how many */
@@ -137,6 +139,7 @@ static void *encode_share(void *argument) {
         for (int64_t b = block; b < stop; b++) c->starts[b + 1] += position;
     }
     free(values);
+    finish_stores();
     return NULL;
 }
 

@@ -61,18 +61,20 @@ static void *add_share(void *argument) {
     return NULL;
 }
 
+/* The sum may lie where a contribution does. */
 static void *add_whole_share(void *argument) {
     Share *share = argument;
     const Sum *c = share->call;
+    float total[BLOCK];
     for (int64_t b = share->first; b < share->last; b++) {
         int64_t first = b * BLOCK;
         int n = (int)smaller(BLOCK, c->n - first);
-        float *total = c->values + first;
-        memset(total, 0, 4 * (size_t)n);  /* 0 + −0 is +0 */
+        memset(total, 0, sizeof total);  /* 0 + −0 is +0 */
         for (int64_t r = 0; r < c->contributions; r++) {
             const float *values = c->contribution[r].values + first;
             for (int i = 0; i < n; i++) total[i] += values[i];
         }
+        memcpy(c->values + first, total, 4 * (size_t)n);
     }
     return NULL;
 }

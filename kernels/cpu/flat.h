@@ -6,6 +6,9 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #include "numbers.h"
 
@@ -76,6 +79,28 @@ static inline void update_block(float *s, const float *anchor, const float *resi
                    p->dtype[*piece]);
         low += n;
     }
+}
+
+/* ---- stores past the caches: of what nobody reads soon, so that its old contents need not be fetched first ---- */
+
+enum { PAST_CACHES = 1 << 20 };  /* elements of a vector from which on no cache keeps it for long */
+
+static inline void store(char *to, const float *from, int n, int past_caches) {
+#if defined(__AVX2__)
+    if (past_caches && (uintptr_t)to % 32 == 0 && n % 8 == 0) {
+        for (int i = 0; i < n; i += 8) _mm256_stream_ps((float *)(void *)to + i, _mm256_loadu_ps(from + i));
+        return;
+    }
+#endif
+    (void)past_caches;
+    memcpy(to, from, 4 * (size_t)n);
+}
+
+/* After such stores, before another thread reads. */
+static inline void finish_stores(void) {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
 }
 
 /* ---- threads: each works on some of the blocks ---- */

@@ -4,12 +4,6 @@
 
 enum { MOST_WORDS = 3 * BLOCK };  /* that a block can take */
 
-/* The chance of "no" is that of the code on the other side of a half. */
-static inline void put_yes_or_no(uint64_t *state, uint32_t **words, uint32_t yes, uint32_t code, const Divisor *chance_of) {
-    /* Nobody can foretell it, so there is no branch on it. */
-    put(state, words, (yes - 1) & chance_of[code].share, &chance_of[256 - code + (-yes & (2 * code - 256))], 16);
-}
-
 /* Asks for a block that is wanted soon: that blocks come from the last to the first, a CPU does not guess. */
 static inline void fetch(const Pack *c, int64_t first) {
     for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(c->anchor + first + i);
@@ -21,10 +15,9 @@ static void *code_parts(void *argument) {
     Share *share = argument;
     Pack *c = (Pack *)(intptr_t)share->call;
     const Frame *f = &c->frame;
-    const Tables *t = &c->tables;
     int64_t blocks = blocks_of(c->n);
     uint16_t context[BLOCK];
-    uint8_t active[BLOCK], sent[BLOCK];
+    uint16_t asked[BLOCK], sent[BLOCK];  /* answers by their slots; 256 where an entry is */
     for (int64_t p = share->first; p < share->last; p++) {
         uint32_t *end = (uint32_t *)(void *)(c->room + c->room_of[p + 1]), *words = end;
         uint8_t *low = c->room + c->room_of[p] + STATES + c->plain[p];
@@ -39,24 +32,22 @@ static void *code_parts(void *argument) {
             for (int j = count - 1; j >= 0; j--) {
                 int k = context[c->offsets[entry + j]], level = level_of(k, f);
                 int symbol = c->symbols[entry + j - c->starts[0]];
-                put(&state[j % LANES], &words, t->start[level][symbol & 127], &c->share_of[level][symbol & 127], 12);
-                put_yes_or_no(&state[j % LANES], &words, (uint32_t)symbol >> 7, c->side[k], c->chance_of);
+                put(&state[j % LANES], &words, &c->symbol[level][symbol & 127]);
+                put(&state[j % LANES], &words, &c->answer[(symbol >> 7) << 8 | c->side[k]]);
             }
             memset(sent, 0, sizeof sent);
-            for (int j = 0; j < count; j++) sent[c->offsets[entry + j]] = 1;
+            for (int j = 0; j < count; j++) sent[c->offsets[entry + j]] = 256;
             int turns = 0;
             for (int i = 0; i < n; i++) {
-                active[turns & 255] = (uint8_t)i;
-                turns += c->chance[context[i]] != 0;
+                uint8_t code = c->chance[context[i]];
+                asked[turns & 255] = sent[i] | code;
+                turns += code != 0;
             }
+            while (turns % LANES) turns--, put(&state[turns % LANES], &words, &c->answer[asked[turns]]);
             /* Indices that the compiler knows keep the states in registers. */
             uint64_t s[LANES] = {state[0], state[1], state[2], state[3]};
-            for (int turn = (turns - 1) / LANES * LANES; turn >= 0; turn -= LANES)
-                for (int l = LANES - 1; l >= 0; l--)
-                    if (turn + l < turns) {
-                        int i = active[turn + l];
-                        put_yes_or_no(&s[l], &words, sent[i], c->chance[context[i]], c->chance_of);
-                    }
+            for (; turns; turns -= LANES)
+                for (int l = LANES - 1; l >= 0; l--) put(&s[l], &words, &c->answer[asked[turns - LANES + l]]);
             memcpy(state, s, sizeof state);
         }
         if (b >= p * PART_BLOCKS) continue;

@@ -18,7 +18,7 @@ typedef struct {
     Frame frame;
     uint8_t chance[MOST_CONTEXTS], side[MOST_CONTEXTS];  /* codes of probabilities */
     Tables tables;
-    Divisor chance_of[256], share_of[8][SYMBOLS];  /* by code; by level and symbol */
+    Slot answer[512], symbol[8][SYMBOLS];  /* by code, and yes 256 behind no; by level and symbol */
     Counts *counts;      /* one for each part */
     uint8_t *symbols;    /* of each entry: its symbol, and 128 if it goes to the nearest border */
     uint8_t *room;       /* each part has its own */
@@ -73,11 +73,12 @@ static void choose_frame(Pack *c, int64_t blocks) {
 static int symbol_of(float value, View v, int near, const Frame *f, uint64_t *bits_, int *plain) {
     int64_t m = multiple(value, v.exponent);
     if (m >= 0 && (m & (((int64_t)1 << f->shift) - 1)) == 0) {
-        int64_t x = (m >> f->shift) - least_sent(v, near, f);
-        uint64_t y = (uint64_t)(x >= 0 ? x : -x - 1);
+        /* Nobody can foretell its sign, so there is no branch on it. */
+        int64_t x = (m >> f->shift) - least_sent(v, near, f), below = -(int64_t)(x < 0);
+        uint64_t y = (uint64_t)(x ^ below);  /* − x − 1 of what lies below */
         int b = bucket(y, plain);
         *bits_ = y & (((uint64_t)1 << *plain) - 1);
-        if (b < BUCKETS) return x >= 0 ? b : BUCKETS + b;
+        if (b < BUCKETS) return b + (BUCKETS & (int)below);
     }
     *plain = 32;
     *bits_ = bits(value);
@@ -95,7 +96,7 @@ static void *count_parts(void *argument) {
         Counts *counts = &c->counts[p];
         uint8_t *const begin = c->room + c->room_of[p] + STATES, *out = begin;
         uint64_t held = 0;
-        int length = 0;
+        uint32_t length = 0;
         for (int64_t b = p * PART_BLOCKS; b < smaller((p + 1) * PART_BLOCKS, blocks); b++) {
             int64_t first = b * BLOCK;
             int n = (int)smaller(BLOCK, c->n - first);
@@ -111,7 +112,7 @@ static void *count_parts(void *argument) {
                 counts->symbol[level_of(context[i], f)][symbol]++;
                 c->symbols[j - c->starts[0]] = (uint8_t)(symbol | near << 7);
                 held |= rest << length;
-                length += plain;
+                length += (uint32_t)plain;
                 memcpy(out, &held, 8);  /* what is not full yet is written again; words will end behind it */
                 out += length / 8, held >>= length / 8 * 8, length %= 8;
             }
@@ -170,8 +171,13 @@ static void make_tables(Pack *c, int64_t parts) {
     for (int l = 0; l < levels; l++) share_symbols(all->symbol[l], t->share[l]);
     add_starts(t, levels);
     for (int l = 0; l < levels; l++)
-        for (int s = 0; s < SYMBOLS; s++) if (t->share[l][s]) c->share_of[l][s] = divisor(t->share[l][s]);
-    for (int code = 1; code < 256; code++) c->chance_of[code] = divisor(probability(code));
+        for (int s = 0; s < SYMBOLS; s++)
+            if (t->share[l][s]) c->symbol[l][s] = slot(t->start[l][s], t->share[l][s], 12);
+    for (int code = 1; code < 256; code++) {
+        uint32_t yes = probability(code);
+        c->answer[code] = slot(yes, 65536 - yes, 16);
+        c->answer[256 + code] = slot(0, yes, 16);
+    }
 }
 
 #endif

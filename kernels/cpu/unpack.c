@@ -48,16 +48,19 @@ static inline uint64_t take_bits(Bits *b, int size, int *wrong) {
     return taken;
 }
 
-/* Takes one symbol out of a state. */
-static inline uint64_t advance(uint64_t x, uint32_t start, uint32_t share, int scale, const uint8_t **words,
-                               const uint8_t *end, int *wrong) {
-    x = share * (x >> scale) + (x & (((uint64_t)1 << scale) - 1)) - start;
+static inline uint64_t refilled(uint64_t x, const uint8_t **words, const uint8_t *end, int *wrong) {
     if (x < LOW) {
         if (*words == end) { *wrong = SHORT; return LOW; }
         x = x << 32 | get32(*words);
         *words += 4;
     }
     return x;
+}
+
+/* Takes one symbol out of a state. */
+static inline uint64_t advance(uint64_t x, uint32_t start, uint32_t share, int scale, const uint8_t **words,
+                               const uint8_t *end, int *wrong) {
+    return refilled(share * (x >> scale) + (x & (((uint64_t)1 << scale) - 1)) - start, words, end, wrong);
 }
 
 static inline uint64_t take_yes_or_no(uint64_t x, uint32_t chance, int *yes, const uint8_t **words, const uint8_t *end,
@@ -68,12 +71,72 @@ static inline uint64_t take_yes_or_no(uint64_t x, uint32_t chance, int *yes, con
     return advance(x, no & chance, (no & (65536 - 2 * chance)) + chance, 16, words, end, wrong);
 }
 
+#if defined(__AVX2__)
+/* By a mask of four questions: where their places are among the bytes, and how many. */
+typedef struct {
+    uint32_t bytes;
+    int count;
+} Chosen;
+
+static const Chosen chosen_of[16] = {
+    {0x80808080, 0}, {0x80808002, 1}, {0x80808006, 1}, {0x80800602, 2}, {0x8080800A, 1}, {0x80800A02, 2},
+    {0x80800A06, 2}, {0x800A0602, 3}, {0x8080800E, 1}, {0x80800E02, 2}, {0x80800E06, 2}, {0x800E0602, 3},
+    {0x80800E0A, 2}, {0x800E0A02, 3}, {0x800E0A06, 3}, {0x0E0A0602, 4}};
+
+/* As take_yes_or_no, of all states at once. `asked`: the chance of yes, and above 16 bits the place, which is written
+ * to `here` if it is yes. -> how many are */
+static inline int take_four(uint64_t *state, const uint32_t *asked, int turns, uint8_t *here,
+                            const uint8_t **words, const uint8_t *end, int *wrong) {
+    __m256i x = _mm256_loadu_si256((const __m256i *)(void *)state), low = _mm256_set1_epi64x((int64_t)LOW);
+    int count = 0;
+    for (int turn = 0; turn < turns; turn += LANES) {
+        __m128i four = _mm_loadu_si128((const __m128i *)(const void *)(asked + turn));
+        __m256i p = _mm256_and_si256(_mm256_cvtepu32_epi64(four), _mm256_set1_epi64x(0xFFFF));
+        __m256i rest = _mm256_and_si256(x, _mm256_set1_epi64x(0xFFFF)), times = _mm256_srli_epi64(x, 16);
+        __m256i yes = _mm256_cmpgt_epi64(p, rest), start = _mm256_andnot_si256(yes, p);
+        __m256i share = _mm256_blendv_epi8(_mm256_sub_epi64(_mm256_set1_epi64x(65536), p), p, yes);
+        __m256i above = _mm256_slli_epi64(_mm256_mul_epu32(_mm256_srli_epi64(times, 32), share), 32);
+        x = _mm256_add_epi64(_mm256_add_epi64(_mm256_mul_epu32(times, share), above), _mm256_sub_epi64(rest, start));
+        Chosen chosen = chosen_of[_mm256_movemask_pd(_mm256_castsi256_pd(yes))];
+        int32_t found = _mm_cvtsi128_si32(_mm_shuffle_epi8(four, _mm_cvtsi32_si128((int)chosen.bytes)));
+        memcpy(here + count, &found, 4);
+        count += chosen.count;
+        __m256i empty = _mm256_cmpgt_epi64(low, x);
+        if (__builtin_expect(_mm256_movemask_epi8(empty) != 0, 0)) {
+            _mm256_storeu_si256((__m256i *)(void *)state, x);
+            for (int l = 0; l < LANES; l++) state[l] = refilled(state[l], words, end, wrong);
+            x = _mm256_loadu_si256((const __m256i *)(void *)state);
+        }
+    }
+    _mm256_storeu_si256((__m256i *)(void *)state, x);
+    return count;
+}
+#else
+static inline int take_four(uint64_t *state, const uint32_t *asked, int turns, uint8_t *here,
+                            const uint8_t **words, const uint8_t *end, int *wrong) {
+    /* Indices that the compiler knows keep the states in registers. */
+    uint64_t s[LANES] = {state[0], state[1], state[2], state[3]};
+    int count = 0;
+    for (int turn = 0; turn < turns; turn += LANES)
+        for (int l = 0; l < LANES; l++) {
+            int yes;
+            s[l] = take_yes_or_no(s[l], asked[turn + l] & 0xFFFF, &yes, words, end, wrong);
+            here[count & 255] = (uint8_t)(asked[turn + l] >> 16);
+            count += yes;
+        }
+    memcpy(state, s, sizeof s);
+    return count;
+}
+#endif
+
 static float value_of(int symbol, View v, int near, const Frame *f, Bits *plain, int *wrong) {
     if (symbol == ESCAPE) return from_bits((uint32_t)take_bits(plain, 32, wrong));
-    int b = symbol % BUCKETS, size = b < 2 ? 0 : b / 2 - 1;
-    int64_t x = b < 2 ? b : (int64_t)(2 + b % 2) << size, least = least_sent(v, near, f);
+    /* Nobody can foretell the bucket, so there is no branch on it. */
+    int64_t below = -(int64_t)(symbol >= BUCKETS), least = least_sent(v, near, f);
+    int b = symbol - (BUCKETS & (int)below), size = at_least(b / 2 - 1, 0);
+    int64_t x = (int64_t)(b - 2 * size) << size;
     x += (int64_t)take_bits(plain, size, wrong);
-    int64_t below = -(int64_t)(symbol >= BUCKETS), m = least + (x ^ below);  /* − x − 1 of the latter */
+    int64_t m = least + (x ^ below);  /* − x − 1 of the latter */
     if (m < 0 || m >= (int64_t)1 << (52 - f->shift)) { *wrong = BAD_VALUE; return 0; }
     float a = (float)((double)(m << f->shift) * half_ulp(v.exponent - 151));
     return from_bits(bits(a) | ((uint32_t)near ^ v.negative ^ 1) << 31);
@@ -91,7 +154,8 @@ static int unpack_part(Unpack *c, int64_t p) {
     Bits plain = {at, at + get32(c->sizes + SIZES * p + 8), 0, 0};
     const uint8_t *words = plain.end, *end = words + 4 * (size_t)word_count;
     uint16_t context[BLOCK];
-    uint8_t active[BLOCK], here[BLOCK];
+    uint32_t asked[BLOCK];
+    uint8_t here[BLOCK + LANES];
     int64_t entry = c->first[p], last = entry + entries, blocks = blocks_of(c->n);
     int wrong = FINE;
     for (int64_t b = p * PART_BLOCKS; b < smaller((p + 1) * PART_BLOCKS, blocks); b++) {
@@ -99,20 +163,19 @@ static int unpack_part(Unpack *c, int64_t p) {
         int n = (int)smaller(BLOCK, c->n - first), turns = 0, count = 0;
         contexts_of(c->anchor + first, c->momentum ? c->momentum + first : NULL, n, f, context);
         for (int i = 0; i < n; i++) {
-            active[turns & 255] = (uint8_t)i;
-            turns += c->chance[context[i]] != 0;
+            uint32_t chance = c->chance[context[i]];
+            asked[turns & 255] = (uint32_t)i << 16 | chance;
+            turns += chance != 0;
         }
-        /* Indices that the compiler knows keep the states in registers. */
-        uint64_t s[LANES] = {state[0], state[1], state[2], state[3]};
-        for (int turn = 0; turn < turns; turn += LANES)
-            for (int l = 0; l < LANES; l++)
-                if (turn + l < turns) {
-                    int yes, i = active[turn + l];
-                    s[l] = take_yes_or_no(s[l], c->chance[context[i]], &yes, &words, end, &wrong);
-                    here[count & 255] = (uint8_t)i;
-                    count += yes;
-                }
-        memcpy(state, s, sizeof state);
+        int whole = turns / LANES * LANES;
+        count = take_four(state, asked, whole, here, &words, end, &wrong);
+        for (int turn = whole; turn < turns; turn++) {
+            int yes;
+            uint64_t *x = &state[turn % LANES];
+            *x = take_yes_or_no(*x, asked[turn] & 0xFFFF, &yes, &words, end, &wrong);
+            here[count & 255] = (uint8_t)(asked[turn] >> 16);
+            count += yes;
+        }
         if (wrong || count > last - entry) return wrong ? wrong : PART_COUNTS;
         float *values = c->values + entry;
         memcpy(c->offsets + entry, here, (size_t)count);

@@ -160,8 +160,8 @@ class _Pass(NamedTuple):
     def numel(self) -> int:
         return self.anchor.numel()
 
-    def whole(self, room: Tensor | None) -> Entries:
-        values = torch.empty_like(self.anchor) if room is None else room
+    def whole(self) -> Entries:
+        values = torch.empty_like(self.anchor)
         self._launch(0, tiles.count(self.numel), values=values, findings=True)
         return Entries.whole(values)
 
@@ -265,7 +265,6 @@ def encode(
     weights: Sequence[Tensor],
     residual: Tensor | None,
     gate: Gate | None,
-    room: Tensor | None = None,
 ) -> Encoded:
     numel = anchor.numel()
     if not numel:
@@ -275,6 +274,6 @@ def encode(
     with tiles.on_device_of(anchor):
         found = torch.empty(2, tiles.count(numel), dtype=torch.int64, device=anchor.device)
         the_pass = _Pass(anchor, residual, table_of(weights), gate, *found.unbind())
-        entries = the_pass.sparse() if gate else the_pass.whole(room)
+        entries = the_pass.sparse() if gate else the_pass.whole()
         total, first_bad = torch.stack([found[0].sum(), found[1].min()]).tolist()
     return Encoded(entries, unsigned(total), first_bad if first_bad < numel else -1)

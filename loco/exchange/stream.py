@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from loco.kernels.recycle import recycled
+
 from ..errors import WireError
 from ..net.transport import Transport
 from ..wire.framing import Frame
@@ -66,7 +68,7 @@ class Stream:
             self._flying.append((tick, bodies, headers))
             return announced + sent, [*headers.items(), *bodies.items()]
         bodies = {
-            peer: torch.empty(header.body_bytes, dtype=torch.uint8, device=device)
+            peer: recycled(header.body_bytes, torch.uint8, device)
             for peer, header in self._expected.get(tick - self.lead, {}).items()
         }
         self._flying.append((tick, bodies, headers))

@@ -3,20 +3,20 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from loco import kernels
 from loco.kernels import BLOCK, Entries
 
 from ..wire.codecs import FAST, SPARSE, TIGHT, Codec
-from ..wire.framing import Frames, slices_of
+from ..wire.framing import Frames, Framing, slices_of
 from ..wire.records import RECORD_BYTES, Announcement
-from .transfer import Transfer
 
 _logger = logging.getLogger(__name__)
 ENOUGH = 1000  # entries, to learn from
-CLEARLY = 1.2
+CLEARLY = 1.1
 SAMPLED = 8  # rounds, of which one is looked at for the overlap of sites' entries
 AGAIN = 32  # rounds at least, after which the slower code is tried again
 SPENT = 0.02  # share of the time that trying it may cost
@@ -110,10 +110,8 @@ class ExchangeTuner:
     def hear(self, announcements: Sequence[Announcement]) -> None:
         """What all sites announce in this round decides on the code of the next one. Never fails: the last
         one will do."""
-        try:
+        with _only_logged("choose a code"):
             self._codec = next_codec(announcements) or self._codec
-        except Exception:
-            _logger.warning("the exchange's tuner could not choose a code", exc_info=True)
 
     def exchange(self, announcements: Sequence[Announcement]) -> str:
         """The exchange that is predicted to send the fewest bytes; the same on all sites."""
@@ -125,40 +123,53 @@ class ExchangeTuner:
         each = self.entry_bytes[codec.name]
         return round(entries * each), round(min(entries * self.spread, numel) * each)
 
-    def learn(self, codec: Codec, work: Transfer, contributions: Sequence[Entries], own: Entries) -> None:
+    def learn(
+        self,
+        codec: Codec,
+        framing: Framing,
+        seconds: float,
+        contributions: Sequence[Entries],
+        own: Entries,
+    ) -> None:
         """Never fails: what can't be learned is not worth a round.
 
         Args:
+            framing: with which this site's entries were coded.
+            seconds: of the whole exchange. The first frame is coded before anything is sent, and the last one
+                read when all has come; with few frames that is most of the work.
             contributions: all sites' entries, or their sums alone.
         """
-        try:
-            self._learn(codec, work, contributions, own)
-        except Exception:
-            _logger.warning("the exchange's tuner could not learn from a round", exc_info=True)
+        with _only_logged("learn from a round"):
+            if codec.name not in SPARSE:
+                return
+            if not own.values.numel():
+                return  # how long it took says nothing of an entry
+            if framing.coded_entries:  # a site that is alone exchanges nothing
+                self._seconds[codec.name].append(seconds / own.values.numel())
+            if framing.coded_entries >= ENOUGH:
+                self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries
+            entries, sums = own.values.numel(), contributions[0].values.numel()
+            if len(contributions) > 1:
+                if framing.round % SAMPLED != 1:
+                    return  # it takes long, for what changes slowly
+                entries, sums = _sampled(own, contributions, framing.known.anchor.numel())
+            if entries >= ENOUGH:
+                self.spread = sums / entries
 
-    def _learn(self, codec: Codec, work: Transfer, contributions: Sequence[Entries], own: Entries) -> None:
-        framing = work.framing
-        if codec.name not in SPARSE:
-            return
-        if not own.values.numel():
-            return  # how long it took says nothing of an entry
-        if work.seconds > 0:  # a site that is alone exchanges nothing
-            self._seconds[codec.name].append(work.seconds / own.values.numel())
-        if framing.coded_entries >= ENOUGH:
-            self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries
-        entries, sums = own.values.numel(), contributions[0].values.numel()
-        if len(contributions) > 1:
-            if framing.round % SAMPLED != 1:
-                return  # it takes long, for what changes slowly
-            entries, sums = _sampled(own, contributions, framing.known.anchor.numel())
-        if entries >= ENOUGH:
-            self.spread = sums / entries
+
+@contextmanager
+def _only_logged(what: str) -> Iterator[None]:
+    """Around what no round may fail for."""
+    try:
+        yield
+    except Exception:
+        _logger.warning("the exchange's tuner could not %s", what, exc_info=True)
 
 
 def _sampled(own: Entries, contributions: Sequence[Entries], numel: int) -> tuple[int, int]:
     """The entries of one site, and of all together, in some stretches of the vector."""
     length, entries, sums = 1 << 14, 0, 0
-    for first in range(0, numel, max(length, numel // (64 * BLOCK) * BLOCK)):
+    for first in range(0, numel, max(length, numel // (16 * BLOCK) * BLOCK)):
         at = slice(first, min(first + length, numel))
         entries += own.cut(at).values.numel()
         sums += kernels.add_up([c.cut(at) for c in contributions], at.stop - at.start).values.numel()

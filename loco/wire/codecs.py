@@ -12,6 +12,7 @@ from torch import Tensor
 
 from loco import kernels
 from loco.kernels import BLOCK, Entries, Known, MalformedError
+from loco.kernels.recycle import joined
 
 from ..errors import WireError
 
@@ -63,7 +64,7 @@ class Fast:
         counts = entries.starts.diff()
         width = torch.int16 if counts.numel() and int(counts.max()) > 255 else torch.uint8
         parts = (entries.values, entries.offsets, counts.to(width))
-        return torch.cat([part.view(torch.uint8) for part in parts])
+        return joined([part.view(torch.uint8) for part in parts])
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         numel = known.anchor.numel()

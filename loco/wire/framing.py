@@ -8,12 +8,14 @@ from torch import Tensor
 
 from loco import kernels
 from loco.kernels import BLOCK, Entries, Known
+from loco.kernels.recycle import recycled
 
 from ..errors import WireError
 from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec
 from .records import RECORD_BYTES, FrameHeader, Kind
 
-LEAST, MOST = 1 << 19, 1 << 23  # elements: some 75 kB to 1.2 MB at a density of 6%
+LEAST, MOST = 1 << 20, 1 << 23  # elements: some 300 kB to 2.4 MB at a density of 6%
+FEW, MANY = 8, 32  # frames
 
 
 class Frame(NamedTuple):
@@ -23,15 +25,17 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Frames:
-    """How a run of `width` elements is cut: into some 32 frames, so that coding and sending overlap, and a
-    network's latency, which each of them may cost, is paid some 32 times whatever the size of the model."""
+    """How a run of `width` elements is cut, so that coding and sending overlap. Each frame costs about a
+    millisecond, and perhaps a network's latency, so there are FEW; but those on their way take memory, so
+    that there are MANY of a long run, and none has more than MOST elements."""
 
     size: int  # elements
     count: int
 
     @staticmethod
     def of(width: int) -> "Frames":
-        size = min(max(-(-width // (32 * LEAST)) * LEAST, LEAST), MOST)
+        few, many = (-(-width // (count * LEAST)) * LEAST for count in (FEW, MANY))
+        size = max(min(few, max(2 * LEAST, many), MOST), LEAST)
         return Frames(size, -(-width // size))
 
     def span(self, of: slice, number: int) -> slice:
@@ -103,7 +107,7 @@ class Framing:
     def room(self, at: slice) -> Tensor:
         """For the body of a frame of these elements, where sizes are known."""
         numel = at.stop - at.start
-        return torch.empty(self.codec.most_bytes(numel, numel), dtype=torch.uint8, device=self.device)
+        return recycled(self.codec.most_bytes(numel, numel), torch.uint8, self.device)
 
     def failed(self, at: slice, number: int, kind: Kind) -> Frame:
         """In the place of a frame that this site can't make; its vote will say why. The peers wait for a body

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 from ..errors import WireError
 
 MAGIC = b"LOCO"
-VERSION = 6
+VERSION = 7
 
 # magic, version, kind, site, round, CRC
 _OPENING = struct.Struct("<4s B B H I I")

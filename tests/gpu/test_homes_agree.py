@@ -103,9 +103,6 @@ def check_encode(
     assert got[1:] == expected[1:]
     for ours, theirs in zip(got.entries, expected.entries, strict=True):
         same(ours, theirs)
-    if gate is None:
-        again = home.encode(anchor, weights, residual, gate, torch.full_like(anchor, torch.nan))
-        same(again.entries.values, expected.entries.values)
     for old, new in zip(before, inputs, strict=True):
         same(new, old)
     return expected
@@ -364,7 +361,7 @@ def test_any_round(home: Any, data: st.DataObject) -> None:
     gate = data.draw(st.sampled_from(GATES), label="gate")
     if gate is not None:
         margin = data.draw(st.sampled_from([0.0, 0.01, 0.3]), label="margin")
-        value_steps = data.draw(st.sampled_from([None, 2, 16, 256]), label="value_steps")
+        value_steps = data.draw(st.sampled_from([None, 1, 2, 16, 256]), label="value_steps")
         gate = dataclasses.replace(gate, margin=margin, value_steps=value_steps)
     anchor, weights, residual = state(n, seed)
     pieces = cut(weights, sizes, dtypes, pad=data.draw(st.integers(0, 3), label="pad"))

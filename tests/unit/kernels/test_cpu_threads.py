@@ -54,3 +54,30 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int, gain: float) ->
     for a, b in zip(tensors, others, strict=True):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
     assert home.digest(anchor) == reference.digest(anchor)
+
+
+@pytest.mark.parametrize("build", cpu.builds_for_this_cpu())
+@pytest.mark.parametrize("cut", [0, 1003])
+def test_a_dense_round_of_a_vector_that_no_cache_keeps(build: str, cut: int) -> None:
+    """Stored past the caches where addresses allow it: pieces that begin anywhere, and a last block that is
+    not whole."""
+    try:
+        home = cpu.Compiled(cpu.BUILDS[build])
+    except cpu.BuildError as error:
+        pytest.skip(str(error))
+    torch.set_num_threads(3)
+    numel = (1 << 20) + 1003
+    anchor, m = 0.02 * torch.randn(numel), 1e-5 * torch.randn(numel)
+    flat = anchor - 3e-6 * torch.randn(numel)
+    pieces = [flat] if not cut else [flat[:cut], flat[cut : 2 * cut].bfloat16(), flat[2 * cut :]]
+    outer = OuterStep(num_sites=2, lr=0.7, momentum=0.9, nesterov=True)
+    found = []
+    for ops in (home, reference):
+        own = ops.encode(anchor, pieces, None, None)
+        theta, momentum, w = anchor.clone(), m.clone(), [piece.clone() for piece in pieces]
+        ops.apply(theta, momentum, w, None, own.entries, [own.entries], outer)
+        written = [piece.clone() for piece in pieces]
+        ops.write_weights(theta, written)
+        found.append([own.entries.values, theta, momentum, *w, *written])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))

@@ -88,10 +88,9 @@ class Sites:
 def learn(tuner: ExchangeTuner, codec: Codec, seconds: float) -> None:
     """From a round in a code that took so long."""
     coded_bytes = 240_000 if codec is TIGHT else 510_000
-    framing = SimpleNamespace(coded_entries=100_000, coded_bytes=coded_bytes, known=None)
-    work: Any = SimpleNamespace(framing=framing, seconds=seconds)
+    framing: Any = SimpleNamespace(coded_entries=100_000, coded_bytes=coded_bytes, known=None)
     own = Entries.whole(torch.zeros(ENTRIES))
-    tuner.learn(codec, work, [own], own)
+    tuner.learn(codec, framing, seconds, [own], own)
 
 
 @pytest.mark.parametrize(
@@ -166,20 +165,20 @@ def test_without_a_compiler_auto_is_fast(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_can_not_be_learned_or_chosen_fails_no_round(caplog: pytest.LogCaptureFixture) -> None:
     tuner = ExchangeTuner("auto", 4)
     own = Entries.whole(torch.zeros(ENTRIES))
-    tuner.learn(TIGHT, None, [own], own)  # pyright: ignore[reportArgumentType]
+    tuner.learn(TIGHT, None, 1.0, [own], own)  # pyright: ignore[reportArgumentType]
     assert "could not learn" in caplog.text
     tuner.hear([None])  # pyright: ignore[reportArgumentType]
     assert "could not choose a code" in caplog.text
     assert tuner.codec() is TIGHT
-    learn(tuner, TIGHT, 0.0)  # a site that is alone
-    assert tuner.lean() == NEEDS_TIGHT
 
 
-def test_a_site_that_sends_nothing_learns_nothing_of_how_long_an_entry_takes() -> None:
+@pytest.mark.parametrize("entries", [0, ENTRIES], ids=["sends nothing", "is alone"])
+def test_a_site_that_sends_nothing_or_is_alone_learns_nothing_of_how_long_an_entry_takes(
+    entries: int,
+) -> None:
     tuner = ExchangeTuner("auto", 4)
-    nothing: Any = Entries.at(torch.arange(0), torch.zeros(0), NUMEL)
-    framing = SimpleNamespace(coded_entries=0, coded_bytes=64, known=None)
-    work: Any = SimpleNamespace(framing=framing, seconds=9.0)
+    own = Entries.at(torch.arange(entries), torch.zeros(entries), NUMEL)
+    framing: Any = SimpleNamespace(coded_entries=0, coded_bytes=64, known=None)
     for _ in range(TRIED):
-        tuner.learn(TIGHT, work, [nothing], nothing)
+        tuner.learn(TIGHT, framing, 9.0, [own], own)
     assert tuner.lean() == NEEDS_TIGHT

@@ -1,0 +1,70 @@
+"""Host memory that one round leaves mapped for the next: a fresh page takes longer to map than to fill."""
+
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .reserve import reserve
+
+_LEAST = 1 << 17  # bytes: malloc keeps what is smaller
+_KEPT = 2  # uses of the recycler, after which what none of them took is given back
+
+_current: ContextVar["Recycler | None"] = ContextVar("loco recycler", default=None)
+
+
+class Recycler:
+    """Memory for tensors that live for a round. What was given back is taken again; what has not been taken
+    for some rounds goes back to the system, and so does all of it with the recycler."""
+
+    def __init__(self) -> None:
+        self._uses = 0
+        self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}  # by capacity, with the use that left it
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """What `recycled` makes meanwhile is taken from here."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+            self._uses += 1
+            for capacity, free in list(self._free.items()):
+                self._free[capacity] = [one for one in free if one[0] > self._uses - _KEPT]
+
+    def take(self, size: int) -> np.ndarray:
+        """Some bytes, until nobody holds the result."""
+        capacity = 1 << (size - 1).bit_length()  # pages that are never written take no memory
+        try:
+            _, memory = self._free[capacity].pop()
+        except (KeyError, IndexError):
+            memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        lease = np.frombuffer(memory, dtype=np.uint8, count=size)
+        weakref.finalize(lease, self._give_back, capacity, memory).atexit = False
+        return lease
+
+    def _give_back(self, capacity: int, memory: mmap.mmap) -> None:
+        self._free.setdefault(capacity, []).append((self._uses, memory))
+
+
+def recycled(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """As torch.empty; large tensors in host memory are from the recycler that is in use, if there is one, and
+    fresh ones use physical memory only for the pages that are written."""
+    recycler, size = _current.get(), numel * dtype.itemsize
+    if size < _LEAST or torch.device(device).type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
+    if recycler is None:
+        return reserve(numel, dtype)
+    return torch.from_numpy(recycler.take(size)).view(dtype)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """1-D tensors, one after the other."""
+    numel = sum(part.numel() for part in parts)
+    return torch.cat(list(parts), out=recycled(numel, parts[0].dtype, parts[0].device))
