@@ -40,6 +40,7 @@ class Setup:
     timeout: float = 40.0
     outlier_factor: float | None = None
     networks: bool = False  # every process in a network namespace of its own
+    repeats: int = 0  # so that each error is to be seen
     worlds: bool = False  # every site has a world of its own: `loco.Sites`, whose store the first one hosts
 
 
@@ -100,12 +101,11 @@ def _joined(setup: Setup, site: int, at: str, store: TCPStore) -> loco.Sites:
 
 
 def _limits(setup: Setup) -> dict[str, Any]:
-    """No round is repeated: each error is to be seen."""
     return {
         "dead_after": setup.dead_after,
         "patience": setup.patience,
         "timeout": setup.timeout,
-        "repeats": 0,
+        "repeats": setup.repeats,
     }
 
 

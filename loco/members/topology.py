@@ -39,7 +39,8 @@ class Topology(FixedSites):
         dead_after: seconds within which a rank that is waited for and gives no sign of life, because its
             process is dead or stopped or its link is cut, fails the round.
         repeats: how often a round whose links were lost, between ranks that live, is tried again over new
-            ones before it fails. A link that is idle for minutes may be cut by whatever it passes through.
+            ones before it fails; and so the first links. A link that is idle for minutes may be cut by
+            whatever it passes through.
         key: at least 16 bytes that all ranks share and nobody else knows: every message then proves that it
             is genuine. For links that others can write to; it hides nothing (SECURITY.md).
 

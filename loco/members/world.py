@@ -65,12 +65,36 @@ class WorldMembership:
             self._topology.notes.answers(user, self._name)
 
     def _connect(self) -> View:
-        topology, meeting = self._topology, 0
-        if self._has_connected:
-            topology.liveness.say("reconnecting")  # it has left nothing that the others wait for now
-            meeting = topology.notes.meet(self._name) + 1
-        self._has_connected = True
-        name = f"{self._name}/{meeting}"
+        if not self._has_connected:
+            self._has_connected = True
+            return self._connect_first()
+        self._topology.liveness.say("reconnecting")  # it has left nothing that the others wait for now
+        return self._connect_as(f"{self._name}/{self._topology.notes.meet(self._name) + 1}")
+
+    def _connect_first(self) -> View:
+        """All ranks are here and do the same, so a word of each tells whether to try again."""
+        attempts, number = self.attempts(), 0
+        while True:
+            view, failure = None, TransportError("connecting: another rank could not connect")
+            try:
+                view = self._connect_as(f"{self._name}/first {number}")
+            except TransportError as error:
+                if error.lasting:
+                    raise
+                failure = error
+            told = self._topology.everyone().swap_records(
+                bytes([view is not None]), phase="connecting", limit=self._topology.patience
+            )
+            if view is not None and all(record == b"\1" for record in told):
+                return view
+            if view is not None:
+                self._topology.disconnect(view.across, view.inside)
+            attempts.failed(None, failure, refused=False, own_fault=False)
+            self._topology.liveness.say("connecting once more")
+            number += 1
+
+    def _connect_as(self, name: str) -> View:
+        topology = self._topology
         try:
             across, inside = topology.connect(self._device, name)
             return View(
@@ -88,7 +112,7 @@ class WorldMembership:
 
 
 class _Repeats:
-    """A round whose links were lost, between ranks that live, is tried again over new ones, so many times."""
+    """What lost its links, between ranks that live, is tried again over new ones, so many times."""
 
     def __init__(self, left: int) -> None:
         self._left = left
@@ -98,4 +122,4 @@ class _Repeats:
         if refused or lasts or not isinstance(error, TransportError | WireError) or not self._left:
             raise error from None
         self._left -= 1
-        warn_once_per_machine(_logger, "%s. The round is repeated over new links", error)
+        warn_once_per_machine(_logger, "%s. It is tried again over new links", error)

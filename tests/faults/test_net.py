@@ -117,7 +117,7 @@ def test_a_member_that_dies_while_links_are_built_is_one_less_in_the_next_quorum
     store, where = host_store("127.0.0.1", 0)
     store.set("loco/a/here/0/1", "")
     with pytest.raises(TransportError, match="linking 2 sites: no sign of life from member 1") as raised:
-        Links("a", store=where, member=0, size=2, address="127.0.0.1", timeout=5.0, dead_after=0.5)
+        Links("a", store=where, member=0, size=2, address="127.0.0.1", timeout=60.0, dead_after=0.5)
     assert not raised.value.lasting
 
 

@@ -13,6 +13,7 @@ from states import Snapshot, assert_same, snapshot
 import loco
 from loco.exchange.stream import Stream
 from loco.exchange.transfer import Transfer
+from loco.members import fixed
 from loco.net.transport import Transport
 from loco.wire.records import FrameHeader, Kind
 
@@ -70,7 +71,7 @@ def test_a_lost_link_costs_a_warning_and_no_bit(losses: int) -> None:
         assert result["error"] == ("", "nothing was raised")
         assert result["failed at"] == 2
         assert len(result["warnings"]) >= losses
-        assert all("The round is repeated over new links" in text for text in result["warnings"])
+        assert all("It is tried again over new links" in text for text in result["warnings"])
         assert rank != 1 or "lost a link (injected)" in result["warnings"][0]
         assert_same(result["clean"], result["hurt"])
 
@@ -93,6 +94,50 @@ def test_a_link_that_is_lost_again_and_again_is_an_error(repeats: int, losses: i
         assert result["failed at"] == 1
         assert len(result["warnings"]) == repeats
         assert_same(result["clean"], result["hurt"])
+
+
+def unlinked(rank: int, repeats: int, losses: int) -> dict[str, Any]:
+    """Site 1 can't build its first links, `losses` times; the others can."""
+    link, left = fixed.link, losses
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        pairs = link(*args, **kwargs)
+        if rank == 1 and left:
+            left -= 1
+            pairs.close()
+            raise RuntimeError("no route (injected)")
+        return pairs
+
+    clean = build(rank)
+    warnings = kept_warnings()
+    built: list[loco.PulseLoCo] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixed, "link", fail)
+        error = error_of(lambda: built.append(build(rank, repeats=repeats)))
+    if built:
+        for optimizer in (clean, built[0]):
+            for _ in range(4):
+                optimizer.step()
+    states = [snapshot(optimizer) for optimizer in (clean, *built)]
+    return {"error": error, "warnings": warnings, "states": states}
+
+
+def test_links_that_could_not_be_built_are_built_anew() -> None:
+    for rank, result in enumerate(run_ranks(3, unlinked, 2, 2)):
+        assert result["error"] == ("", "nothing was raised")
+        assert len(result["warnings"]) == 2
+        assert rank != 1 or "no route (injected)" in result["warnings"][0]
+        clean, hurt = result["states"]
+        assert_same(clean, hurt)
+
+
+def test_links_that_can_not_be_built_are_an_error_on_all_ranks() -> None:
+    for rank, result in enumerate(run_ranks(3, unlinked, 1, 2)):
+        kind, text = result["error"]
+        assert kind == "TransportError"
+        assert ("no route (injected)" if rank == 1 else "another rank could not connect") in text
+        assert len(result["warnings"]) == 1
 
 
 def never_comes(rank: int) -> tuple[tuple[str, str], list[str]]:
