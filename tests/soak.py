@@ -201,7 +201,7 @@ def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
     inner.count = resumed.extra["count"] if resumed else 0
     told = Told("", Counter(), 0, {}, [])
     struck = Path(folder) / f"struck-{rank}"  # what has happened does not happen again after a restart
-    began, took = time.monotonic(), 0.05  # seconds of the last round
+    began, took = time.monotonic(), 0.05  # seconds of the shortest round: a moment of it is one of any round
     with _conservation_checked(told, optimizer):
         while optimizer.round < plan.rounds:
             number = optimizer.round + 1
@@ -216,7 +216,7 @@ def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
             started = time.monotonic()
             with _befallen(fault[0] if fault and befalls else "", optimizer, link, chance.random() * took):
                 said = _attempt(optimizer.sync, told)
-            took = took if said else time.monotonic() - started
+            took = took if said else min(took, time.monotonic() - started)
             if said and fault is not None and fault[0] in LIES:
                 told.lies[number] = said
                 assert optimizer.round == number - 1

@@ -12,6 +12,7 @@ import time
 import weakref
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 _Asked = SimpleQueue["tuple[Future[Any], float, str, tuple[Any, ...]] | None"]
+_PATIENT = 5.0  # seconds, for all threads to come back from the store when the program ends
 _AGAIN = 60.0  # seconds until a thread that waits without end is replaced a second time
 
 
@@ -218,4 +220,12 @@ def check_reachable(host: str, port: int, limit: float) -> None:
 def _hang_up(asked: _Asked, thread: threading.Thread) -> None:
     asked.put(None)
     if thread is not threading.current_thread():
-        thread.join(0.5)
+        ends = not threading.main_thread().is_alive()
+        thread.join(max(0.5, _last_moment() - time.monotonic()) if ends else 0.5)
+
+
+@cache
+def _last_moment() -> float:
+    """Of a program that has come to its end: until then threads may come back from the store. One that comes
+    back from torch's C++ while the interpreter ends aborts the process."""
+    return time.monotonic() + _PATIENT

@@ -1,6 +1,7 @@
 """A lighthouse that is stopped, or killed and started again: the sites say so, wait, and go on."""
 
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -51,6 +52,10 @@ class Beacon:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # its threads may run on for some milliseconds
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -82,7 +87,7 @@ def test_rounds_wait_for_a_lighthouse_that_is_gone_and_say_so(
     optimizer.sync()
     with caplog.at_level(logging.WARNING, "loco"), ThreadPoolExecutor(1) as pool:
         if how == "stopped":
-            beacon.process.send_signal(signal.SIGSTOP)
+            beacon.stop()
         else:
             beacon.kill()
         round = pool.submit(optimizer.sync)

@@ -14,6 +14,7 @@ from plain_engine import build, generate, keep_weights_plain, same_bits, weights
 from torch import Tensor
 from trained import NoisyTrainer, publish
 from vllm import LLM
+from vllm import _custom_ops as ops
 from vllm.config import WeightTransferConfig
 
 from loco.sync import NoVersionError, Prepared, Subscriber
@@ -202,6 +203,10 @@ def test_an_update_before_there_is_a_publisher_is_refused(folder: Path) -> None:
 
 
 def test_packed_linear_weights_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        ops.create_onednn_mm(torch.zeros(64, 64, dtype=torch.bfloat16).t(), 32)
+    except RuntimeError as error:  # then vLLM keeps the weights as they are
+        pytest.skip(f"oneDNN packs no BF16 weights on this CPU: {error}")
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"qkv_proj\.weight is empty: the engine has packed this weight"):
         follow(folder)

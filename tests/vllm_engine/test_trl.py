@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 import plain_engine
 import pytest
 from models import SIZES, save
-from test_server import OPTIONS, Server
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
@@ -25,6 +23,7 @@ from transformers import (
 from trl.generation.vllm_client import VLLMClient
 from trl_trainers import STEPS, async_trainer, trainer
 from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+from vllm_server import OPTIONS, Server, running
 
 from loco.integrations.trl import WeightTransfer, send_patches
 from loco.sync import Published, SyncError
@@ -47,23 +46,10 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
     special = {"bos_token": "w0", "eos_token": "w1", "pad_token": "w2", "unk_token": "w3"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
     tokenizer.save_pretrained(folder / "model")
-    more = {"PYTHONPATH": plain_engine.plugins(folder / "plugins"), "VLLM_SERVER_DEV_MODE": "1"}
-    more["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder / 'model'}"]
-    command += [f"--port={port}", *options, "--logprobs-mode=processed_logprobs", "--max-logprobs=-1"]
-    command += ["--served-model-name", "tiny", str(folder / "model")]  # AsyncGRPOTrainer asks for the path
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=os.environ | more, stdout=log, stderr=subprocess.STDOUT)
-    found = Server(port, process, folder)
-    try:
-        found.await_health()
+    more = ["--logprobs-mode=processed_logprobs", "--max-logprobs=-1"]
+    more += ["--served-model-name", "tiny", str(folder / "model")]  # AsyncGRPOTrainer asks for the path
+    with running(folder, folder / "model", *options, *more) as found:
         yield found
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 @pytest.fixture

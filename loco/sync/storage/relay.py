@@ -73,11 +73,12 @@ class Relay:
         return names
 
     def _log_change(self, error: OSError | None) -> None:
-        if self._is_up and error:
+        with self._lock:  # requests are served by threads, and one of them says it
+            was_up, self._is_up = self._is_up, error is None
+        if was_up and error:
             _log.warning("the upstream is down, so only what is kept here is served (%s)", error)
-        elif error is None and not self._is_up:
+        elif error is None and not was_up:
             _log.warning("the upstream %s is up again", self._upstream.url)
-        self._is_up = error is None
 
     def _download(self, path: str) -> Future[None] | None:
         """The running download of a file, which is begun if there is none; None if the file is kept."""

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -158,3 +160,34 @@ def test_a_thread_that_waits_without_end_is_replaced_now_and_then(
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= before  # those that were left to themselves end
+
+
+ENDING = """
+import time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from loco.coordination.store_client import StoreClient
+
+host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+guest = TCPStore("127.0.0.1", host.port, is_master=False)
+
+class Slow:
+    def clone(self):
+        return self
+
+    def check(self, keys):
+        return False
+
+    def delete_key(self, key):
+        guest.wait([key], timedelta(seconds=1.0))  # inside torch's C++
+
+client = StoreClient(Slow(), limit=5.0)
+client.delete_key("never there")
+time.sleep(0.3)
+"""
+
+
+def test_a_program_that_ends_waits_for_the_thread_to_leave_the_store() -> None:
+    """A thread that comes back from torch's C++ while the interpreter ends aborts the process."""
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
