@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test check poison integrations vllm lint bench gpu clean
+.PHONY: install demo test check poison again integrations vllm lint bench gpu clean
 .DEFAULT_GOAL := demo
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -37,6 +37,10 @@ SEED ?= $(shell date +%s)
 poison: .venv/installed
 	GLIBC_TUNABLES=glibc.malloc.perturb=1:glibc.malloc.tcache_count=0 \
 		$(PYTEST) --check --shuffle $(SEED)
+
+# What failed last, one test after another. A test of real clocks can fail because the machine stood still.
+again: .venv/installed
+	$(BIN)/python -m pytest --check --last-failed --last-failed-no-failures none --verbose
 
 # loco in other people's trainers, which want a gigabyte of their own packages. The first pip leaves the frameworks
 # nothing to choose about torch.
