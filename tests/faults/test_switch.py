@@ -17,8 +17,8 @@ from test_faults import MARGIN
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
 
-# A packet that is lost five times in a row arrives after six seconds. What is lost more often can cost a link, and
-# there are two repeats, as a user has them by default.
+# A packet that is lost five times in a row arrives after six seconds. One that is lost more often may cost a
+# link: there are two repeats, as a user has them.
 PATIENT = Setup(networks=True, rounds=5, dead_after=15.0, repeats=2)
 SILENT = r"round 2, .*: no sign of life from site 1 within 2 s"
 NO_STORE = rf"round 2, .*: {STORE} for 2 s"
