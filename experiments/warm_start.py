@@ -35,26 +35,35 @@ def warm_start(config: RunConfig, task: Task, device: torch.device) -> dict[str,
 
     A user's own model is its own warm start.
     """
+    weights = kept_or_trained(config, task, device) if dist.get_rank() == 0 else {}
     model = task.model()
-    if dist.get_rank() == 0 and config.model == "transformer":
-        name = f"{key(config, task)}.pt"
-        path = KEPT / name
-        if not path.is_file():
-            path = Path(config.warm_start.folder) / name
-        if not path.is_file():
-            weights = train(config, task, device)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-            torch.save(weights, unfinished)
-            unfinished.replace(path)  # a reader sees the whole file or none
-        try:
-            model.load_state_dict(torch.load(path, weights_only=True))
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            raise ExperimentError(f"{path} is damaged: delete it, and it is trained again") from error
+    model.load_state_dict(weights or model.state_dict())
     weights = model.to(device).state_dict()
     for tensor in weights.values():
         dist.broadcast(tensor, 0)
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+
+def kept_or_trained(config: RunConfig, task: Task, device: torch.device) -> dict[str, Tensor]:
+    """On this process alone."""
+    model = task.model()
+    if config.model != "transformer":
+        return model.state_dict()
+    name = f"{key(config, task)}.pt"
+    path = KEPT / name
+    if not path.is_file():
+        path = Path(config.warm_start.folder) / name
+    if not path.is_file():
+        weights = train(config, task, device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        torch.save(weights, unfinished)
+        unfinished.replace(path)  # a reader sees the whole file or none
+    try:
+        model.load_state_dict(torch.load(path, weights_only=True))
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise ExperimentError(f"{path} is damaged: delete it, and it is trained again") from error
+    return model.state_dict()
 
 
 def key(config: RunConfig, task: Task) -> str:

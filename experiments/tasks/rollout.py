@@ -6,8 +6,8 @@ answer's end is never looked at. So no model needs an attention mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,15 @@ class Rollout:
     texts: list[str]  # [prompts · group]
     tokens: list[Tensor]  # prompt and answer, the end included
     logp: list[Tensor]  # of the answer's tokens
+    versions: list[Tensor] = field(default_factory=list)  # of the weights, by token, if they change
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a model's weights are by the next token, where they change while it samples."""
+
+    version: int
+    cache_is_stale: bool  # what they made of the tokens so far is to be made anew
 
 
 @torch.no_grad()
@@ -44,21 +53,26 @@ def sample(
     longest: int,
     uniforms: Tensor,
     device: torch.device,
+    before_token: Callable[[], Weights] | None = None,
 ) -> Rollout:
     """`group` answers of at most `longest` tokens to each prompt, at temperature 1.
 
     Args:
+        before_token: called before the model computes the next token; may replace its weights.
         uniforms: [prompts · group, longest] in [0, 1), the chance behind every token. Methods that are given
             the same ones answer alike for as long as their models are alike.
     """
     texts: list[str] = [""] * (len(prompts) * group)
     tokens: list[Tensor] = [torch.empty(0)] * len(texts)
     logp: list[Tensor] = [torch.empty(0)] * len(texts)
+    versions: list[Tensor] = [torch.empty(0)] * len(texts) if before_token else []
     for length in sorted({len(prompt) for prompt in prompts}):
         chosen = [k for k, prompt in enumerate(prompts) if len(prompt) == length]
         places = [k * group + i for k in chosen for i in range(group)]
         heads = torch.tensor([prompts[k] for k in chosen], device=device)
-        answers, found = _sample_alike(model, heads, group, longest, uniforms[places].to(device))
+        answers, found, given = _sample_alike(
+            model, heads, group, longest, uniforms[places].to(device), before_token
+        )
         heads, answers, found = heads.repeat_interleave(group, dim=0).cpu(), answers.cpu(), found.cpu()
         ends = (answers == model.end).int().cumsum(dim=1)
         lengths = ((ends - (answers == model.end).int()) == 0).sum(dim=1).tolist()
@@ -66,18 +80,27 @@ def sample(
             answer = answers[row, :n]
             tokens[place] = torch.cat([heads[row], answer])
             logp[place] = found[row, :n]
+            if before_token:
+                versions[place] = torch.tensor(given[:n])
             words = answer.tolist()
             if words and words[-1] == model.end:
                 texts[place] = model.decode(words[:-1])
             else:  # cut off: whatever it would have become, it is no answer
                 texts[place] = model.decode(words) + "…"
-    return Rollout(texts, tokens, logp)
+    return Rollout(texts, tokens, logp, versions)
 
 
 def _sample_alike(
-    model: LanguageModel, heads: Tensor, group: int, longest: int, uniforms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Answers and their tokens' log-probabilities, [prompts · group, longest] both, also behind the ends."""
+    model: LanguageModel,
+    heads: Tensor,
+    group: int,
+    longest: int,
+    uniforms: Tensor,
+    before_token: Callable[[], Weights] | None,
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Answers and their tokens' log-probabilities, [prompts · group, longest] both, also behind the ends; and
+    the weights' version at each place."""
+    versions = [before_token().version] if before_token else []
     logits, past = model.extend(heads, None)
     logits, past = logits.repeat_interleave(group, dim=0), model.repeat(past, group)
     answers, logps = [], []
@@ -88,9 +111,17 @@ def _sample_alike(
         token = token.clamp(max=logp.shape[-1] - 1)
         answers.append(token)
         logps.append(logp.gather(1, token[:, None])[:, 0])
-        if place + 1 < longest:
+        if place + 1 == longest:
+            break
+        weights = before_token() if before_token else None
+        if weights is not None:
+            versions.append(weights.version)
+        if weights is not None and weights.cache_is_stale:
+            so_far = torch.stack(answers, dim=1)
+            logits, past = model.extend(torch.cat([heads.repeat_interleave(group, dim=0), so_far], 1), None)
+        else:
             logits, past = model.extend(token[:, None], past)
-    return torch.stack(answers, dim=1), torch.stack(logps, dim=1)
+    return torch.stack(answers, dim=1), torch.stack(logps, dim=1), versions
 
 
 def pad(rows: Sequence[Tensor], length: int | None = None) -> Tensor:

@@ -6,7 +6,7 @@ the weights that all sites hold, then learns from them step by step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -19,7 +19,7 @@ from experiments.model import language_model
 from experiments.tasks import Seat, Task
 from experiments.tasks.grpo import advantages, token_losses
 from experiments.tasks.problems import Problem, Problems, arithmetic
-from experiments.tasks.rollout import LanguageModel, Rollout, pad, sample
+from experiments.tasks.rollout import LanguageModel, Rollout, Weights, pad, sample
 
 _ROLLOUTS, _WARM_START = 0, 1  # kinds of chance: a seed of its own for each
 
@@ -57,23 +57,10 @@ class Verified(Task):
         every, seat = self._config.sync_every, self._seat
         chance = np.random.default_rng([_ROLLOUTS, self._config.seed, seat.rank, round])
         count = every * config.prompts
-        chosen = [self._problems.train[k] for k in chance.integers(len(self._problems.train), size=count)]
-        answers, longest = count * config.group, self._longest(lm)
-        uniforms = torch.from_numpy(chance.random((answers, longest)))
-        rollout = sample(
-            lm,
-            [self._tokens(lm, problem.prompt) for problem in chosen],
-            group=config.group,
-            longest=longest,
-            uniforms=uniforms,
-            device=seat.device,
-        )
-        rewards = torch.tensor(
-            [
-                float(self._problems.reward(chosen[k // config.group], text))
-                for k, text in enumerate(rollout.texts)
-            ]
-        )
+        chosen = self.pick(chance, count)
+        answers = count * config.group
+        uniforms = torch.from_numpy(chance.random((answers, self.longest(lm))))
+        rollout, rewards = self.answers(lm, chosen, uniforms)
         advantage = advantages(rewards.view(count, config.group)).flatten()
         size = config.prompts * config.group
         self._batches = [
@@ -82,10 +69,39 @@ class Verified(Task):
         self._first_step = round * every + 1
         return float(rewards.mean())
 
+    def pick(self, chance: np.random.Generator, count: int) -> list[Problem]:
+        """Problems to train on."""
+        return [self._problems.train[k] for k in chance.integers(len(self._problems.train), size=count)]
+
+    def longest(self, lm: LanguageModel) -> int:
+        """Tokens of the longest right answer, its end included: who needs more is wrong."""
+        return 1 + max(len(self._tokens(lm, answer)) for answer in self._answers)
+
+    def answers(
+        self,
+        lm: LanguageModel,
+        chosen: Sequence[Problem],
+        uniforms: Tensor,
+        before_token: Callable[[], Weights] | None = None,
+    ) -> tuple[Rollout, Tensor]:
+        """A group of answers to each problem, and their rewards. The other arguments are `sample`'s."""
+        group, longest = self._grpo.group, uniforms.shape[1]
+        rollout = sample(
+            lm,
+            [self._tokens(lm, problem.prompt) for problem in chosen],
+            group=group,
+            longest=longest,
+            uniforms=uniforms,
+            device=self._seat.device,
+            before_token=before_token,
+        )
+        judged = [self._problems.reward(chosen[k // group], text) for k, text in enumerate(rollout.texts)]
+        return rollout, torch.tensor([float(reward) for reward in judged])
+
     def loss(self, module: nn.Module, step: int) -> Tensor:
         batch, config = self._batches[step - self._first_step], self._grpo
         device = self._seat.device
-        logp, counts = _answer_log_probabilities(module, batch.rows, batch.heads, device)[:2]
+        logp, counts = answer_log_probabilities(module, batch.rows, batch.heads, device)[:2]
         losses = token_losses(
             logp,
             pad(batch.logp).to(device),
@@ -121,16 +137,12 @@ class Verified(Task):
         heads = [self._tokens(lm, problem.prompt) for problem in problems]
         tails = [[*self._tokens(lm, answer), lm.end] for answer in answers]
         rows = [torch.tensor(head + tail) for head, tail in zip(heads, tails, strict=True)]
-        return _answer_log_probabilities(model, rows, [len(head) for head in heads], self._seat.device)
+        return answer_log_probabilities(model, rows, [len(head) for head in heads], self._seat.device)
 
     def _tokens(self, lm: LanguageModel, text: str) -> list[int]:
         if text not in self._known:
             self._known[text] = lm.encode(text)
         return self._known[text]
-
-    def _longest(self, lm: LanguageModel) -> int:
-        """Tokens of the longest right answer, its end included: who needs more is wrong."""
-        return 1 + max(len(self._tokens(lm, answer)) for answer in self._answers)
 
 
 def problems_of(config: RunConfig) -> Problems:
@@ -164,7 +176,7 @@ class _Batch:
         )
 
 
-def _answer_log_probabilities(
+def answer_log_probabilities(
     module: nn.Module, rows: Sequence[Tensor], heads: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the tokens behind each row's head, all [rows, longest answer]: log-probabilities, which of them
