@@ -1,0 +1,63 @@
+"""Ray, where the actors live: started for this run on this machine, or a cluster that is there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from experiments.errors import ExperimentError, missing_extra
+from experiments.pipeline.config import PipelineConfig
+
+try:
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+except ImportError as error:
+    raise missing_extra(error, "pipeline") from None
+
+_CONTROLLER = "controller"  # the name by which all others find it, also when it has been started again
+
+
+@contextmanager
+def started(config: PipelineConfig) -> Iterator[None]:
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # visible GPUs stay visible
+    own: dict[str, Any] = {"include_dashboard": False, "num_cpus": config.trainers + config.workers + 1}
+    try:
+        ray.init(
+            address=config.address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if config.address else own),
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ExperimentError(f"Ray does not start: {str(error).splitlines()[0]}") from error
+    try:
+        yield
+    except RayTaskError as error:
+        raise ExperimentError(f"{type(error.cause).__name__}: {error.cause}") from error
+    except RayActorError as error:
+        raise ExperimentError(f"a part of the pipeline was lost: {str(error).splitlines()[0]}") from error
+    finally:
+        ray.shutdown()
+
+
+def create(kind: type, *arguments: Any, lives_again: bool, name: str | None = None) -> Any:
+    """An actor. One that lives again begins anew where its process is lost, and is asked again what it was
+    asked."""
+    lives: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1} if lives_again else {}
+    return ray.remote(num_cpus=1, **lives)(kind).options(name=name).remote(*arguments)
+
+
+def create_controller(kind: type, config: PipelineConfig) -> Any:
+    return create(kind, config, lives_again=True, name=_CONTROLLER)
+
+
+def controller() -> Any:
+    return ray.get_actor(_CONTROLLER)
+
+
+def answer_of(asked: Any) -> Any:
+    """Of a remote call, or of several."""
+    return ray.get(asked)

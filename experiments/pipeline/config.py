@@ -1,0 +1,62 @@
+"""The settings of a pipeline: those of a run, and who works beside whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from experiments.config import ArithmeticConfig, GymConfig, RunConfig, nearest, require
+from experiments.pipeline.losses import CORRECTIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(RunConfig):
+    outer_lr: float = 28.0  # without momentum: see docs/frontier.md
+    outer_momentum: float = 0.0
+
+    sites: int = 2  # that train, each of `ranks_per_site` ranks
+    workers: int = 2  # that sample
+    lease: int = 32  # prompts that a worker answers at once
+
+    max_staleness: int = 2  # versions; 0: training and sampling take turns
+    in_flight: bool = True  # workers take new weights between two tokens; False: between two leases
+    recompute_cache: bool = False  # of keys and values, when the weights change
+    correction: str = "aipo"  # of samples from older weights
+    ratio_limit: float = 4.0  # AIPO's ρ
+
+    weights: str | None = None  # where versions go; None: the run's folder
+    address: str | None = None  # of a Ray cluster; None: one on this machine, for this run
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("sites", 1), ("workers", 1), ("lease", 1), ("max_staleness", 0)):
+            value = getattr(self, name)
+            require(value >= least, f"{name} must be at least {least}, got {value}")
+        require(self.ratio_limit >= 1, f"ratio_limit must be at least 1, got {self.ratio_limit}")
+        require(
+            self.correction in CORRECTIONS,
+            f"unknown correction '{self.correction}'{nearest(self.correction, CORRECTIONS)}",
+        )
+        require(
+            self.task != "text", "task=text has no verifier, which a pipeline needs: use arithmetic or gym"
+        )
+        require(
+            self.method in ("pulseloco", "diloco"),
+            f"sites train by method=pulseloco or diloco, got method={self.method}",
+        )
+
+    @property
+    def grpo(self) -> ArithmeticConfig | GymConfig:
+        return getattr(self, self.task)
+
+    @property
+    def trainers(self) -> int:
+        return self.sites * self.ranks_per_site
+
+    @property
+    def rounds(self) -> int:
+        return self.steps // self.sync_every
+
+    @property
+    def quota(self) -> int:
+        """Prompts that a round trains on."""
+        return self.sync_every * self.trainers * self.grpo.prompts

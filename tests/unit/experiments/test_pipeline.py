@@ -1,0 +1,282 @@
+"""The pipeline's parts, without Ray: losses, sampling while weights change, and who may have what."""
+
+import asyncio
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.config import TransformerConfig
+from experiments.errors import ExperimentError
+from experiments.merging import load
+from experiments.model import ByteTransformer
+from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.controller import Controller
+from experiments.pipeline.figures import figures
+from experiments.pipeline.losses import CORRECTIONS, losses_of
+from experiments.pipeline.samples import Parcel, groups_of
+from experiments.tasks.rollout import Rollout, Weights, sample
+
+LIMITS: dict[str, float] = {"ratio_limit": 4.0, "clip_low": 0.2, "clip_high": 0.28}
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8]]
+
+
+def gradient(correction: str, logp: Sequence[float], old: Sequence[float], advantage: Tensor) -> Tensor:
+    now = torch.tensor(logp, requires_grad=True)
+    losses_of(correction, now, torch.tensor(old), advantage, **LIMITS).sum().backward()
+    assert now.grad is not None
+    return now.grad
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_samples_of_todays_weights_have_the_policy_gradient(correction: str) -> None:
+    advantage = torch.tensor([1.5, -0.5])
+    assert torch.equal(gradient(correction, [-1.0, -2.0], [-1.0, -2.0], advantage), -advantage)
+
+
+def test_aipo_weighs_a_token_by_its_ratio_up_to_a_limit() -> None:
+    ratios = torch.tensor([0.5, 2.0, 100.0])
+    found = gradient("aipo", (ratios.log() - 5).tolist(), [-5.0] * 3, torch.ones(3))
+    torch.testing.assert_close(found, torch.tensor([-0.5, -2.0, -4.0]))
+
+
+def model_of(seed: int) -> ByteTransformer:
+    return ByteTransformer(TransformerConfig(dim=16, layers=2, heads=2, context=16), seed=seed)
+
+
+def sampled(model: ByteTransformer, before_token: Callable[[], Weights] | None = None) -> Rollout:
+    uniforms = torch.rand(len(PROMPTS) * 2, 6, generator=torch.Generator().manual_seed(1))
+    cpu = torch.device("cpu")
+    return sample(
+        model, PROMPTS, group=2, longest=6, uniforms=uniforms, device=cpu, before_token=before_token
+    )
+
+
+def in_turn(model: ByteTransformer, *, recompute: bool) -> tuple[Rollout, list[dict[str, Tensor]]]:
+    """Before each token other weights -> and these, by version."""
+    given: list[dict[str, Tensor]] = []
+
+    def before_token() -> Weights:
+        weights = model_of(len(given)).state_dict()
+        model.load_state_dict(weights)
+        given.append(weights)
+        return Weights(len(given) - 1, recompute)
+
+    return sampled(model, before_token), given
+
+
+def logp_by(weights: dict[str, Tensor], row: Tensor, place: int) -> float:
+    model = model_of(0)
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        logits = model(row[None, :place])[0, -1]
+    return float(logits.log_softmax(dim=-1)[row[place]])
+
+
+def test_a_hook_that_changes_nothing_changes_nothing() -> None:
+    plain, watched = sampled(model_of(0)), sampled(model_of(0), lambda: Weights(7, False))
+    assert plain.texts == watched.texts
+    assert all(torch.equal(a, b) for a, b in zip(plain.logp, watched.logp, strict=True))
+    assert not plain.versions
+    assert all((versions == 7).all() for versions in watched.versions)
+    assert [len(versions) for versions in watched.versions] == [len(logp) for logp in plain.logp]
+
+
+def test_each_token_has_the_probability_that_its_version_gives_it() -> None:
+    """With the cache made anew, all that a token depends on is of one version."""
+    rollout, given = in_turn(model_of(0), recompute=True)
+    checked = 0
+    for row, logp, versions in zip(rollout.tokens, rollout.logp, rollout.versions, strict=True):
+        head = len(row) - len(logp)
+        for place, (found, version) in enumerate(zip(logp.tolist(), versions.tolist(), strict=True)):
+            # The cache sums in another order than one pass over all tokens does.
+            assert found == pytest.approx(logp_by(given[version], row, head + place), abs=1e-5)
+            checked += 1
+    assert checked > 12
+
+
+def test_a_cache_that_is_kept_remembers_older_weights() -> None:
+    kept, given = in_turn(model_of(0), recompute=False)
+    row, logp, version = kept.tokens[0], kept.logp[0], int(kept.versions[0][-1])
+    head = len(row) - len(logp)
+    assert abs(float(logp[-1]) - logp_by(given[version], row, head + len(logp) - 1)) > 1e-3
+
+
+def test_groups_travel_whole() -> None:
+    rollout, _ = in_turn(model_of(0), recompute=True)
+    groups = groups_of(rollout, torch.tensor([1.0, 0, 0, 0, 1, 1]), 2)
+    assert len(groups) == 3
+    for k, group in enumerate(groups):
+        again = pickle.loads(pickle.dumps(group))
+        assert group.head.tolist() == PROMPTS[k]
+        for i, row in enumerate(again.rows()):
+            assert torch.equal(row, rollout.tokens[2 * k + i])
+            assert torch.equal(again.split(again.logp)[i], rollout.logp[2 * k + i])
+            assert torch.equal(again.split(again.versions)[i], rollout.versions[2 * k + i])
+    assert groups[0].advantage[0] > 0 > groups[0].advantage[1]
+    assert not groups[1].advantage.any()
+
+
+# Rounds of 2 steps, 2 sites and 2 prompts: 8 prompts a round, 4 rounds.
+SMALL = ["steps=8", "sync_every=2", "eval_every=8", "arithmetic.prompts=2", "lease=4"]
+
+
+def config_of(*more: str) -> PipelineConfig:
+    return load(PipelineConfig, [*SMALL, *more])
+
+
+async def leased(controller: Controller, worker: str) -> list[int] | None:
+    """The tickets of a lease; None if the worker would have to wait."""
+    try:
+        lease = await asyncio.wait_for(controller.lease(worker), 0.05)
+    except TimeoutError:
+        return None
+    return [] if lease is None else lease.tickets
+
+
+async def answered(controller: Controller, worker: str, version: int) -> list[int] | None:
+    try:
+        lease = await asyncio.wait_for(controller.lease(worker), 0.05)
+    except TimeoutError:
+        return None
+    assert lease is not None
+    parcels = [Parcel(t, oldest=version, tokens=3, reward=1.0, group=bytes([t])) for t in lease.tickets]
+    await controller.give(worker, lease, parcels)
+    return lease.tickets
+
+
+async def taken(controller: Controller, version: int, count: int = 2) -> list[int] | None:
+    try:
+        return [part[0] for part in await asyncio.wait_for(controller.take(version, count), 0.05)]
+    except TimeoutError:
+        return None
+
+
+def test_without_staleness_training_and_sampling_take_turns() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        assert await answered(controller, "a", 1) is None  # nothing is published
+        await controller.published(1)
+        assert await answered(controller, "a", 1) == [0, 1, 2, 3]
+        assert await answered(controller, "b", 1) == [4, 5, 6, 7]
+        assert await answered(controller, "a", 1) is None
+        assert [await taken(controller, 1) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert await answered(controller, "a", 1) is None  # the round is not done
+        assert await taken(controller, 1) is None
+        await controller.published(2)
+        assert await answered(controller, "a", 2) == [8, 9, 10, 11]
+
+    asyncio.run(play())
+
+
+def test_workers_are_ahead_by_so_many_versions_and_never_behind_the_end() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=2"))
+        await controller.published(1)
+        for _ in range(6):
+            assert await answered(controller, "a", 1)
+        assert await answered(controller, "a", 1) is None  # 24 = 3 rounds
+        for version in (1, 2, 3):
+            await controller.published(version)
+            for _ in range(4):
+                assert await taken(controller, version)
+        await controller.published(4)
+        assert await answered(controller, "a", 4)
+        assert await answered(controller, "a", 4)
+        assert await answered(controller, "a", 4) is None  # all 32 are there
+
+    asyncio.run(play())
+
+
+def test_what_is_too_old_is_dropped_and_asked_for_anew() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        await controller.published(1)
+        await answered(controller, "a", 1)
+        await answered(controller, "a", 0)  # a version that the worker should not have had
+        assert [await taken(controller, 1) for _ in range(3)] == [[0, 1], [2, 3], None]
+        assert await answered(controller, "b", 1) == [8, 9, 10, 11]
+        assert await taken(controller, 1) == [8, 9]
+        counts = (await controller.status())["counts"]
+        assert counts["groups dropped, too old"] == 4
+        assert counts["tokens dropped, too old"] == 12
+
+    asyncio.run(play())
+
+
+def test_what_a_lost_worker_had_is_given_to_the_next_one_and_counts_once() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        await controller.published(1)
+        before = await controller.lease("a")
+        assert before is not None
+        assert await leased(controller, "b") == [4, 5, 6, 7]
+        assert await leased(controller, "c") is None
+        assert await leased(controller, "a") == before.tickets  # it was started again
+        late = [Parcel(t, oldest=1, tokens=1, reward=0.0, group=b"x") for t in before.tickets]
+        await controller.give("a", before, late)  # from before it was lost
+        assert await taken(controller, 1) is None
+
+    asyncio.run(play())
+
+
+def test_a_controller_that_was_lost_learns_from_a_trainer_where_it_is() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        assert await taken(controller, 3) is None
+        assert await answered(controller, "a", 3) == [16, 17, 18, 19]
+        assert await taken(controller, 3) == [16, 17]
+
+    asyncio.run(play())
+
+
+def test_a_worker_that_waits_is_told_of_the_end() -> None:
+    async def play() -> None:
+        controller = Controller(config_of())
+        waiting = asyncio.create_task(controller.lease("a"))
+        await asyncio.sleep(0)
+        await controller.end()
+        assert await waiting is None
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["workers=0"], "workers must be at least 1, got 0"),
+        (["max_staleness=-1"], "max_staleness must be at least 0, got -1"),
+        (["correction=apio"], "unknown correction 'apio'; did you mean 'aipo'?"),
+        (["task=text"], "task=text has no verifier, which a pipeline needs: use arithmetic or gym"),
+        (["method=ddp"], "sites train by method=pulseloco or diloco, got method=ddp"),
+        (["ratio_limit=0.5"], "ratio_limit must be at least 1, got 0.5"),
+        (["stalenes=1"], "unknown key 'stalenes'; did you mean"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(ExperimentError) as raised:
+        config_of(*arguments)
+    assert str(raised.value).startswith(sentence)
+
+
+def test_shares_are_of_the_time_between_the_first_version_and_the_last_step() -> None:
+    trained: list[dict[str, Any]] = [
+        {"begun": 10.0, "ended": 20.0, "seconds": 8.0, "digest": 1, "evaluations": []}
+    ]
+    noted = {
+        "events": [
+            {"part": "worker 0", "what": "waiting", "from": 0.0, "to": 12.0},
+            {"part": "worker 0", "what": "sampling", "from": 12.0, "to": 17.0},
+            {"part": "worker 0", "what": "waiting", "from": 17.0, "to": 30.0},
+        ],
+        "counts": {"groups": 4, "reward of groups, in thousandths": 3000},
+        "staleness": {0: 30, 1: 10},
+    }
+    found = figures(config_of(), trained, noted)
+    assert found["shares"] == {"worker 0": {"waiting": 0.5, "sampling": 0.5}}
+    assert found["seconds_per_step"] == 1.0
+    assert found["reward"] == 0.75
+    assert found["mean_staleness"] == 0.25
