@@ -13,24 +13,21 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from experiments.elastic_site import VICTIM, ElasticConfig
 from experiments.errors import ExperimentError
+from experiments.lighthouse import HEARTBEAT_MS, lighthouse
 from experiments.merging import load
 from experiments.orphans import through
 from experiments.plots import draw_elastic
 
-_HEARTBEAT = 2000  # milliseconds without a heartbeat after which the lighthouse goes on without a site
 _SILENCE = 120.0  # seconds
 _INTERRUPTED = 130
 
@@ -45,14 +42,7 @@ class Processes:
         self._sites: dict[str, subprocess.Popen[Any]] = {}
         self._written = closing.enter_context((folder / "events.jsonl").open("a", encoding="utf-8"))
         self._events = closing.enter_context((folder / "events.jsonl").open(encoding="utf-8"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        command = [_lighthouse_command(), "--bind", f"127.0.0.1:{port}", "--min_replicas", "1"]
-        command += ["--join_timeout_ms", "600000", "--heartbeat_timeout_ms", str(_HEARTBEAT)]
-        self._run(command, "lighthouse")
-        self._lighthouse = f"http://127.0.0.1:{port}"
-        _wait_for(port)
+        self._lighthouse = closing.enter_context(lighthouse(folder / "lighthouse.log"))
 
     def start(self, number: int) -> None:
         name = f"site-{number}"
@@ -148,32 +138,13 @@ def results(config: ElasticConfig, disturbed: list[Event], undisturbed: list[Eve
             "disturbed": rounds[-1]["held_out"],
             "undisturbed": only(undisturbed, "round")[-1]["held_out"],
         },
-        "heartbeat_timeout_ms": _HEARTBEAT,
+        "heartbeat_timeout_ms": HEARTBEAT_MS,
     }
 
 
 def _show(event: Event) -> None:
     more = f": {event['sites']} sites, loss {event['held_out']:.3f}" if event["event"] == "round" else ""
     print(f"  round {event['round']}, {event['site']}: {event['event']}{more}", flush=True)
-
-
-def _lighthouse_command() -> str:
-    """torchft's own, installed beside this Python."""
-    command = shutil.which("torchft_lighthouse", path=sysconfig.get_path("scripts"))
-    if find_spec("torchft") is None or command is None:
-        raise ExperimentError("sites that come and go need torchft: pip install torchft")
-    return command
-
-
-def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ExperimentError(f"the lighthouse does not listen on port {port} ({error})") from error
-            time.sleep(0.1)
 
 
 def main() -> int:

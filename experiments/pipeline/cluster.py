@@ -58,6 +58,11 @@ def controller() -> Any:
     return ray.get_actor(_CONTROLLER)
 
 
+def own_address() -> str:
+    """Of this machine, as the others of the cluster reach it."""
+    return ray.util.get_node_ip_address()
+
+
 def answer_of(asked: Any) -> Any:
     """Of a remote call, or of several."""
     return ray.get(asked)

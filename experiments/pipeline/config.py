@@ -14,6 +14,7 @@ class PipelineConfig(RunConfig):
     outer_momentum: float = 0.0
 
     sites: int = 2  # that train, each of `ranks_per_site` ranks
+    elastic: bool = True  # a site that is lost is started again, and the others train on meanwhile
     workers: int = 2  # that sample
     lease: int = 32  # prompts that a worker answers at once
 
@@ -23,7 +24,7 @@ class PipelineConfig(RunConfig):
     correction: str = "aipo"  # of samples from older weights
     ratio_limit: float = 4.0  # AIPO's ρ
 
-    weights: str | None = None  # where versions go; None: the run's folder
+    weights: str | None = None  # versions go into a folder of their own there; None: in the run's folder
     address: str | None = None  # of a Ray cluster; None: one on this machine, for this run
 
     def __post_init__(self) -> None:
@@ -42,6 +43,11 @@ class PipelineConfig(RunConfig):
         require(
             self.method in ("pulseloco", "diloco"),
             f"sites train by method=pulseloco or diloco, got method={self.method}",
+        )
+
+        require(
+            not self.elastic or self.ranks_per_site == 1,
+            "sites of several ranks stay the same, and the run ends when one is lost: set elastic=false",
         )
 
     @property

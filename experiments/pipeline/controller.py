@@ -14,11 +14,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.diary import Notes
 from experiments.pipeline.samples import Lease, Parcel
+
+_UNPUBLISHED = 10.0  # seconds that a trainer waits for somebody else to publish the version it has
 
 
 class Controller:
@@ -27,15 +30,14 @@ class Controller:
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self._changed = asyncio.Condition()
-        self._version = 0  # that is published; 0: none
+        self._version = self._published = 0  # of the trainers, and in the store; 0: none
         self._taken = self._taken_before = 0  # groups that trainers have; when the version was published
         self._tickets = 0  # given so far
         self._again: list[int] = []  # tickets of workers that were lost
         self._out: dict[str, Lease] = {}  # by worker
         self._ready: list[tuple[int, int, Parcel]] = []  # a heap, by ticket and lease
-        self._events: list[dict[str, Any]] = []
-        self._counts: Counter[str] = Counter()
-        self._staleness: Counter[int] = Counter()  # of tokens, when they are used
+        self._turns: dict[str, object] = {}  # by trainer: its latest question
+        self._notes = Notes()
         self._ended = False
 
     # ---- workers ----
@@ -46,16 +48,20 @@ class Controller:
             if worker in self._out:  # it was lost with what it had, and is back
                 lost = self._out.pop(worker)
                 self._again += lost.tickets
-                self._counts["prompts of lost workers"] += len(lost.tickets)
+                self._notes.counts["prompts of lost workers"] += len(lost.tickets)
+                self._notes.said.append(f"{worker} was lost with {len(lost.tickets)} prompts, and is back")
             await self._changed.wait_for(lambda: self._ended or self._room() > 0)
             if self._ended:
                 return None
             count = min(self._config.lease, self._room())
+            ahead = self._taken - self._taken_before + self._waiting() + count - 1
+            used = self._version + ahead // self._config.quota  # the last of them, if all are used in turn
             tickets, self._again = self._again[:count], self._again[count:]
             fresh = count - len(tickets)
             tickets += range(self._tickets, self._tickets + fresh)
             self._tickets += fresh
-            lease = self._out[worker] = Lease(time.time_ns(), tickets)
+            lease = Lease(time.time_ns(), tickets, max(1, used - self._config.max_staleness))
+            self._out[worker] = lease
             return lease
 
     async def give(self, worker: str, lease: Lease, parcels: list[Parcel]) -> None:
@@ -65,46 +71,67 @@ class Controller:
             del self._out[worker]
             for one in parcels:
                 heapq.heappush(self._ready, (one.ticket, lease.number, one))
-                self._counts["groups"] += 1
-                self._counts["tokens"] += one.tokens
-                self._counts["sample bytes"] += len(one.group)
-                self._counts["reward of groups, in thousandths"] += round(1000 * one.reward)
+                self._notes.counts["groups"] += 1
+                self._notes.counts["tokens"] += one.tokens
+                self._notes.counts["sample bytes"] += len(one.group)
+                self._notes.counts["reward of groups, in thousandths"] += round(1000 * one.reward)
             self._changed.notify_all()
 
     def _room(self) -> int:
         config = self._config
         most = self._taken_before + (1 + config.max_staleness) * config.quota
         last = config.rounds * config.quota
-        out = sum(len(lease.tickets) for lease in self._out.values())
-        return (min(most, last) if self._version > 0 else 0) - self._taken - len(self._ready) - out
+        return (min(most, last) if self._version > 0 else 0) - self._taken - self._waiting()
+
+    def _waiting(self) -> int:
+        """Prompts that are out, and groups that no trainer has taken yet."""
+        return len(self._ready) + sum(len(lease.tickets) for lease in self._out.values())
 
     # ---- trainers ----
 
-    async def take(self, version: int, count: int) -> list[bytes]:
-        """So many groups, for a trainer whose round began with this version."""
-        batch: list[bytes] = []
+    async def take(self, trainer: str, version: int, count: int) -> list[bytes] | None:
+        """So many groups, for a trainer whose round began with this version. None: nobody has published that
+        version for a while, and without it there may be no more."""
+        batch: list[tuple[int, int, Parcel]] = []
+        until = time.monotonic() + _UNPUBLISHED
         async with self._changed:
             self._learn(version)
+            turn = self._turns[trainer] = object()
             while len(batch) < count:
-                await self._changed.wait_for(lambda: self._ready)
-                *_, one = heapq.heappop(self._ready)
-                late = version - one.oldest
-                if late > self._config.max_staleness:
-                    self._counts["groups dropped, too old"] += 1
-                    self._counts["tokens dropped, too old"] += one.tokens
+                lost = self._turns[trainer] is not turn  # who asked for this was lost, and asks anew
+                if lost or (not self._ready and version > self._published and time.monotonic() >= until):
+                    for one in batch:
+                        heapq.heappush(self._ready, one)
+                    self._taken -= len(batch)
+                    self._changed.notify_all()
+                    return None
+                if not self._ready:
+                    await self._some_time()
+                    continue
+                found = heapq.heappop(self._ready)
+                parcel = found[-1]
+                if version - parcel.oldest > self._config.max_staleness:
+                    self._notes.counts["groups dropped, too old"] += 1
+                    self._notes.counts["tokens dropped, too old"] += parcel.tokens
                     self._changed.notify_all()
                     continue
                 self._taken += 1
-                batch.append(one.group)
+                batch.append(found)
             self._changed.notify_all()
-        return batch
+        return [parcel.group for *_, parcel in batch]
+
+    async def _some_time(self) -> None:
+        """Until something changes, or for long enough to look at the clock."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), _UNPUBLISHED / 10)
 
     async def published(self, version: int) -> None:
         async with self._changed:
+            self._published = max(self._published, version)
             self._learn(version)
 
     def _learn(self, version: int) -> None:
-        """That a version is published; a controller that was started again learns so how far the run is."""
+        """Where the trainers are; a controller that was started again learns so how far the run is."""
         if version > self._version:
             used = (version - 1) * self._config.quota
             self._version, self._taken = version, max(self._taken, used)
@@ -116,33 +143,22 @@ class Controller:
 
     # ---- what happened ----
 
-    async def note(
-        self, events: list[dict[str, Any]], counts: dict[str, int], staleness: dict[int, int]
-    ) -> None:
-        self._events += events
-        self._counts.update(counts)
-        self._staleness.update(staleness)
+    async def note(self, notes: Notes) -> None:
+        self._notes.add(notes)
 
-    async def status(self) -> dict[str, Any]:
-        out = sum(len(lease.tickets) for lease in self._out.values())
-        latest = {event["part"]: event for event in self._events}
+    async def look(self) -> dict[str, Any]:
+        """Where the run is, and what was noted since the last look."""
+        notes, self._notes = self._notes, Notes()
         return {
-            "time": time.time(),
             "version": self._version,
             "taken": self._taken,
             "ready": len(self._ready),
-            "out": out,
-            "parts": latest,
-            "counts": dict(self._counts),
+            "out": sum(len(lease.tickets) for lease in self._out.values()),
+            "notes": notes,
         }
 
-    async def end(self) -> dict[str, Any]:
-        """No more prompts -> everything that was noted."""
+    async def end(self) -> None:
+        """No more prompts."""
         async with self._changed:
             self._ended = True
             self._changed.notify_all()
-        return {
-            "events": self._events,
-            "counts": dict(self._counts),
-            "staleness": dict(sorted(self._staleness.items())),
-        }

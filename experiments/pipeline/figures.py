@@ -3,43 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from experiments import machine
 from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.diary import Notes
 from experiments.plots import CYCLE, LOOK, plt, saved
 
 DOINGS = ("training", "sampling", "exchanging", "publishing", "evaluating", "waiting")
 
 
-def figures(config: PipelineConfig, trained: list[dict[str, Any]], noted: dict[str, Any]) -> dict[str, Any]:
+def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[str, Any]:
     """
-    seconds: from the first version to the last step, without evaluations.
-    shares: of the time from the first version to the last step, by part and by what it did.
+    begun, ended: when the first version was there, and when the last round was done.
+    seconds: between them, without evaluations.
+    shares: of the time between them, by part and by what it did.
     """
-    begun, ended = trained[0]["begun"], trained[0]["ended"]
+    begun = min(event["to"] for event in notes.events if event["what"] == "publishing")
+    ended = max(event["to"] for event in notes.events if event["what"] == "exchanging")
     spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event in noted["events"]:
+    for event in notes.events:
         within = min(event["to"], ended) - max(event["from"], begun)
-        spent[event["part"]][event["what"]] += max(0.0, within) / (ended - begun)
-    counts = noted["counts"]
-    groups = max(1, counts.get("groups", 0))
-    used = sum(noted["staleness"].values())
+        spent[event["part"]][event["what"]] += max(0.0, within)
+    evaluating = sum(by.get("evaluating", 0.0) for by in spent.values())
+    evaluations = [event for event in notes.events if event["what"] == "evaluating"]
+    counts = Counter(notes.counts)
+    reward = counts.pop("reward of groups, in thousandths", 0) / 1000 / max(1, counts["groups"])
+    used = sum(notes.staleness.values())
     return {
         "config": dataclasses.asdict(config),
-        "seconds": trained[0]["seconds"],
-        "seconds_per_step": trained[0]["seconds"] / config.steps,
+        "machine": machine.describe(),
+        "seconds": ended - begun - evaluating,
+        "seconds_per_step": (ended - begun - evaluating) / config.steps,
         "begun": begun,
         "ended": ended,
-        "evaluations": trained[0]["evaluations"],
-        "reward": counts.pop("reward of groups, in thousandths", 0) / 1000 / groups,
-        "digests": [one["digest"] for one in trained],
-        "counts": counts,
-        "staleness": noted["staleness"],
-        "mean_staleness": sum(k * n for k, n in noted["staleness"].items()) / max(1, used),
-        "shares": {part: dict(by) for part, by in sorted(spent.items())},
-        "events": noted["events"],
+        "evaluations": [
+            {"step": event["step"], "time": event["from"], "scores": event["scores"]}
+            for event in sorted(evaluations, key=lambda event: event["step"])
+        ],
+        "reward": reward,
+        "digests": digests,
+        "counts": dict(counts),
+        "staleness": dict(sorted(notes.staleness.items())),
+        "mean_staleness": sum(k * n for k, n in notes.staleness.items()) / max(1, used),
+        "shares": {
+            part: {what: seconds / (ended - begun) for what, seconds in by.items()}
+            for part, by in sorted(spent.items())
+        },
+        "said": notes.said,
+        "events": notes.events,
     }
 
 

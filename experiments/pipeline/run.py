@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from experiments.lighthouse import lighthouse
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of, create, ray
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
+from experiments.pipeline.diary import Notes
 from experiments.pipeline.figures import draw, figures
 from experiments.pipeline.trainer import Trainer
 from experiments.pipeline.worker import Worker
@@ -23,6 +25,7 @@ from experiments.tasks import Seat, task_of
 from experiments.warm_start import kept_or_trained
 
 _EVERY = 1.0  # seconds between looks
+_SHOWN = ("step", "version", "tokens", "bytes")  # of an event, while the run goes on
 
 
 def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
@@ -31,43 +34,57 @@ def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
     start = kept_or_trained(config, task_of(config, Seat(0, 1, cpu)), cpu)
     folder.mkdir(parents=True, exist_ok=True)
     # A run's versions are its own: workers would take those of an older one for newer weights.
-    url = config.weights or str((folder / "weights" / time.strftime("%Y%m%d-%H%M%S")).resolve())
-    with cluster.started(config):
-        found = _run(config, start, url)
+    where = config.weights or str((folder / "weights").resolve())
+    url = f"{where.rstrip('/')}/{time.strftime('%Y%m%d-%H%M%S')}"
+    with ExitStack() as closing:
+        closing.enter_context(cluster.started(config))
+        address = None
+        if config.elastic:
+            log = folder / "lighthouse.log"
+            address = closing.enter_context(lighthouse(log, host=cluster.own_address()))
+        found = _run(config, start, url, address)
     (folder / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(found, folder / "pipeline.png")
     return found
 
 
-def _run(config: PipelineConfig, start: dict[str, Tensor], url: str) -> dict[str, Any]:
+def _run(config: PipelineConfig, start: dict[str, Tensor], url: str, address: str | None) -> dict[str, Any]:
     controller = cluster.create_controller(Controller, config)
     answer_of(controller.version.remote())  # it is there when the others look for it
     per_site = config.ranks_per_site
     trainers = [
-        create(Trainer, site, rank, config, lives_again=False)
+        create(Trainer, site, rank, config, lives_again=config.elastic)
         for site in range(config.sites)
         for rank in range(per_site)
     ]
     workers = [create(Worker, number, config, url, lives_again=True) for number in range(config.workers)]
-    worlds = answer_of([one.address.remote() for one in trainers[::per_site]])
-    at = answer_of(trainers[0].address.remote())
-    joining = [
-        one.join.remote(start, at=at, world=worlds[number // per_site], url=url)
+    at = None if config.elastic else answer_of(trainers[0].address.remote())
+    worlds = answer_of([one.address.remote() for one in trainers[::per_site]]) if per_site > 1 else []
+    shared = ray.put(start)
+    training = [
+        one.run.remote(
+            shared, url=url, lighthouse=address, at=at, world=worlds[number // per_site] if worlds else None
+        )
         for number, one in enumerate(trainers)
     ]
-    answer_of(joining)
     sampling = [worker.run.remote() for worker in workers]
-    training = [trainer.run.remote() for trainer in trainers]
-    screen, left = Screen(config), list(training)
+    screen, notes, left = Screen(config), Notes(), list(training)
+
+    def look() -> None:
+        status = answer_of(controller.look.remote())
+        notes.add(status["notes"])
+        screen.show(status)
+
     while left:
         done, left = ray.wait(left, num_returns=len(left), timeout=_EVERY)
         answer_of(done)  # raises what failed
         ended, _ = ray.wait(sampling, num_returns=len(sampling), timeout=0)
         answer_of(ended)
-        screen.show(answer_of(controller.status.remote()))
+        look()
     answer_of(controller.end.remote())
     answer_of(sampling)
-    return figures(config, answer_of(training), answer_of(controller.end.remote()))
+    look()
+    return figures(config, answer_of(training), notes)
 
 
 class Screen:
@@ -77,24 +94,39 @@ class Screen:
         self._config, self._every = config, every
         self._live = sys.stderr.isatty()
         self._lines, self._begun, self._next = 0, time.monotonic(), 0.0
+        self._latest: dict[str, dict[str, Any]] = {}  # by part: what it did last
+        self._ended = False
 
     def show(self, status: dict[str, Any]) -> None:
+        """
+        Args:
+            status: what the controller answers to a look.
+        """
         config, now = self._config, time.monotonic()
+        notes: Notes = status["notes"]
+        self._latest |= {event["part"]: event for event in notes.events}
         done = status["taken"] / (config.rounds * config.quota)
-        lines = [
+        line = (
             f"{done:4.0%}, version {status['version']} of {config.rounds + 1}, {now - self._begun:.0f} s; "
             f"prompts out {status['out']}, answered {status['ready']}"
-        ]
+        )
         if not self._live:
-            if now >= self._next or done == 1:
-                print(lines[0], file=sys.stderr, flush=True)
+            ended = status["version"] > config.rounds and not self._ended
+            lines = [*notes.said, *([line] if now >= self._next or ended else [])]
+            self._ended |= ended
+            if now >= self._next:
                 self._next = now + self._every
+            self._write("".join(f"{text}\n" for text in lines))
             return
-        for part, event in sorted(status["parts"].items()):
-            about = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("part", "what", "from", "to"))
+        lines = [line]
+        for part, event in sorted(self._latest.items()):
+            about = ", ".join(f"{k} {v}" for k, v in event.items() if k in _SHOWN)
             lines.append(f"  {part}: {event['what']} for {event['to'] - event['from']:.2f} s {about}")
         up = f"\x1b[{self._lines}F" if self._lines else ""
-        with suppress(OSError):
-            sys.stderr.write(up + "".join(f"\x1b[2K{text}\n" for text in lines))
-            sys.stderr.flush()
+        self._write(up + "".join(f"\x1b[2K{text}\n" for text in [*notes.said, *lines]))
         self._lines = len(lines)
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()

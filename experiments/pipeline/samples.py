@@ -67,6 +67,7 @@ class Lease:
 
     number: int
     tickets: list[int]
+    version: int  # answers by older weights would be too old when they are used
 
 
 @dataclass(frozen=True)

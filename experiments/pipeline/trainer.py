@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
+from experiments.errors import ExperimentError
 from experiments.loop import bf16_weights, evaluate, warm_up
 from experiments.pipeline import cluster
-from experiments.pipeline.cluster import answer_of, ray
+from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
 from experiments.pipeline.losses import losses_of
@@ -26,40 +27,61 @@ from experiments.tasks.rollout import pad
 from experiments.tasks.verified import Verified, answer_log_probabilities
 
 _logger = logging.getLogger(__name__)
+_PAUSE = 1.0  # seconds, before a store that failed is tried again
+_ALONE = Seat(0, 1, torch.device("cpu"))
 
 
 class Trainer:
-    """An actor, one rank of a site. It is asked where it is, then to join the others, and then to run."""
+    """An actor, one rank of a site. `run` is all that it is asked to do; where sites come and go and the
+    process is lost, Ray starts it and asks again, and the other sites give it what it missed."""
 
     def __init__(self, site: int, rank: int, config: PipelineConfig) -> None:
         torch.set_num_threads(1)
         self._site, self._rank = site, rank
         self._config, self._controller = config, cluster.controller()
-        self._number = site * config.ranks_per_site + rank
-        part = f"site {site}" + (f", rank {rank}" if config.ranks_per_site > 1 else "")
-        self._diary = Diary(part, self._controller)
-        self._task = Verified(config, Seat(0, 1, torch.device("cpu")))
-        self._evaluations: list[dict[str, Any]] = []
+        self._name = f"site {site}" + (f", rank {rank}" if config.ranks_per_site > 1 else "")
+        self._diary = Diary(self._name, self._controller)
+        self._task = Verified(config, _ALONE)
+        self._publisher: loco.sync.Publisher | None = None
 
     def address(self) -> str:
         """Where others reach this process: a port that is free by now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+            return f"{cluster.own_address()}:{probe.getsockname()[1]}"
 
-    def join(self, start: dict[str, Tensor], *, at: str, world: str, url: str) -> None:
-        """Build the optimizer together with all other trainers.
+    def run(
+        self, start: dict[str, Tensor], *, url: str, lighthouse: str | None, at: str | None, world: str | None
+    ) -> int:
+        """Train until the last round -> a digest of the weights.
 
         Args:
-            at: where the sites meet, at the first site's first rank.
-            world: where the ranks of this site do, at its first one.
             url: where versions go.
+            lighthouse: where sites meet that come and go.
+            at: where sites meet that stay the same, at the first one's first rank.
+            world: where the ranks of this site meet, at its first one.
         """
+        config = self._config
+        self._url = url
+        self._build(start, lighthouse=lighthouse, at=at, world=world)
+        if self._optimizer.round == 0:
+            self._after_round(0)
+        else:
+            self._diary.say(f"is back after round {self._optimizer.round}")
+        while self._optimizer.round < config.rounds:
+            self._train_round()
+        answer_of(self._diary.send())
+        return int(bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item())
+
+    def _build(
+        self, start: dict[str, Tensor], *, lighthouse: str | None, at: str | None, world: str | None
+    ) -> None:
+        """The optimizer, together with all other trainers; one that comes back is given θ."""
         config = self._config
         self._model = self._task.model()
         self._model.load_state_dict(start)
         self._module: nn.Module = self._model
-        if config.ranks_per_site > 1:
+        if world is not None:
             dist.init_process_group(
                 "gloo", f"tcp://{world}", rank=self._rank, world_size=config.ranks_per_site
             )
@@ -67,17 +89,21 @@ class Trainer:
         inner = torch.optim.AdamW(
             self._model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
-        topology = loco.Sites(config.sites, site=f"site {self._site}", at=at, timeout=config.timeout_s)
-        self._optimizer = _wrapped(inner, topology, config)
-        # All sites hold the same weights after a round: one of them publishes.
-        self._publisher = loco.sync.Publisher(self._model, url) if self._number == 0 else None
+        before = answer_of(self._controller.version.remote())
+        self._topology = loco.Sites(
+            config.sites, site=f"site {self._site}", at=at, lighthouse=lighthouse, timeout=config.timeout_s
+        )
+        self._optimizer = _wrapped(inner, self._topology, config)
+        if self._version < before:
+            raise ExperimentError(
+                f"all sites were lost at once, and with them what they had learned since version {before}"
+            )
 
-    def run(self) -> dict[str, Any]:
-        """Train until the last round -> the held-out scores, and the time that training took."""
+    def _train_round(self) -> None:
         config, optimizer = self._config, self._optimizer
-        self._publish()
-        begun, apart = time.time(), self._evaluate(0)
-        for step in range(1, config.steps + 1):
+        before = optimizer.round * config.sync_every
+        last = before + config.sync_every
+        for step in range(before + 1, last + 1):
             with self._diary.doing("waiting"):
                 groups = self._take()
             with self._diary.doing("training", step=step) as found:
@@ -86,33 +112,33 @@ class Trainer:
                 loss.backward()
                 nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
                 warm_up(optimizer, step, config)
-                if step % config.sync_every:
+                if step < last:
                     optimizer.step()
                 found["tokens"] = sum(group.tokens for group in groups)
-            if step % config.sync_every == 0:
-                with self._diary.doing("exchanging"):
-                    optimizer.step()
-                report = optimizer.last_report
-                assert report is not None
-                self._diary.counts["round bytes"] += report.sent_bytes
-                self._publish()
-                if step % config.eval_every == 0:
-                    apart += self._evaluate(step)
-        ended = time.time()
-        answer_of(self._diary.send())
-        return {
-            "evaluations": self._evaluations,
-            "begun": begun,
-            "ended": ended,
-            "seconds": ended - begun - apart,
-            "digest": bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item(),
-        }
+        with self._diary.doing("exchanging", step=last):
+            optimizer.step()
+        report = optimizer.last_report
+        assert report is not None
+        self._diary.notes.counts["round bytes"] += report.sent_bytes
+        if report.exchange != "rejoin":
+            self._after_round(last)
+
+    def _after_round(self, step: int) -> None:
+        """All sites hold the same weights: the first of those that took part speaks for all."""
+        if self._topology.site == 0 and self._rank == 0:
+            self._publish()
+            if step % self._config.eval_every == 0:
+                self._evaluate(step)
 
     def _take(self) -> list[Group]:
-        parcels = answer_of(self._controller.take.remote(self._version, self._config.grpo.prompts))
+        ask, count = self._controller.take, self._config.grpo.prompts
+        while (parcels := answer_of(ask.remote(self._name, self._version, count))) is None:
+            self._optimizer.eval()  # in the middle of a round the weights are this site's own
+            self._publish()  # who should have was lost
+            self._optimizer.train()
         groups = [pickle.loads(parcel) for parcel in parcels]
         for group in groups:
-            self._diary.staleness.update((self._version - group.versions).tolist())
+            self._diary.notes.staleness.update((self._version - group.versions).tolist())
         return groups
 
     def _loss(self, groups: list[Group]) -> Tensor:
@@ -143,29 +169,39 @@ class Trainer:
         return int(self._optimizer.round) + 1
 
     def _publish(self) -> None:
-        if self._publisher is None:
-            return
-        version = self._version
+        """Until it is there: without new weights nobody samples for long."""
+        version, failed = self._version, False
         with self._diary.doing("publishing", version=version) as found:
             while True:
                 try:
-                    found["bytes"] = self._publisher.publish(version).patch_bytes
+                    if self._publisher is None:
+                        self._publisher = loco.sync.Publisher(self._model, self._url)
+                    found["bytes"] = self._published(version)
                     break
-                except (loco.sync.SyncError, OSError) as error:  # without new weights nobody samples for long
-                    _logger.warning(
-                        "version %d can't be published, another try in a second: %s", version, error
-                    )
-                    time.sleep(1.0)
+                except (loco.sync.SyncError, OSError) as error:
+                    if not failed:
+                        self._diary.say(f"version {version} can't be published yet: {error}")
+                    failed = True
+                    time.sleep(_PAUSE)
+        if failed:
+            self._diary.say(f"version {version} is published")
         answer_of(self._controller.published.remote(version))
 
-    def _evaluate(self, step: int) -> float:
-        """-> the seconds that it took, which are not the pipeline's."""
-        begun = time.time()
-        if self._number == 0:
-            with self._diary.doing("evaluating"):
-                scores = evaluate(self._task, self._model, Seat(0, 1, torch.device("cpu")))
-            self._evaluations.append({"step": step, "time": begun, "scores": scores})
-        return time.time() - begun
+    def _published(self, version: int) -> int:
+        """-> bytes written; 0 if another site has published it: one of the two was thought to be lost"""
+        assert self._publisher is not None
+        try:
+            written = self._publisher.publish(version).bytes
+        except (loco.sync.TakenOverError, ValueError) as error:
+            _logger.warning("version %d is there already: %s", version, error)
+            self._publisher = None
+            return 0
+        self._diary.notes.counts["published bytes"] += written
+        return written
+
+    def _evaluate(self, step: int) -> None:
+        with self._diary.doing("evaluating", step=step) as found:
+            found["scores"] = evaluate(self._task, self._model, _ALONE)
 
 
 def _wrapped(inner: torch.optim.Optimizer, topology: loco.Sites, config: PipelineConfig) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +23,6 @@ from experiments.tasks.verified import Verified
 
 _POLL = 0.5  # seconds
 _TICKETS = 2  # a kind of chance, beside those of `experiments.tasks.verified`
-_logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -45,7 +44,7 @@ class Worker:
             with self._diary.doing("waiting"):
                 lease = answer_of(ask.lease.remote(self._name))
                 if lease is not None:
-                    self._weights.wait_for(answer_of(ask.version.remote()) - self._config.max_staleness)
+                    self._weights.wait_for(lease.version, self._diary.say)
             if lease is None:
                 break
             with self._diary.doing("sampling") as found:
@@ -90,8 +89,8 @@ class Worker:
         """-> the version of the weights from now on."""
         updated = self._weights.take()
         if updated is not None:
-            self._diary.counts["patch bytes"] += updated.bytes
-            self._diary.counts["updates"] += 1
+            self._diary.notes.counts["patch bytes"] += updated.bytes
+            self._diary.notes.counts["updates"] += 1
         return self._weights.version
 
 
@@ -103,6 +102,7 @@ class Newest:
         self._held = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
         self._subscriber = loco.sync.Subscriber(self._held, url)
         self._prepared: Any = None
+        self._failed: Exception | None = None  # what the thread met last
         self._wanted, self._ended = threading.Event(), False
         self._wanted.set()
         self._there = threading.Event()
@@ -126,11 +126,15 @@ class Newest:
                 parameter.copy_(self._held[name])
         return updated
 
-    def wait_for(self, version: int) -> None:
+    def wait_for(self, version: int, say: Callable[[str], None]) -> None:
         """Weights that are older are of no use."""
-        while self.version < max(version, 1):
+        told = False
+        while self.version < version:
             self._there.wait(_POLL)
             self.take()
+            if self._failed is not None and not told:
+                told = True
+                say(f"no newer weights for now: {self._failed}")
 
     def close(self) -> None:
         self._ended = True
@@ -143,9 +147,10 @@ class Newest:
             try:
                 prepared = self._subscriber.prepare(wait=_POLL)
             except (loco.sync.SyncError, OSError) as error:
-                _logger.warning("no newer weights for now: %s", error)
+                self._failed = error
                 time.sleep(_POLL)
                 continue
+            self._failed = None
             if prepared.version > self.version:
                 self._prepared = prepared
                 self._wanted.clear()

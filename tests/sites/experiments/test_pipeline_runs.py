@@ -3,16 +3,21 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import gone
 from selection import COMMANDS
 
+from experiments.orphans import through
+
 pytest.importorskip("ray", reason="needs ray")
+pytest.importorskip("torchft", reason="needs torchft")
 
 REPOSITORY = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "experiments.pipeline", "preset=smoke", "lr=1e-4", "sync_every=4", "lease=4"]
@@ -54,32 +59,72 @@ def actors(command: subprocess.Popen[str], kind: str) -> list[int]:
     return found
 
 
-def wait_for_versions(command: subprocess.Popen[str], folder: Path, count: int) -> None:
+def wait_for_versions(
+    command: subprocess.Popen[str], folder: Path, count: int, *, where: str = "runs/pipeline/weights"
+) -> None:
     deadline = time.monotonic() + PATIENCE
-    while len(list(folder.glob("runs/pipeline/weights/*/versions/*"))) < count:
+    while len(list(folder.glob(f"{where}/*/versions/*"))) < count:
         assert command.poll() is None, command.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-@pytest.mark.check(COMMANDS)
-def test_a_run_goes_on_without_a_worker_and_without_its_controller(tmp_path: Path) -> None:
-    command = started(tmp_path, "steps=160", "max_staleness=2")
-    wait_for_versions(command, tmp_path, 4)
-    os.kill(actors(command, "Worker")[0], signal.SIGKILL)
-    wait_for_versions(command, tmp_path, 12)
-    os.kill(actors(command, "Controller")[0], signal.SIGKILL)
+def ended(command: subprocess.Popen[str], folder: Path) -> tuple[dict[str, Any], str]:
+    """What a run that went well has found, and what it said meanwhile."""
     said, errors = command.communicate(timeout=PATIENCE)
     assert command.returncode == 0, errors
     assert "s a step, pass@1" in said
-    found = json.loads((tmp_path / "runs/pipeline/pipeline.json").read_text())
+    found = json.loads((folder / "runs/pipeline/pipeline.json").read_text())
     assert len(set(found["digests"])) == 1
     assert len(found["digests"]) == 2
-    assert found["evaluations"][-1]["step"] == 160
+    assert found["evaluations"][-1]["step"] == found["config"]["steps"]
     assert {int(versions) for versions in found["staleness"]} <= {0, 1, 2}
-    assert (tmp_path / "runs/pipeline/pipeline.png").stat().st_size > 10_000
-    # All that was trained on after the controller was lost; before it there was as much again.
-    assert sum(found["staleness"].values()) > 100
+    assert (folder / "runs/pipeline/pipeline.png").stat().st_size > 10_000
+    return found, errors
+
+
+@pytest.mark.check(COMMANDS)
+def test_a_run_goes_on_without_a_worker_without_a_site_and_without_its_controller(tmp_path: Path) -> None:
+    command = started(tmp_path, "steps=400", "max_staleness=2")
+    wait_for_versions(command, tmp_path, 4)
+    os.kill(actors(command, "Worker")[0], signal.SIGKILL)
+    wait_for_versions(command, tmp_path, 12)
+    os.kill(actors(command, "Trainer")[0], signal.SIGKILL)  # that publishes
+    wait_for_versions(command, tmp_path, 20)
+    os.kill(actors(command, "Controller")[0], signal.SIGKILL)
+    found, errors = ended(command, tmp_path)
+    versions = {event["version"] for event in found["events"] if event["what"] == "publishing"}
+    assert max(versions) == 101
+    assert "site 0: is back after round " in errors or "site 1: is back after round " in errors
+
+
+@pytest.mark.check(COMMANDS)
+def test_a_run_goes_on_when_its_store_is_gone_for_a_while(tmp_path: Path) -> None:
+    """Without staleness: as long as the store is gone, all wait."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "served").mkdir()
+    serve = [sys.executable, "-m", "loco.sync", "serve", str(tmp_path / "served"), "--writable"]
+    serve += ["--port", str(port)]
+
+    def server() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(through(serve), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    store = server()
+    try:
+        command = started(tmp_path, "steps=160", "max_staleness=0", f"weights=http://127.0.0.1:{port}")
+        wait_for_versions(command, tmp_path, 4, where="served")
+        store.kill()
+        store.wait()
+        time.sleep(5)
+        store = server()
+        found, errors = ended(command, tmp_path)
+    finally:
+        store.kill()
+        store.wait()
+    assert "can't be published yet" in errors or "no newer weights for now" in errors
+    assert set(found["staleness"]) == {"0"}
+    assert len(list((tmp_path / "served").glob("*/versions/*"))) == 41
 
 
 @pytest.mark.check(COMMANDS)
@@ -97,8 +142,8 @@ def test_ctrl_c_ends_all_parts_and_says_so_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.check(COMMANDS)
-def test_a_site_that_is_lost_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    command = started(tmp_path, "steps=4000", "timeout_s=20")
+def test_where_sites_stay_the_same_one_that_is_lost_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    command = started(tmp_path, "steps=4000", "timeout_s=20", "elastic=false")
     wait_for_versions(command, tmp_path, 3)
     os.kill(actors(command, "Trainer")[-1], signal.SIGKILL)
     _, errors = command.communicate(timeout=PATIENCE)

@@ -15,6 +15,7 @@ from experiments.merging import load
 from experiments.model import ByteTransformer
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
+from experiments.pipeline.diary import Notes
 from experiments.pipeline.figures import figures
 from experiments.pipeline.losses import CORRECTIONS, losses_of
 from experiments.pipeline.samples import Parcel, groups_of
@@ -150,9 +151,10 @@ async def answered(controller: Controller, worker: str, version: int) -> list[in
 
 async def taken(controller: Controller, version: int, count: int = 2) -> list[int] | None:
     try:
-        return [part[0] for part in await asyncio.wait_for(controller.take(version, count), 0.05)]
+        found = await asyncio.wait_for(controller.take("site 0", version, count), 0.05)
     except TimeoutError:
         return None
+    return None if found is None else [group[0] for group in found]
 
 
 def test_without_staleness_training_and_sampling_take_turns() -> None:
@@ -168,6 +170,26 @@ def test_without_staleness_training_and_sampling_take_turns() -> None:
         assert await taken(controller, 1) is None
         await controller.published(2)
         assert await answered(controller, "a", 2) == [8, 9, 10, 11]
+
+    asyncio.run(play())
+
+
+def test_a_lease_says_which_weights_will_not_be_too_old() -> None:
+    """Weights of version v may answer what rounds v … v + max_staleness learn from."""
+
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=1", "lease=6"))
+        await controller.published(1)
+        leases = [await controller.lease(worker) for worker in "abc"]
+        assert [(one.tickets[-1], one.version) for one in leases if one] == [(5, 1), (11, 1), (15, 1)]
+        controller = Controller(config_of("max_staleness=0", "lease=6"))
+        await controller.published(3)
+        leases = [await controller.lease(worker) for worker in "ab"]
+        assert [(one.tickets[-1], one.version) for one in leases if one] == [(21, 3), (23, 3)]
+        controller = Controller(config_of("max_staleness=1", "lease=6"))
+        await controller.published(2)
+        leases = [await controller.lease(worker) for worker in "abc"]
+        assert [(one.tickets[-1], one.version) for one in leases if one] == [(13, 1), (19, 2), (23, 2)]
 
     asyncio.run(play())
 
@@ -200,7 +222,7 @@ def test_what_is_too_old_is_dropped_and_asked_for_anew() -> None:
         assert [await taken(controller, 1) for _ in range(3)] == [[0, 1], [2, 3], None]
         assert await answered(controller, "b", 1) == [8, 9, 10, 11]
         assert await taken(controller, 1) == [8, 9]
-        counts = (await controller.status())["counts"]
+        counts = (await controller.look())["notes"].counts
         assert counts["groups dropped, too old"] == 4
         assert counts["tokens dropped, too old"] == 12
 
@@ -252,6 +274,7 @@ def test_a_worker_that_waits_is_told_of_the_end() -> None:
         (["correction=apio"], "unknown correction 'apio'; did you mean 'aipo'?"),
         (["task=text"], "task=text has no verifier, which a pipeline needs: use arithmetic or gym"),
         (["method=ddp"], "sites train by method=pulseloco or diloco, got method=ddp"),
+        (["ranks_per_site=2"], "sites of several ranks stay the same"),
         (["ratio_limit=0.5"], "ratio_limit must be at least 1, got 0.5"),
         (["stalenes=1"], "unknown key 'stalenes'; did you mean"),
     ],
@@ -262,21 +285,60 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
     assert str(raised.value).startswith(sentence)
 
 
-def test_shares_are_of_the_time_between_the_first_version_and_the_last_step() -> None:
-    trained: list[dict[str, Any]] = [
-        {"begun": 10.0, "ended": 20.0, "seconds": 8.0, "digest": 1, "evaluations": []}
-    ]
-    noted = {
-        "events": [
-            {"part": "worker 0", "what": "waiting", "from": 0.0, "to": 12.0},
-            {"part": "worker 0", "what": "sampling", "from": 12.0, "to": 17.0},
-            {"part": "worker 0", "what": "waiting", "from": 17.0, "to": 30.0},
-        ],
-        "counts": {"groups": 4, "reward of groups, in thousandths": 3000},
-        "staleness": {0: 30, 1: 10},
-    }
-    found = figures(config_of(), trained, noted)
-    assert found["shares"] == {"worker 0": {"waiting": 0.5, "sampling": 0.5}}
-    assert found["seconds_per_step"] == 1.0
+def test_shares_are_of_the_time_between_the_first_version_and_the_last_round() -> None:
+    notes = Notes()
+
+    def noted(part: str, what: str, begun: float, ended: float, **about: Any) -> None:
+        notes.events.append({"part": part, "what": what, "from": begun, "to": ended} | about)
+
+    noted("worker 0", "waiting", 0, 12)
+    noted("worker 0", "sampling", 12, 17)
+    noted("worker 0", "waiting", 17, 30)
+    noted("site 0", "publishing", 9, 10, version=1)
+    noted("site 0", "evaluating", 12, 14, step=8, scores={"pass@1": 0.5})
+    noted("site 0", "evaluating", 10, 10, step=0, scores={"pass@1": 0.25})
+    noted("site 0", "exchanging", 19, 20)
+    notes.counts.update({"groups": 4, "reward of groups, in thousandths": 3000})
+    notes.staleness.update({1: 10, 0: 30})
+    found = figures(config_of(), [1], notes)
+    assert found["shares"]["worker 0"] == {"waiting": 0.5, "sampling": 0.5}
+    assert found["seconds_per_step"] == 1.0  # two of the ten seconds are an evaluation's
+    assert [one["scores"]["pass@1"] for one in found["evaluations"]] == [0.25, 0.5]
     assert found["reward"] == 0.75
     assert found["mean_staleness"] == 0.25
+
+
+def test_a_version_that_nobody_publishes_is_asked_for_of_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.pipeline.controller._UNPUBLISHED", 0.02)
+
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=1"))
+        await controller.published(1)
+        with pytest.raises(TimeoutError):  # others are sampling, it waits
+            await asyncio.wait_for(controller.take("site 0", 1, 1), 0.1)
+        assert await controller.take("site 0", 2, 1) is None
+        await answered(controller, "a", 1)
+        assert await controller.take("site 0", 2, 5) is None
+        assert await controller.take("site 0", 2, 4) == [bytes([k]) for k in range(8, 12)]  # none is lost
+        await controller.published(2)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(controller.take("site 0", 2, 1), 0.1)
+
+    asyncio.run(play())
+
+
+def test_what_a_lost_trainer_asked_for_is_not_given_to_nobody() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        await controller.published(1)
+        lost = asyncio.create_task(controller.take("site 0", 1, 8))
+        await asyncio.sleep(0)
+        assert await answered(controller, "a", 1) == [0, 1, 2, 3]
+        await asyncio.sleep(0.01)  # four of eight are in its hands
+        back = asyncio.create_task(controller.take("site 0", 1, 8))
+        assert await answered(controller, "a", 1) == [4, 5, 6, 7]
+        assert await asyncio.wait_for(lost, 2) is None
+        assert await asyncio.wait_for(back, 2) == [bytes([k]) for k in range(8)]
+        assert await answered(controller, "a", 1) is None  # the round has all that it may
+
+    asyncio.run(play())
