@@ -12,10 +12,20 @@ from torch import Tensor
 from experiments.tasks.grpo import advantages
 from experiments.tasks.rollout import Rollout
 
+# What a group's arrays are where it travels.
+_KINDS = {
+    "head": "<i4",
+    "lengths": "<i4",
+    "answers": "<i4",
+    "logp": "<f4",
+    "versions": "<i4",
+    "advantage": "<f4",
+}
+
 
 @dataclass(frozen=True)
 class Group:
-    """The answers to one prompt, and how each was judged: arrays, which travel at less cost than tensors."""
+    """The answers to one prompt, and how each was judged."""
 
     head: np.ndarray  # the prompt's tokens
     lengths: np.ndarray  # of the answers, which follow each other in the three below
@@ -23,6 +33,29 @@ class Group:
     logp: np.ndarray  # of their tokens, by the weights that gave them
     versions: np.ndarray  # of those weights
     advantage: np.ndarray  # [answers]
+
+    def packed(self) -> bytes:
+        """All values have four bytes; before them stands how many each array has."""
+        arrays = [getattr(self, name).astype(kind) for name, kind in _KINDS.items()]
+        counts = np.array([len(array) for array in arrays], dtype="<i4")
+        return b"".join(array.tobytes() for array in (counts, *arrays))
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Group:
+        """
+        Raises:
+            ValueError: these bytes are not a group.
+        """
+        head = 4 * len(_KINDS)
+        counts = np.frombuffer(packed[:head], "<i4").tolist() if len(packed) >= head else []
+        if not counts or min(counts) < 0 or head + 4 * sum(counts) != len(packed):
+            raise ValueError(f"{len(packed)} bytes are not a group of answers")
+        arrays, begun = [], head
+        for count, kind in zip(counts, _KINDS.values(), strict=True):
+            found = np.frombuffer(packed, kind, count, begun)
+            arrays.append(found.astype("i8" if kind == "<i4" else "f4"))
+            begun += 4 * count
+        return cls(*arrays)
 
     @property
     def tokens(self) -> int:
@@ -78,4 +111,4 @@ class Parcel:
     oldest: int  # version of the weights that gave its oldest token
     tokens: int
     reward: float
-    group: bytes  # pickled
+    group: bytes  # packed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import socket
 import time
 from typing import Any
@@ -136,7 +135,7 @@ class Trainer:
             self._optimizer.eval()  # in the middle of a round the weights are this site's own
             self._publish()  # who should have was lost
             self._optimizer.train()
-        groups = [pickle.loads(parcel) for parcel in parcels]
+        groups = [Group.unpacked(parcel) for parcel in parcels]
         for group in groups:
             self._diary.notes.staleness.update((self._version - group.versions).tolist())
         return groups

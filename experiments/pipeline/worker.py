@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -80,7 +79,7 @@ class Worker:
                 oldest=int(group.versions.min()),
                 tokens=group.tokens,
                 reward=reward,
-                group=pickle.dumps(group, protocol=5),
+                group=group.packed(),
             )
             for ticket, group, reward in zip(lease.tickets, groups, judged, strict=True)
         ]
@@ -146,6 +145,8 @@ class Newest:
             self._wanted.wait()
             try:
                 prepared = self._subscriber.prepare(wait=_POLL)
+            except loco.sync.NoVersionError:  # the trainers have not begun
+                continue
             except (loco.sync.SyncError, OSError) as error:
                 self._failed = error
                 time.sleep(_POLL)
