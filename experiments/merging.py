@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from experiments.config import C, RunConfig, TrainConfig, nearest, require, resolved
+from experiments.config import C, RunConfig, nearest, require, resolved
 from experiments.errors import ExperimentError, missing_extra
 
 try:
@@ -39,14 +39,14 @@ def load(kind: type[C], arguments: list[str]) -> C:
         return _merge(kind, [*layers, OmegaConf.from_dotlist(pairs)])
 
 
-def derive(config: RunConfig, changes: Any, *, where: str) -> TrainConfig:
+def derive(kind: type[C], config: RunConfig, changes: Any, *, where: str) -> C:
     """`config` as a single run's, with `changes`; `where` they were written."""
-    names = [item.name for item in dataclasses.fields(TrainConfig)]
+    names = [item.name for item in dataclasses.fields(kind)]
     shared = OmegaConf.masked_copy(OmegaConf.structured(config), names)
-    _check_keys(changes, TrainConfig, f"{where}.")
+    _check_keys(changes, kind, f"{where}.")
     with _sentences(where):
         try:
-            return resolved(_merge(TrainConfig, [shared, OmegaConf.create(changes)]))
+            return resolved(_merge(kind, [shared, OmegaConf.create(changes)]))
         except ExperimentError as error:
             raise ExperimentError(f"{where}: {error}") from error
 

@@ -50,16 +50,13 @@ def page(comparison: Comparison, plots: Sequence[Plot], *, name: str, commands: 
     """`commands` are what trains these runs anew."""
     title = f"{name}: {comparison.one.metric} and bytes"
     parts = [
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>',
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-        f"<h1>{escape(title)}</h1>\n<p>{escape(summary_line(comparison))}</p>\n<h2>Results</h2>",
+        f"<p>{escape(summary_line(comparison))}</p>\n<h2>Results</h2>",
         *_results(comparison),
         f"<p>{escape(READING)}</p>\n<h2>Plots</h2>",
-        *(_figure(plot) for plot in plots),
+        *(figure(plot) for plot in plots),
         f"<h2>Columns</h2>\n{_meanings(comparison)}\n<h2>Settings</h2>",
         *_settings(comparison),
-        f"<h2>Measured on</h2>\n{_table(_machines(comparison))}",
+        f"<h2>Measured on</h2>\n{table(_machines(comparison))}",
     ]
     if commands:
         lines = escape("\n".join(commands))
@@ -67,7 +64,17 @@ def page(comparison: Comparison, plots: Sequence[Plot], *, name: str, commands: 
             "<h2>Run it again</h2>\n<p>From a checkout of the commit above; stored runs are not trained"
         )
         parts.append(f"again.</p>\n<pre>{lines}</pre>")
-    return "\n".join([*parts, "</body>\n</html>\n"])
+    return document(title, parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    head = [
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+        f"<h1>{escape(title)}</h1>",
+    ]
+    return "\n".join([*head, *parts, "</body>\n</html>\n"])
 
 
 def summary_line(comparison: Comparison) -> str:
@@ -88,7 +95,7 @@ def _or(values: Iterable[Any]) -> str:
     return " or ".join(map(str, values))
 
 
-def _table(
+def table(
     rows: Iterable[Sequence[str]],
     *,
     head: Sequence[str] = (),
@@ -117,10 +124,10 @@ def _results(comparison: Comparison) -> Iterable[str]:
         if len(shown) > 1:
             rows = [[column.text(row) for column in shown] for row in comparison.rows]
             yield f"<h3>{heading}</h3>"
-            yield _table(rows, head=[column.title for column in shown], main=main, kind="results")
+            yield table(rows, head=[column.title for column in shown], main=main, kind="results")
 
 
-def _figure(plot: Plot) -> str:
+def figure(plot: Plot) -> str:
     data, caption = base64.b64encode(plot.path.read_bytes()).decode("ascii"), escape(plot.caption)
     image = f'<img src="data:image/png;base64,{data}" alt="{caption}"/>'
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
@@ -142,9 +149,9 @@ def _settings(comparison: Comparison) -> Iterable[str]:
     if differing:
         pairs = zip(comparison.groups, settings, strict=True)
         rows = [[group.label, *(_value(one.get(key)) for key in differing)] for group, one in pairs]
-        yield _table(rows, head=["label", *differing])
+        yield table(rows, head=["label", *differing])
     yield f"<details><summary>The same for all labels: {len(common)} settings</summary>"
-    yield _table([key, _value(value)] for key, value in common.items())
+    yield table([key, _value(value)] for key, value in common.items())
     yield "</details>"
 
 

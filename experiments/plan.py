@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import loco
-from experiments.config import CompareConfig, TrainConfig, check_world
+from experiments.config import CompareConfig, RunConfig, TrainConfig, check_world
 from experiments.errors import ExperimentError
 from experiments.merging import derive
 
@@ -43,8 +44,7 @@ class Run:
     @property
     def key(self) -> str:
         """The name of its file."""
-        letters = self.label.lower().translate(_GREEK)
-        return f"{re.sub(r'[^a-z0-9.]+', '-', letters).strip('-')}.seed{self.config.seed}"
+        return file_name(self.label, self.config.seed)
 
     @property
     def ranks(self) -> int:
@@ -71,32 +71,46 @@ class Run:
         ]
 
 
+def file_name(label: str, seed: int) -> str:
+    letters = label.lower().translate(_GREEK)
+    return f"{re.sub(r'[^a-z0-9.]+', '-', letters).strip('-')}.seed{seed}"
+
+
 def runs_of(config: CompareConfig) -> list[Run]:
     """Every run, one seed after the other, so that what is there after a while can be compared.
 
     Raises:
         ExperimentError: a run that can't be, named by its label.
     """
-    seeded: list[tuple[int, Run]] = []
-    for label, changes in (config.runs or DEMO).items():
+    runs = []
+    for seed, label, changes, where in choices(config.runs or DEMO, config.seeds):
+        single = _single(config, changes, where)
+        runs.append(Run(named(label, single, where), dataclasses.replace(single, seed=single.seed + seed)))
+    if twice := [key for key, count in Counter(run.key for run in runs).items() if count > 1]:
+        raise ExperimentError(f"two runs would be kept in one file, {twice[0]}.json: change a label")
+    return runs
+
+
+def choices(runs: dict[str, Any], seeds: int) -> list[tuple[int, str, dict[str, Any], str]]:
+    """What each run is made of, one seed after the other: the seed's number, the label with its {names}, the
+    settings that differ, and where these are written.
+
+    Args:
+        runs: what differs, by label.
+        seeds: of labels that do not say how many.
+    """
+    found: list[tuple[int, str, dict[str, Any], str]] = []
+    for label, given in runs.items():
         where = f"runs.{label}"
-        if not isinstance(changes, dict):
+        if not isinstance(given, dict):
             raise ExperimentError(f"{where} holds keys, write {where}.…=…")
-        changes = dict(changes)
-        seeds = changes.pop("seeds", config.seeds)
-        if not isinstance(seeds, int) or seeds < 1:
-            raise ExperimentError(f"{where}: seeds must be a whole number of at least 1, got {seeds!r}")
+        changes = dict(given)
+        count = changes.pop("seeds", seeds)
+        if not isinstance(count, int) or count < 1:
+            raise ExperimentError(f"{where}: seeds must be a whole number of at least 1, got {count!r}")
         for chosen in _spread(label, changes, where):
-            single = _single(config, chosen, where)
-            name = _named(label, single, where)
-            for seed in range(seeds):
-                run = Run(name, dataclasses.replace(single, seed=single.seed + seed))
-                seeded.append((seed, run))
-    keys = [run.key for _, run in seeded]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ExperimentError(f"two runs would be kept in one file, {key}.json: change a label")
-    return [run for _, run in sorted(seeded, key=lambda pair: pair[0])]
+            found += [(seed, label, chosen, where) for seed in range(count)]
+    return sorted(found, key=lambda one: one[0])
 
 
 def _spread(label: str, changes: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
@@ -113,7 +127,7 @@ def _spread(label: str, changes: dict[str, Any], where: str) -> Iterator[dict[st
         yield chosen
 
 
-def _named(label: str, config: TrainConfig, where: str) -> str:
+def named(label: str, config: RunConfig, where: str) -> str:
     """The label with values of settings in the places of their names: "lr {lr}" becomes "lr 1e-06"."""
     settings = flat(_plain(dataclasses.asdict(config)))
 
@@ -127,7 +141,7 @@ def _named(label: str, config: TrainConfig, where: str) -> str:
 
 
 def _single(config: CompareConfig, changes: dict[str, Any], where: str) -> TrainConfig:
-    single = derive(config, changes, where=where)
+    single = derive(TrainConfig, config, changes, where=where)
     if single.method == "single" and "nproc" not in changes:
         single = dataclasses.replace(single, nproc=1)
     try:

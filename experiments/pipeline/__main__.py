@@ -3,6 +3,7 @@
     python -m experiments.pipeline
     python -m experiments.pipeline sites=2 workers=3 max_staleness=4 steps=480
     python -m experiments.pipeline max_staleness=0 name=synchronous
+    python -m experiments.pipeline compare preset=pipeline_modes        several, one after the other
 
 Ray starts on this machine, or address=HOST:PORT joins a cluster. Results go to runs/<name>/, by default
 runs/pipeline/.
@@ -16,35 +17,52 @@ from pathlib import Path
 
 from experiments.errors import ExperimentError
 from experiments.merging import load, to_yaml
+from experiments.pipeline.compare import PipelineCompareConfig, compare
 from experiments.pipeline.config import PipelineConfig
 
 
 def main() -> int:
     arguments = sys.argv[1:]
+    compares = arguments[:1] == ["compare"]
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\nKeys and their defaults:\n\n{to_yaml(PipelineConfig())}")
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # see experiments/__init__.py
     try:
-        config = load(PipelineConfig, arguments)
-        folder = Path("runs") / (config.name or "pipeline")
-        from experiments.pipeline.run import run  # Ray takes a second to import
-
-        found = run(config, folder)
+        if compares:
+            _compare(arguments[1:])
+        else:
+            _run(arguments)
     except ExperimentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted: all parts were stopped, and no results were written", file=sys.stderr)
         return 130
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    config = load(PipelineConfig, arguments)
+    folder = Path("runs") / (config.name or "pipeline")
+    from experiments.pipeline import cluster  # Ray takes a second to import
+    from experiments.pipeline.run import run
+
+    with cluster.started(config, config.processes):
+        found = run(config, folder)
     last = found["evaluations"][-1]["scores"]
-    shares = found["shares"].items()
     print(f"{found['seconds_per_step']:.3f} s a step, pass@1 {last['pass@1']:.4f}")
     print(f"staleness of tokens: {found['mean_staleness']:.2f} versions; {found['counts']}")
-    for part, by in shares:
+    for part, by in found["shares"].items():
         print(f"  {part}: " + ", ".join(f"{what} {share:.0%}" for what, share in by.items()))
-    print(f"results: {folder}/pipeline.json")
-    return 0
+    print(f"results: {folder}/report.html, and pipeline.json and pipeline.png beside it")
+
+
+def _compare(arguments: list[str]) -> None:
+    config = load(PipelineCompareConfig, arguments)
+    folder = Path("runs") / (config.name or "pipelines")
+    print(compare(config, folder), end="")
+    print(f"results: {folder}/table.md and compared.png")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from experiments.errors import ExperimentError, missing_extra
@@ -21,9 +21,13 @@ _CONTROLLER = "controller"  # the name by which all others find it, also when it
 
 
 @contextmanager
-def started(config: PipelineConfig) -> Iterator[None]:
+def started(config: PipelineConfig, processes: int) -> Iterator[None]:
+    """
+    Args:
+        processes: that may live at once.
+    """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # visible GPUs stay visible
-    own: dict[str, Any] = {"include_dashboard": False, "num_cpus": config.trainers + config.workers + 1}
+    own: dict[str, Any] = {"include_dashboard": False, "num_cpus": processes}
     try:
         ray.init(
             address=config.address,
@@ -43,15 +47,30 @@ def started(config: PipelineConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def create(kind: type, *arguments: Any, lives_again: bool, name: str | None = None) -> Any:
-    """An actor. One that lives again begins anew where its process is lost, and is asked again what it was
-    asked."""
-    lives: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1} if lives_again else {}
-    return ray.remote(num_cpus=1, **lives)(kind).options(name=name).remote(*arguments)
+class Actors:
+    """Those of one run, which end with it."""
 
+    def __init__(self) -> None:
+        self._created: list[Any] = []
 
-def create_controller(kind: type, config: PipelineConfig) -> Any:
-    return create(kind, config, lives_again=True, name=_CONTROLLER)
+    def create(self, kind: type, *arguments: Any, lives_again: bool, name: str | None = None) -> Any:
+        """An actor. One that lives again begins anew where its process is lost, and is asked again what it
+        was asked."""
+        lives: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1} if lives_again else {}
+        actor = ray.remote(num_cpus=1, **lives)(kind).options(name=name).remote(*arguments)
+        self._created.append(actor)
+        return actor
+
+    def controller(self, kind: type, config: PipelineConfig) -> Any:
+        return self.create(kind, config, lives_again=True, name=_CONTROLLER)
+
+    def __enter__(self) -> Actors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for actor in self._created:
+            with suppress(Exception):  # it has ended, or Ray has
+                ray.kill(actor)
 
 
 def controller() -> Any:

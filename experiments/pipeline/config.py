@@ -59,6 +59,10 @@ class PipelineConfig(RunConfig):
         return self.sites * self.ranks_per_site
 
     @property
+    def processes(self) -> int:
+        return self.trainers + self.workers + 1  # the controller
+
+    @property
     def rounds(self) -> int:
         return self.steps // self.sync_every
 

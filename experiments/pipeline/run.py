@@ -14,11 +14,12 @@ from torch import Tensor
 
 from experiments.lighthouse import lighthouse
 from experiments.pipeline import cluster
-from experiments.pipeline.cluster import answer_of, create, ray
+from experiments.pipeline.cluster import answer_of, ray
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
 from experiments.pipeline.diary import Notes
 from experiments.pipeline.figures import draw, figures
+from experiments.pipeline.report import page
 from experiments.pipeline.trainer import Trainer
 from experiments.pipeline.worker import Worker
 from experiments.tasks import Seat, task_of
@@ -29,7 +30,7 @@ _SHOWN = ("step", "version", "tokens", "bytes")  # of an event, while the run go
 
 
 def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
-    """Train -> the figures, which are kept in the folder, too."""
+    """Train, in a cluster that is started -> the figures, which are kept in the folder, too."""
     cpu = torch.device("cpu")
     start = kept_or_trained(config, task_of(config, Seat(0, 1, cpu)), cpu)
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,27 +38,35 @@ def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
     where = config.weights or str((folder / "weights").resolve())
     url = f"{where.rstrip('/')}/{time.strftime('%Y%m%d-%H%M%S')}"
     with ExitStack() as closing:
-        closing.enter_context(cluster.started(config))
         address = None
         if config.elastic:
             log = folder / "lighthouse.log"
             address = closing.enter_context(lighthouse(log, host=cluster.own_address()))
-        found = _run(config, start, url, address)
+        found = _run(config, start, url, address, closing.enter_context(cluster.Actors()))
     (folder / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(found, folder / "pipeline.png")
+    (folder / "report.html").write_text(page(found, folder / "pipeline.png"), encoding="utf-8")
     return found
 
 
-def _run(config: PipelineConfig, start: dict[str, Tensor], url: str, address: str | None) -> dict[str, Any]:
-    controller = cluster.create_controller(Controller, config)
+def _run(
+    config: PipelineConfig,
+    start: dict[str, Tensor],
+    url: str,
+    address: str | None,
+    actors: cluster.Actors,
+) -> dict[str, Any]:
+    controller = actors.controller(Controller, config)
     answer_of(controller.version.remote())  # it is there when the others look for it
     per_site = config.ranks_per_site
     trainers = [
-        create(Trainer, site, rank, config, lives_again=config.elastic)
+        actors.create(Trainer, site, rank, config, lives_again=config.elastic)
         for site in range(config.sites)
         for rank in range(per_site)
     ]
-    workers = [create(Worker, number, config, url, lives_again=True) for number in range(config.workers)]
+    workers = [
+        actors.create(Worker, number, config, url, lives_again=True) for number in range(config.workers)
+    ]
     at = None if config.elastic else answer_of(trainers[0].address.remote())
     worlds = answer_of([one.address.remote() for one in trainers[::per_site]]) if per_site > 1 else []
     shared = ray.put(start)

@@ -1,8 +1,9 @@
 """The pipeline's parts, without Ray: losses, sampling while weights change, and who may have what."""
 
 import asyncio
-import pickle
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from experiments.config import TransformerConfig
 from experiments.errors import ExperimentError
 from experiments.merging import load
 from experiments.model import ByteTransformer
+from experiments.pipeline.compare import COLUMNS, PipelineCompareConfig, runs_of, table
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
 from experiments.pipeline.diary import Notes
-from experiments.pipeline.figures import figures
+from experiments.pipeline.figures import draw, figures
 from experiments.pipeline.losses import CORRECTIONS, losses_of
-from experiments.pipeline.samples import Parcel, groups_of
+from experiments.pipeline.report import page
+from experiments.pipeline.samples import Group, Parcel, groups_of
 from experiments.tasks.rollout import Rollout, Weights, sample
 
 LIMITS: dict[str, float] = {"ratio_limit": 4.0, "clip_low": 0.2, "clip_high": 0.28}
@@ -111,14 +114,23 @@ def test_groups_travel_whole() -> None:
     groups = groups_of(rollout, torch.tensor([1.0, 0, 0, 0, 1, 1]), 2)
     assert len(groups) == 3
     for k, group in enumerate(groups):
-        again = pickle.loads(pickle.dumps(group))
+        again = Group.unpacked(group.packed())
         assert group.head.tolist() == PROMPTS[k]
         for i, row in enumerate(again.rows()):
             assert torch.equal(row, rollout.tokens[2 * k + i])
             assert torch.equal(again.split(again.logp)[i], rollout.logp[2 * k + i])
             assert torch.equal(again.split(again.versions)[i], rollout.versions[2 * k + i])
+        assert again.advantage.tolist() == group.advantage.tolist()
     assert groups[0].advantage[0] > 0 > groups[0].advantage[1]
     assert not groups[1].advantage.any()
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:7], lambda b: b"", lambda b: b + bytes(4)])
+def test_what_is_no_group_is_refused(damage: Callable[[bytes], bytes]) -> None:
+    rollout, _ = in_turn(model_of(0), recompute=True)
+    packed = groups_of(rollout, torch.zeros(6), 2)[0].packed()
+    with pytest.raises(ValueError, match="are not a group"):
+        Group.unpacked(damage(packed))
 
 
 # Rounds of 2 steps, 2 sites and 2 prompts: 8 prompts a round, 4 rounds.
@@ -342,3 +354,83 @@ def test_what_a_lost_trainer_asked_for_is_not_given_to_nobody() -> None:
         assert await answered(controller, "a", 1) is None  # the round has all that it may
 
     asyncio.run(play())
+
+
+def compared(*more: str) -> PipelineCompareConfig:
+    return load(PipelineCompareConfig, [*SMALL, *more])
+
+
+def test_a_comparison_has_a_run_for_each_choice_and_seed() -> None:
+    runs = runs_of(
+        compared("seeds=2", "seed=5", 'runs={"staleness {max_staleness}": {over: {max_staleness: [0, 2]}}}')
+    )
+    assert [(one.label, one.config.seed, one.config.max_staleness) for one in runs] == [
+        ("staleness 0", 5, 0),
+        ("staleness 2", 5, 2),
+        ("staleness 0", 6, 0),
+        ("staleness 2", 6, 2),
+    ]
+    with pytest.raises(ExperimentError, match=r"unknown key 'runs\.a\.stalenes'; did you mean"):
+        runs_of(compared("runs={a: {stalenes: 0}}"))
+    with pytest.raises(ExperimentError, match="two runs would be kept in one file"):
+        runs_of(compared("runs={a: {}, A: {}}"))
+    with pytest.raises(ExperimentError, match="a comparison needs runs"):
+        compared()
+
+
+def test_a_run_that_is_stored_counts_as_long_as_its_settings_are_the_same(tmp_path: Path) -> None:
+    (one,) = runs_of(compared("runs={a: {workers: 3}}"))
+    assert one.stored(tmp_path) is None
+    one.path(tmp_path).parent.mkdir()
+    one.path(tmp_path).write_text(json.dumps(found_by(one.config)))
+    assert one.stored(tmp_path) is not None
+    (elsewhere,) = runs_of(compared("runs={a: {workers: 3}}", "weights=/elsewhere"))
+    assert elsewhere.stored(tmp_path) is not None
+    (other,) = runs_of(compared("runs={a: {workers: 4}}"))
+    assert other.stored(tmp_path) is None
+
+
+def found_by(config: PipelineConfig, score: float = 0.5) -> dict[str, Any]:
+    notes = Notes()
+    for part, what, begun, ended in (
+        ("site 0", "publishing", 9, 10),
+        ("site 0", "training", 10, 15),
+        ("site 0", "exchanging", 19, 20),
+        ("site 0", "evaluating", 20, 21),
+        ("site 1", "training", 10, 11),
+        ("worker 0", "sampling", 10, 20),
+    ):
+        about = {"step": config.steps, "scores": {"pass@1": score}} if what == "evaluating" else {}
+        notes.events.append({"part": part, "what": what, "from": begun, "to": ended} | about)
+    notes.counts.update({"groups": 8, "tokens": 200, "round bytes": 3_000_000})
+    notes.staleness.update({0: 100, 2: 50})
+    notes.said.append("worker 0: <lost>")
+    return figures(config, [1, 1], notes)
+
+
+def test_the_table_of_a_comparison() -> None:
+    config = config_of()
+    text = table({"a": [found_by(config, 0.5), found_by(config, 0.5)], "b": [found_by(config, 0.25)]})
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
+    seconds = f"{10 / config.steps:.3f}"
+    assert rows[0] == list(COLUMNS)
+    assert rows[2] == [
+        "a",
+        "50.0 ± 0.0",
+        f"{seconds} ± 0.000",
+        "0.67 ± 0.00",
+        "25.0% ± 0.0",
+        "30% ± 0",
+        "3.00 ± 0.00",
+    ]
+    assert rows[3] == ["b", "25.0", seconds, "0.67", "25.0%", "30%", "3.00"]
+
+
+def test_the_report_of_a_run_has_its_flows_and_what_went_wrong(tmp_path: Path) -> None:
+    found = found_by(config_of())
+    draw(found, tmp_path / "pipeline.png")
+    text = page(found, tmp_path / "pipeline.png")
+    assert "<td>between the sites: their rounds, as sent by all of them</td><td>3,000,000</td>" in text
+    assert "worker 0: &lt;lost&gt;" in text
+    assert "<td>site 1</td><td></td><td>10%</td>" in text
+    assert "data:image/png;base64," in text

@@ -1,0 +1,179 @@
+"""Several pipelines, one after the other: what differs by label, and seeds.
+
+    python -m experiments.pipeline compare preset=pipeline_modes
+    python -m experiments.pipeline compare 'runs={one: {workers: 1}, two: {workers: 2}}' seeds=3
+
+Results go to runs/<name>/. Each run is kept when it ends: the same command again runs only what is missing
+or was changed. Timings mean something only where nothing else runs on the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.config import require
+from experiments.errors import ExperimentError
+from experiments.merging import derive
+from experiments.pipeline.config import PipelineConfig
+from experiments.plan import choices, file_name, named
+from experiments.plots import CYCLE, DASHES, LOOK, plt, saved
+from experiments.statistics import Interval, of_mean
+
+_IDLE = ("name", "address", "weights")  # settings that decide nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineCompareConfig(PipelineConfig):
+    seeds: int = 1
+    runs: dict[str, Any] = field(default_factory=dict)  # what differs, by label
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.seeds >= 1, f"seeds must be at least 1, got {self.seeds}")
+        require(bool(self.runs), "a comparison needs runs, such as preset=pipeline_modes")
+
+
+@dataclass(frozen=True)
+class Labelled:
+    label: str
+    config: PipelineConfig
+
+    def path(self, folder: Path) -> Path:
+        return folder / "runs" / f"{file_name(self.label, self.config.seed)}.json"
+
+    def stored(self, folder: Path) -> dict[str, Any] | None:
+        """Its figures, if it has been run with these settings."""
+        path = self.path(folder)
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if found is None or _deciding(found["config"]) != _deciding(dataclasses.asdict(self.config)):
+            return None
+        return found
+
+
+def compare(config: PipelineCompareConfig, folder: Path) -> str:
+    """Run what is missing -> the table, which is kept in the folder, too."""
+    runs = runs_of(config)
+    missing = [one for one in runs if one.stored(folder) is None]
+    if missing:
+        _run(missing, config, folder)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in runs:
+        figures = one.stored(folder)
+        assert figures is not None
+        groups.setdefault(one.label, []).append(figures)
+    text = table(groups)
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    draw(groups, folder / "compared.png")
+    return text
+
+
+def _run(missing: Sequence[Labelled], config: PipelineConfig, folder: Path) -> None:
+    from experiments.pipeline import cluster  # Ray takes a second to import
+    from experiments.pipeline.run import run
+
+    with cluster.started(config, max(one.config.processes for one in missing)):
+        for number, one in enumerate(missing, 1):
+            title = f"[{number}/{len(missing)}] {one.label}, seed {one.config.seed}"
+            print(title, file=sys.stderr, flush=True)
+            found = run(one.config, folder / "latest")
+            del found["events"]  # megabytes, of which the latest run's are kept beside its timeline
+            one.path(folder).parent.mkdir(parents=True, exist_ok=True)
+            one.path(folder).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def runs_of(config: PipelineCompareConfig) -> list[Labelled]:
+    runs = []
+    for seed, label, changes, where in choices(config.runs, config.seeds):
+        single = derive(PipelineConfig, config, changes, where=where)
+        label = named(label, single, where)
+        runs.append(Labelled(label, dataclasses.replace(single, seed=single.seed + seed)))
+    paths = [one.path(Path()) for one in runs]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ExperimentError(f"two runs would be kept in one file, {path.name}: change a label")
+    return runs
+
+
+COLUMNS = ("label", "pass@1, %", "s per step", "staleness", "tokens thrown away", "training", "MB of rounds")
+
+
+def table(groups: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown, ± of 95% over the seeds."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    for label, found in groups.items():
+        rows.append(
+            (
+                label,
+                _text([100 * _score(one) for one in found], "{:.1f}"),
+                _text([one["seconds_per_step"] for one in found], "{:.3f}"),
+                _text([one["mean_staleness"] for one in found], "{:.2f}"),
+                _text([100 * thrown_away(one) for one in found], "{:.1f}%"),
+                _text([100 * _training(one) for one in found], "{:.0f}%"),
+                _text([one["counts"]["round bytes"] / 1e6 for one in found], "{:.2f}"),
+            )
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def thrown_away(found: dict[str, Any]) -> float:
+    """The share of all sampled tokens that no trainer used."""
+    counts = found["counts"]
+    return 1 - sum(found["staleness"].values()) / max(1, counts["tokens"])
+
+
+def _score(found: dict[str, Any]) -> float:
+    return found["evaluations"][-1]["scores"]["pass@1"]
+
+
+def _training(found: dict[str, Any]) -> float:
+    """The share of the time that sites compute."""
+    shares = [by.get("training", 0.0) for part, by in found["shares"].items() if part.startswith("site")]
+    return sum(shares) / len(shares)
+
+
+def _text(values: Sequence[float], form: str) -> str:
+    found: Interval = of_mean(values)
+    mean = form.format(found.mean)
+    return mean if found.half is None else f"{mean} ± {form.format(found.half).rstrip('%')}"
+
+
+def draw(groups: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Held-out score over time, and what a step takes: the mean of the seeds, and each of them."""
+    with plt.rc_context(LOOK):
+        figure, (scores, seconds) = plt.subplots(1, 2, figsize=(11, 0.4 * len(groups) + 4))
+        for k, (label, found) in enumerate(groups.items()):
+            color = CYCLE[k % len(CYCLE)]
+            line = {"color": color, "linestyle": DASHES[k // len(CYCLE) % len(DASHES)], "marker": "."}
+            runs = [one["evaluations"] for one in found]
+            times = [[point["time"] - one["begun"] for point in one["evaluations"]] for one in found]
+            scores.plot(
+                [sum(moment) / len(moment) for moment in zip(*times, strict=True)],
+                [
+                    sum(point["scores"]["pass@1"] for point in points) / len(points)
+                    for points in zip(*runs, strict=True)
+                ],
+                label=label,
+                **line,
+            )
+            values = [one["seconds_per_step"] for one in found]
+            seconds.barh(k, sum(values) / len(values), color=color, alpha=0.35)
+            seconds.plot(values, [k] * len(values), "o", color=color)
+        scores.set(title="Held-out problems answered rightly", xlabel="seconds", ylabel="pass@1")
+        seconds.set(title="Seconds per step", xlim=(0, None))
+        seconds.set_yticks(range(len(groups)), list(groups))
+        seconds.invert_yaxis()
+        seconds.grid(visible=False, axis="y")
+        if len(groups) <= len(CYCLE):
+            scores.legend(loc="lower right")
+        saved(figure, path)
+
+
+def _deciding(config: dict[str, Any]) -> dict[str, Any]:
+    plain = json.loads(json.dumps(config))
+    return {key: value for key, value in plain.items() if key not in _IDLE}
