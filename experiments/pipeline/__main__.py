@@ -4,6 +4,7 @@
     python -m experiments.pipeline sites=2 workers=3 max_staleness=4 steps=480
     python -m experiments.pipeline max_staleness=0 name=synchronous
     python -m experiments.pipeline compare preset=pipeline_modes        several, one after the other
+    python -m experiments.pipeline plan gpus=64                         how to split devices
 
 Ray starts on this machine, or address=HOST:PORT joins a cluster. Results go to runs/<name>/, by default
 runs/pipeline/.
@@ -19,18 +20,19 @@ from experiments.errors import ExperimentError
 from experiments.merging import load, to_yaml
 from experiments.pipeline.compare import PipelineCompareConfig, compare
 from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.planning import PlanConfig, plan
 
 
 def main() -> int:
     arguments = sys.argv[1:]
-    compares = arguments[:1] == ["compare"]
+    programs = {"compare": _compare, "plan": _plan}
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\nKeys and their defaults:\n\n{to_yaml(PipelineConfig())}")
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # see experiments/__init__.py
     try:
-        if compares:
-            _compare(arguments[1:])
+        if arguments and arguments[0] in programs:
+            programs[arguments[0]](arguments[1:])
         else:
             _run(arguments)
     except ExperimentError as error:
@@ -63,6 +65,13 @@ def _compare(arguments: list[str]) -> None:
     folder = Path("runs") / (config.name or "pipelines")
     print(compare(config, folder), end="")
     print(f"results: {folder}/table.md and compared.png")
+
+
+def _plan(arguments: list[str]) -> None:
+    config = load(PlanConfig, arguments)
+    folder = Path("runs") / (config.name or "pipeline-plan")
+    print(plan(config, folder), end="")
+    print(f"results: {folder}")
 
 
 if __name__ == "__main__":

@@ -39,10 +39,11 @@ class Diary:
 
     @contextmanager
     def doing(self, what: str, **about: Any) -> Iterator[dict[str, Any]]:
-        """What is written into the dictionary is noted, too."""
-        begun, found = time.time(), dict(about)
+        """What is written into the dictionary is noted, too. `cpu`: seconds that this process computed."""
+        begun, computed, found = time.time(), time.process_time(), dict(about)
         yield found
-        event = {"part": self._part, "what": what, "from": begun, "to": time.time()}
+        cpu = time.process_time() - computed
+        event = {"part": self._part, "what": what, "from": begun, "to": time.time(), "cpu": cpu}
         self.notes.events.append(event | found)
         if time.monotonic() - self._sent > _EVERY:
             self.send()

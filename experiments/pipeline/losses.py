@@ -10,10 +10,19 @@ none   −(1 / tokens) · Σ_t A · log π(token t), as if the weights had not c
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor, nn
+
+from experiments.pipeline.samples import Group
 from experiments.tasks.grpo import token_losses
+from experiments.tasks.rollout import pad
+from experiments.tasks.verified import answer_log_probabilities
+
+if TYPE_CHECKING:
+    from experiments.pipeline.config import PipelineConfig
 
 CORRECTIONS = ("aipo", "grpo", "none")
 
@@ -35,3 +44,26 @@ def losses_of(
         return -advantage * logp
     weight = torch.exp(logp.detach() - old_logp).clamp(max=ratio_limit)
     return -weight * advantage * logp
+
+
+def loss_of(module: nn.Module, groups: Sequence[Group], config: PipelineConfig) -> Tensor:
+    """Of a step's answers, by what `module` thinks of them now."""
+    rows, heads, old, advantage = [], [], [], []
+    for group in groups:
+        for row, logp, gain in zip(group.rows(), group.split(group.logp), group.advantage, strict=True):
+            if gain or not rows:  # one stays in any case: DDP's ranks must all pass through the model
+                rows.append(row)
+                heads.append(len(group.head))
+                old.append(logp)
+                advantage.append(float(gain))
+    logp, counts, _ = answer_log_probabilities(module, rows, heads, torch.device("cpu"))
+    losses = losses_of(
+        config.correction,
+        logp,
+        pad(old),
+        torch.tensor(advantage)[:, None],
+        ratio_limit=config.ratio_limit,
+        clip_low=config.grpo.clip_low,
+        clip_high=config.grpo.clip_high,
+    )
+    return losses[counts].sum() / sum(group.tokens for group in groups)

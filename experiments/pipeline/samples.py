@@ -110,5 +110,6 @@ class Parcel:
     ticket: int
     oldest: int  # version of the weights that gave its oldest token
     tokens: int
+    longest: int  # tokens of its longest answer
     reward: float
     group: bytes  # packed

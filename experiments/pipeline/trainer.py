@@ -19,11 +19,10 @@ from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.losses import losses_of
+from experiments.pipeline.losses import loss_of
 from experiments.pipeline.samples import Group
 from experiments.tasks import Seat
-from experiments.tasks.rollout import pad
-from experiments.tasks.verified import Verified, answer_log_probabilities
+from experiments.tasks.verified import Verified
 
 _logger = logging.getLogger(__name__)
 _PAUSE = 1.0  # seconds, before a store that failed is tried again
@@ -106,7 +105,7 @@ class Trainer:
             with self._diary.doing("waiting"):
                 groups = self._take()
             with self._diary.doing("training", step=step) as found:
-                loss = self._loss(groups)
+                loss = loss_of(self._module, groups, config)
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
@@ -114,6 +113,7 @@ class Trainer:
                 if step < last:
                     optimizer.step()
                 found["tokens"] = sum(group.tokens for group in groups)
+                found["answers"] = sum(len(group.lengths) for group in groups)
         with self._diary.doing("exchanging", step=last):
             optimizer.step()
         report = optimizer.last_report
@@ -139,28 +139,6 @@ class Trainer:
         for group in groups:
             self._diary.notes.staleness.update((self._version - group.versions).tolist())
         return groups
-
-    def _loss(self, groups: list[Group]) -> Tensor:
-        config = self._config
-        rows, heads, old, advantage = [], [], [], []
-        for group in groups:
-            for row, logp, gain in zip(group.rows(), group.split(group.logp), group.advantage, strict=True):
-                if gain or not rows:  # one stays in any case: DDP's ranks must all pass through the model
-                    rows.append(row)
-                    heads.append(len(group.head))
-                    old.append(logp)
-                    advantage.append(float(gain))
-        logp, counts, _ = answer_log_probabilities(self._module, rows, heads, torch.device("cpu"))
-        losses = losses_of(
-            config.correction,
-            logp,
-            pad(old),
-            torch.tensor(advantage)[:, None],
-            ratio_limit=config.ratio_limit,
-            clip_low=config.grpo.clip_low,
-            clip_high=config.grpo.clip_high,
-        )
-        return losses[counts].sum() / sum(group.tokens for group in groups)
 
     @property
     def _version(self) -> int:

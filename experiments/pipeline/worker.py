@@ -46,9 +46,10 @@ class Worker:
                     self._weights.wait_for(lease.version, self._diary.say)
             if lease is None:
                 break
-            with self._diary.doing("sampling") as found:
+            with self._diary.doing("sampling", answers=len(lease.tickets) * self._config.grpo.group) as found:
                 parcels = self._answer(lease)
                 found["tokens"] = sum(one.tokens for one in parcels)
+                found["longest"] = max(one.longest for one in parcels)
             answer_of(ask.give.remote(self._name, lease, parcels))
         self._weights.close()
         answer_of(self._diary.send())
@@ -78,6 +79,7 @@ class Worker:
                 ticket=ticket,
                 oldest=int(group.versions.min()),
                 tokens=group.tokens,
+                longest=int(group.lengths.max()),
                 reward=reward,
                 group=group.packed(),
             )

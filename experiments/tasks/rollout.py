@@ -98,12 +98,13 @@ def _sample_alike(
     uniforms: Tensor,
     before_token: Callable[[], Weights] | None,
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Answers and their tokens' log-probabilities, [prompts · group, longest] both, also behind the ends; and
-    the weights' version at each place."""
+    """Answers and their tokens' log-probabilities, [prompts · group, longest of them] both, also behind the
+    ends; and the weights' version at each place."""
     versions = [before_token().version] if before_token else []
     logits, past = model.extend(heads, None)
     logits, past = logits.repeat_interleave(group, dim=0), model.repeat(past, group)
     answers, logps = [], []
+    ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for place in range(longest):
         logp = logits.log_softmax(dim=-1)
         # The token in whose share of [0, 1) the uniform lies; the last one takes what rounding leaves over.
@@ -111,7 +112,8 @@ def _sample_alike(
         token = token.clamp(max=logp.shape[-1] - 1)
         answers.append(token)
         logps.append(logp.gather(1, token[:, None])[:, 0])
-        if place + 1 == longest:
+        ended |= token == model.end
+        if place + 1 == longest or bool(ended.all()):
             break
         weights = before_token() if before_token else None
         if weights is not None:

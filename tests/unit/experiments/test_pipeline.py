@@ -156,7 +156,9 @@ async def answered(controller: Controller, worker: str, version: int) -> list[in
     except TimeoutError:
         return None
     assert lease is not None
-    parcels = [Parcel(t, oldest=version, tokens=3, reward=1.0, group=bytes([t])) for t in lease.tickets]
+    parcels = [
+        Parcel(t, oldest=version, tokens=3, longest=1, reward=1.0, group=bytes([t])) for t in lease.tickets
+    ]
     await controller.give(worker, lease, parcels)
     return lease.tickets
 
@@ -250,7 +252,7 @@ def test_what_a_lost_worker_had_is_given_to_the_next_one_and_counts_once() -> No
         assert await leased(controller, "b") == [4, 5, 6, 7]
         assert await leased(controller, "c") is None
         assert await leased(controller, "a") == before.tickets  # it was started again
-        late = [Parcel(t, oldest=1, tokens=1, reward=0.0, group=b"x") for t in before.tickets]
+        late = [Parcel(t, oldest=1, tokens=1, longest=1, reward=0.0, group=b"x") for t in before.tickets]
         await controller.give("a", before, late)  # from before it was lost
         assert await taken(controller, 1) is None
 

@@ -1,0 +1,217 @@
+"""What the plan of a pipeline says, from rates that are known."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.errors import ExperimentError
+from experiments.merging import load
+from experiments.pipeline.planning import (
+    Layout,
+    PlanConfig,
+    Row,
+    draw,
+    held_against,
+    plan,
+    predict,
+    splits,
+    table,
+)
+from experiments.pipeline.rates import Rates, measured, worked_out
+
+RATES = Rates(
+    answer_tokens=50,
+    longest_tokens=100,
+    slot_tokens=100,
+    token_s=0.01,
+    sequence_s=0.001,
+    step_s=0.2,
+    answer_s=0.05,
+    round_s=0.4,
+    publish_s=0.2,
+    round_bytes=1e6,
+)
+# A round learns from 4 · 2 · 8 = 64 answers; training takes 4 · (0.2 + 8 · 0.05) + 0.4 = 2.8 s on each site,
+# and 10 answers are sampled in 100 · (0.01 + 10 · 0.001) = 2 s.
+LAYOUT = Layout(
+    sites=2,
+    ranks=1,
+    samplers=2,
+    batch=10,
+    step_answers=8,
+    sync_every=4,
+    max_staleness=2,
+    cores=None,
+    link=None,
+)
+
+# Rounds are over long before the longest answer is.
+LONG = ["sites=1", "sync_every=1", "target={answers: 4, longest_tokens: 100000}"]
+
+
+def test_the_slower_side_sets_the_pace() -> None:
+    found = predict(RATES, LAYOUT)
+    assert found.bounds == pytest.approx({"training": 3.0, "sampling": 6.4})
+    assert found.bound == "sampling"
+    assert found.round_s == pytest.approx(6.4)
+    assert found.answers_s == pytest.approx(10)
+    more = predict(RATES, replace(LAYOUT, samplers=5))
+    assert (more.bound, more.round_s) == ("training", pytest.approx(3.0))
+
+
+def test_the_longest_answer_is_as_old_as_the_rounds_that_end_meanwhile() -> None:
+    assert predict(RATES, LAYOUT).staleness == pytest.approx(2 / 6.4)
+    slower = replace(RATES, longest_tokens=1000)
+    assert predict(slower, LAYOUT).staleness == pytest.approx(20 / 6.4)
+
+
+def test_cores_that_are_shared_have_all_the_work() -> None:
+    found = predict(RATES, replace(LAYOUT, samplers=5, cores=2))
+    assert found.bound == "cores"
+    assert found.round_s == pytest.approx((2 * 2.8 + 0.2 + 12.8) / 2)
+    plenty = predict(RATES, replace(LAYOUT, samplers=5, cores=64))
+    assert plenty.bound == "training"
+
+
+def test_a_link_adds_to_the_round_and_is_named_when_it_is_the_longest_part() -> None:
+    fast = predict(RATES, replace(LAYOUT, samplers=5, link=1e6))
+    assert (fast.bound, fast.round_s) == ("training", pytest.approx(4.0))
+    slow = predict(RATES, replace(LAYOUT, samplers=5, link=1e5))
+    assert (slow.bound, slow.round_s) == ("links", pytest.approx(13.0))
+
+
+def test_turns_cost_the_first_batch() -> None:
+    found = predict(RATES, replace(LAYOUT, samplers=7, max_staleness=0))
+    assert (found.bound, found.round_s) == ("turns, training", pytest.approx(5.0))
+    assert found.staleness == 0
+    few = predict(RATES, replace(LAYOUT, samplers=2, max_staleness=0))
+    # 7 batches by 2 samplers, then the last of four steps.
+    assert (few.bound, few.round_s) == ("turns, sampling", pytest.approx(4 * 2 + 0.7 + 0.2))
+
+
+def test_no_more_samplers_work_than_there_are_batches_to_be_had() -> None:
+    one = replace(LAYOUT, samplers=100, batch=64, max_staleness=1)
+    assert predict(RATES, one).bounds["sampling"] == pytest.approx(RATES.of_batch(64) / 2)
+
+
+def of(*arguments: str) -> PlanConfig:
+    return load(PlanConfig, list(arguments))
+
+
+def test_what_is_known_of_a_gpu_gives_its_rates() -> None:
+    config = of(
+        "gpus=8",
+        "target={parameters: 1e9, layers: 10, kv_heads: 4, head_dim: 64, prompt_tokens: 100,"
+        " answer_tokens: 200, longest_tokens: 1000}",
+        "gpu={memory_gb: 10, bandwidth_gb: 1000, tflops: 100, utilisation: 0.5}",
+    )
+    rates = worked_out(config)
+    assert rates.token_s == pytest.approx(2e9 / 1e12)
+    kv = 2 * 10 * 4 * 64 * 2
+    assert rates.sequence_s == pytest.approx(max(kv * 200 / 1e12, 2e9 / 5e13))
+    assert rates.answer_s == pytest.approx(300 * 6e9 / 5e13)
+    assert rates.most_answers == pytest.approx((9e9 - 2e9) / (kv * 200))
+    given = worked_out(replace(config, target=replace(config.target, token_ms=7.0, trained_tokens_s=1e4)))
+    assert (given.token_s, given.answer_s) == (pytest.approx(0.007), pytest.approx(0.03))
+
+
+def test_every_gpu_trains_or_samples_and_the_best_split_balances_both() -> None:
+    config = of("gpus=64")
+    rows = splits(config, worked_out(config))
+    assert {2 * row.layout.ranks + row.layout.samplers for row in rows} == {64}
+    best = max(rows, key=lambda row: row.expected.answers_s)
+    training, sampling = best.expected.bounds["training"], best.expected.bounds["sampling"]
+    assert abs(training - sampling) < 0.1 * training
+    assert all(row.expected.staleness <= config.max_staleness for row in rows)
+
+
+def test_a_batch_is_as_large_as_memory_and_staleness_let_it_be() -> None:
+    rates = worked_out(of("gpus=16"))
+
+    def limits(*more: str, **changed: Any) -> set[str]:
+        rows = splits(of("gpus=16", "sites=1", *more), replace(rates, **changed))
+        return {row.limit for row in rows if row.expected.bound == "sampling"}
+
+    assert limits(most_answers=8) == {"memory"}
+    assert limits("max_staleness=1", most_answers=1e6) == {"staleness"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["gpus=2"], "gpus=2 can't be split: 2 sites need one GPU each, and sampling one more. Set gpus=3"),
+        (["gpus=8", "target.parameters=4e11"], "4e+11 parameters and one answer do not fit"),
+        ([*LONG, "gpus=4"], "no split keeps the longest answer within"),
+        (["gpus=4", "gpu.tflops=0"], "gpu.tflops must be > 0, got 0"),
+        (["gpus=4", "link_mbit=-1"], "link_mbit must be > 0, got -1"),
+        (["gpus=4", "against=runs/x"], "runs on this machine are predicted without gpus"),
+        (["against=nowhere"], "against=nowhere: two runs or more are needed there, of `compare`"),
+        (["gpus=4", "gpu.tflop=1"], "unknown key 'gpu.tflop'; did you mean"),
+    ],
+)
+def test_a_plan_that_can_not_be_made_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExperimentError) as raised:
+        plan(of(*arguments), tmp_path)
+    assert str(raised.value).startswith(sentence)
+
+
+def test_what_the_sentence_advises_can_be_planned(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError) as raised:
+        plan(of(*LONG, "gpus=4"), tmp_path)
+    advice = str(raised.value).split("Set ")[1]
+    staleness, every = (part.strip() for part in advice.split(", or "))
+    every_steps = int(every.removeprefix("sync_every="))
+    assert "best:" in plan(of(*LONG, "gpus=4", staleness), tmp_path)
+    steps = [f"steps={2 * every_steps}", f"eval_every={every_steps}"]
+    assert "best:" in plan(of(*LONG, "gpus=4", every, *steps), tmp_path)
+
+
+def run_of(answers: int, *, sampling: float, training: float) -> dict[str, Any]:
+    def event(what: str, cpu: float, **about: Any) -> list[dict[str, Any]]:
+        first = {"part": "x", "what": what, "cpu": 99.0} | about  # not counted: everything is new
+        return [first, first] + 3 * [first | {"cpu": cpu}]
+
+    return {
+        "config": {"task": "gym", "gym": {"group": 4}, "steps": 8, "sync_every": 4, "sites": 2},
+        "counts": {"tokens": 480, "groups": 40, "round bytes": 4000},
+        "events": [
+            *event("sampling", sampling, answers=4 * answers, longest=5),
+            *event("training", training, answers=answers),
+            *event("exchanging", 0.4),
+            *event("publishing", 0.3),
+        ],
+    }
+
+
+def test_two_runs_tell_what_a_batch_costs_and_each_answer_in_it() -> None:
+    found = measured(run_of(2, sampling=1.0, training=0.2), run_of(8, sampling=2.5, training=0.5))
+    assert found.of_batch(8) == pytest.approx(1.0)
+    assert found.of_batch(32) == pytest.approx(2.5)
+    assert found.step_s + 2 * found.answer_s == pytest.approx(0.2)
+    assert found.step_s + 8 * found.answer_s == pytest.approx(0.5)
+    assert (found.answer_tokens, found.longest_tokens) == (3, 5)
+    assert (found.round_s, found.publish_s, found.round_bytes) == (0.4, 0.3, 1000)
+
+
+def test_predictions_are_held_against_what_was_measured() -> None:
+    seen = {"a": 100.0, "b": 200.0, "c": 300.0}
+    text = held_against({"a": 120.0, "b": 190.0, "c": 150.0}, seen)
+    assert "| a | 120 | 100 | +20% |" in text
+    assert "| c | 150 | 300 | -50% |" in text
+    assert "predicted in 2 of 3 pairs" in text
+    assert "largest error: 50%" in text
+
+
+def test_the_plan_is_drawn_and_kept(tmp_path: Path) -> None:
+    text = plan(of("gpus=12", "link_mbit=10"), tmp_path)
+    assert "12 GPUs, 2 sites" in text
+    assert "links" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "rates.json", "table.md"}
+    row = Row(LAYOUT, predict(RATES, LAYOUT), "memory")
+    assert "| → | 2 × 1 | 2 | 10 | 10.0 | 0.31 | sampling, memory |" in table([row], row)
+    draw([row], 2, tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 5000
