@@ -43,6 +43,23 @@ class Past:
         return cache
 
 
+class HuggingFaceWords:
+    """The tokenizer in the folder `path`. end: the token that ends an answer."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = _tokenizer(path)
+        if self._tokenizer.eos_token_id is None:
+            _refuse(f"{path}: the tokenizer has no token that ends an answer; save it with an eos_token")
+        self.end: int = self._tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of `tokens`, special ones included."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 class HuggingFaceModel(nn.Module):
     """The causal language model and the tokenizer in the folder `path`; always without dropout.
 
@@ -56,15 +73,13 @@ class HuggingFaceModel(nn.Module):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.model, self.tokenizer = _load(path)
+        words = HuggingFaceWords(path)
+        self.words, self.model = words, _model(path)
         text = self.model.config.get_text_config()  # a model that also reads images keeps its language apart
         self.context: int = getattr(text, "max_position_embeddings", None) or _refuse(
             f"{path}: config.json has to say the longest sequence as max_position_embeddings"
         )
         self.vocabulary: int = text.vocab_size
-        if self.tokenizer.eos_token_id is None:
-            _refuse(f"{path}: the tokenizer has no token that ends an answer; save it with an eos_token")
-        self.end: int = self.tokenizer.eos_token_id
         if self.end >= self.vocabulary:
             _refuse(
                 f"{path}: the tokenizer ends an answer with token {self.end}, but the model's last token is "
@@ -118,12 +133,24 @@ class HuggingFaceModel(nn.Module):
         cache.reorder_cache(torch.arange(past.sequences).repeat_interleave(times))
         return Past(cache, past.weights, past.sequences * times)
 
+    @torch.no_grad()
+    def renewed(self, past: Past) -> Past:
+        """`past` with the weights as they are now; `past` is used up."""
+        return Past(past.take(), self._rounded(), past.sequences)
+
+    @property
+    def checkpoint(self) -> nn.Module:
+        return self.model
+
+    @property
+    def end(self) -> int:
+        return self.words.end
+
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.words.encode(text)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`, special ones included."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.words.decode(tokens)
 
     def _rounded(self) -> dict[str, Tensor]:
         # A tied weight comes once here; functional_call puts it in each of its places.
@@ -134,22 +161,23 @@ class HuggingFaceModel(nn.Module):
             return functional_call(self.model, weights, (tokens,), options)
 
 
-def _load(path: Path) -> tuple[Any, Any]:
-    """The model in FP32 and its tokenizer."""
+# Code in the folder is not run: without a word on it transformers would ask at the terminal.
+_OPTIONS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+# What transformers raises depends on what is wrong in the folder, and can be of any type.
+def _tokenizer(path: Path) -> Any:
     if not path.is_dir():
         _refuse(f"there is no folder {path}; name one that holds a Hugging Face model and its tokenizer")
     try:
         # Here, not above: the package is optional, and takes a second to import.
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
         from transformers.utils import logging
     except ImportError as error:
         _refuse(f"a Hugging Face model needs transformers: pip install transformers ({_first_line(error)})")
     logging.disable_progress_bar()  # the workers of a run share one terminal
-    # Code in the folder is not run: without a word on it transformers would ask at the terminal.
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    # What transformers raises depends on what is wrong in the folder, and can be of any type.
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, **_OPTIONS)
     except Exception as error:
         _refuse(
             f"{path} holds no tokenizer that transformers can load; save one there with "
@@ -158,9 +186,16 @@ def _load(path: Path) -> tuple[Any, Any]:
     # Some kinds of tokenizer come without words, rather than not at all, from a folder without their files.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         _refuse(f"{path} holds no tokenizer with words in it; save one there with tokenizer.save_pretrained")
+    return tokenizer
+
+
+def _model(path: Path) -> Any:
+    """In FP32."""
+    from transformers import AutoModelForCausalLM
+
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True, **options
+            path, dtype=torch.float32, output_loading_info=True, **_OPTIONS
         )
     except Exception as error:
         _refuse(
@@ -173,7 +208,7 @@ def _load(path: Path) -> tuple[Any, Any]:
             f"{path} lacks {len(missing)} of the weights of a {type(model).__name__}, {missing[0]} for one; "
             "save the whole causal language model there"
         )
-    return model, tokenizer
+    return model
 
 
 def _refuse(sentence: str) -> NoReturn:

@@ -130,6 +130,13 @@ class ByteTransformer(nn.Module):
         """Every sequence `times` times, side by side."""
         return [(k.repeat_interleave(times, dim=0), v.repeat_interleave(times, dim=0)) for k, v in past]
 
+    def renewed(self, past: Past) -> Past:
+        return past  # every call reads the weights
+
+    @property
+    def checkpoint(self) -> nn.Module:
+        return self
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 

@@ -37,9 +37,9 @@ class Counters:
         return Counters(*(a - b for a, b in zip(vars(self).values(), vars(earlier).values(), strict=True)))
 
 
-def counters(interface: str = "eth0") -> Counters:
-    """Of an interface of the namespace in which the caller is."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
+def counters(interface: str = "eth0", *, process: int | str = "self") -> Counters:
+    """Of an interface of the namespace in which a process is."""
+    for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
         name, _, fields = line.partition(":")
         if name.strip() == interface:
             received, packets, *_ = numbers = [int(field) for field in fields.split()]

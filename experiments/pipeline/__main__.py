@@ -5,6 +5,7 @@
     python -m experiments.pipeline max_staleness=0 name=synchronous
     python -m experiments.pipeline compare preset=pipeline_modes        several, one after the other
     python -m experiments.pipeline plan gpus=64                         how to split devices
+    python -m experiments.pipeline links mbit=100                       over slow links, on this machine
 
 Ray starts on this machine, or address=HOST:PORT joins a cluster. Results go to runs/<name>/, by default
 runs/pipeline/.
@@ -20,12 +21,13 @@ from experiments.errors import ExperimentError
 from experiments.merging import load, to_yaml
 from experiments.pipeline.compare import PipelineCompareConfig, compare
 from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.links import LinksConfig, links
 from experiments.pipeline.planning import PlanConfig, plan
 
 
 def main() -> int:
     arguments = sys.argv[1:]
-    programs = {"compare": _compare, "plan": _plan}
+    programs = {"compare": _compare, "plan": _plan, "links": _links}
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\nKeys and their defaults:\n\n{to_yaml(PipelineConfig())}")
         return 0
@@ -72,6 +74,13 @@ def _plan(arguments: list[str]) -> None:
     folder = Path("runs") / (config.name or "pipeline-plan")
     print(plan(config, folder), end="")
     print(f"results: {folder}")
+
+
+def _links(arguments: list[str]) -> None:
+    config = load(LinksConfig, arguments)
+    folder = Path("runs") / (config.name or "pipeline-links")
+    print(links(config, folder), end="")
+    print(f"results: {folder}/table.md and links.png")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ def started(config: PipelineConfig, processes: int) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ExperimentError(f"Ray does not start: {str(error).splitlines()[0]}") from error
     try:
+        _check(config, processes)
         yield
     except RayTaskError as error:
         raise ExperimentError(f"{type(error.cause).__name__}: {error.cause}") from error
@@ -47,16 +48,39 @@ def started(config: PipelineConfig, processes: int) -> Iterator[None]:
         ray.shutdown()
 
 
+def _check(config: PipelineConfig, processes: int) -> None:
+    """Ray would wait for what no node has."""
+    there = ray.cluster_resources()
+    for name in {*config.sites_on, *config.workers_on}:
+        if name not in there:
+            raise ExperimentError(
+                f"no node of the cluster has the resource {name}: start one with "
+                f"ray start --address=… --resources='{{\"{name}\": 1}}'"
+            )
+    if there.get("CPU", 0) < processes:
+        raise ExperimentError(
+            f"{processes} processes need a CPU each, and the cluster has {there.get('CPU', 0):.0f}: start "
+            "nodes with more --num-cpus, or set fewer sites or workers"
+        )
+
+
 class Actors:
     """Those of one run, which end with it."""
 
     def __init__(self) -> None:
         self._created: list[Any] = []
 
-    def create(self, kind: type, *arguments: Any, lives_again: bool, name: str | None = None) -> Any:
+    def create(
+        self, kind: type, *arguments: Any, lives_again: bool, name: str | None = None, on: str | None = None
+    ) -> Any:
         """An actor. One that lives again begins anew where its process is lost, and is asked again what it
-        was asked."""
+        was asked.
+
+        Args:
+            on: a resource of the node where it lives.
+        """
         lives: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1} if lives_again else {}
+        lives |= {"resources": {on: 0.001}} if on else {}
         actor = ray.remote(num_cpus=1, **lives)(kind).options(name=name).remote(*arguments)
         self._created.append(actor)
         return actor

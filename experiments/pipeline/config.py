@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from experiments.config import ArithmeticConfig, GymConfig, RunConfig, nearest, require
 from experiments.pipeline.losses import CORRECTIONS
+
+ENGINES = ("torch", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +20,8 @@ class PipelineConfig(RunConfig):
     elastic: bool = True  # a site that is lost is started again, and the others train on meanwhile
     workers: int = 2  # that sample
     lease: int = 32  # prompts that a worker answers at once
+    engine: str = "torch"  # of the workers: torch samples from the model that trains; or vllm, with model=hf
+    vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM
 
     max_staleness: int = 2  # versions; 0: training and sampling take turns
     in_flight: bool = True  # workers take new weights between two tokens; False: between two leases
@@ -25,13 +30,26 @@ class PipelineConfig(RunConfig):
     ratio_limit: float = 4.0  # AIPO's ρ
 
     weights: str | None = None  # versions go into a folder of their own there; None: in the run's folder
+    patches: bool = True  # versions are what changed; False: all weights, to compare with
     address: str | None = None  # of a Ray cluster; None: one on this machine, for this run
+    # Ray's resources that mark the nodes of a cluster, for one site or worker after the other.
+    sites_on: tuple[str, ...] = ()
+    workers_on: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in (("sites", 1), ("workers", 1), ("lease", 1), ("max_staleness", 0)):
             value = getattr(self, name)
             require(value >= least, f"{name} must be at least {least}, got {value}")
+        require(self.engine in ENGINES, f"unknown engine '{self.engine}'{nearest(self.engine, ENGINES)}")
+        require(
+            self.engine != "vllm" or self.model == "hf",
+            "vLLM loads models of Hugging Face's format: engine=vllm needs model=hf and path=<folder>",
+        )
+        require(
+            self.engine == "vllm" or not self.vllm,
+            "vllm.* are options of vLLM: set engine=vllm, too",
+        )
         require(self.ratio_limit >= 1, f"ratio_limit must be at least 1, got {self.ratio_limit}")
         require(
             self.correction in CORRECTIONS,
@@ -45,6 +63,16 @@ class PipelineConfig(RunConfig):
             f"sites train by method=pulseloco or diloco, got method={self.method}",
         )
 
+        require(
+            self.address is None or self.weights is not None,
+            f"the parts of a cluster may not see this machine's folders: with address={self.address} set "
+            "weights=s3://…, http://… or a folder that all of them see",
+        )
+        require(
+            self.address is not None or not (self.sites_on or self.workers_on),
+            "sites_on and workers_on are nodes of a cluster, which address=HOST:PORT joins",
+        )
+        require(self.patches or self.engine == "torch", "patches=false needs engine=torch")
         require(
             not self.elastic or self.ranks_per_site == 1,
             "sites of several ranks stay the same, and the run ends when one is lost: set elastic=false",

@@ -138,6 +138,9 @@ class Controller:
             self._tickets, self._taken_before = max(self._tickets, used), self._taken
             self._changed.notify_all()
 
+    async def published_version(self) -> int:
+        return self._published
+
     async def version(self) -> int:
         return self._version
 

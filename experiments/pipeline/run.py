@@ -60,12 +60,15 @@ def _run(
     answer_of(controller.version.remote())  # it is there when the others look for it
     per_site = config.ranks_per_site
     trainers = [
-        actors.create(Trainer, site, rank, config, lives_again=config.elastic)
+        actors.create(
+            Trainer, site, rank, config, lives_again=config.elastic, on=_one_of(config.sites_on, site)
+        )
         for site in range(config.sites)
         for rank in range(per_site)
     ]
     workers = [
-        actors.create(Worker, number, config, url, lives_again=True) for number in range(config.workers)
+        actors.create(Worker, number, config, url, lives_again=True, on=_one_of(config.workers_on, number))
+        for number in range(config.workers)
     ]
     at = None if config.elastic else answer_of(trainers[0].address.remote())
     worlds = answer_of([one.address.remote() for one in trainers[::per_site]]) if per_site > 1 else []
@@ -94,6 +97,10 @@ def _run(
     answer_of(sampling)
     look()
     return figures(config, answer_of(training), notes)
+
+
+def _one_of(nodes: tuple[str, ...], number: int) -> str | None:
+    return nodes[number % len(nodes)] if nodes else None
 
 
 class Screen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,11 @@ from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
+from experiments.pipeline.engine import whole
 from experiments.pipeline.losses import loss_of
 from experiments.pipeline.samples import Group
 from experiments.tasks import Seat
+from experiments.tasks.rollout import LanguageModel
 from experiments.tasks.verified import Verified
 
 _logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Trainer:
         config = self._config
         self._model = self._task.model()
         self._model.load_state_dict(start)
+        self._checkpoint = cast(LanguageModel, self._model).checkpoint  # what workers are given
         self._module: nn.Module = self._model
         if world is not None:
             dist.init_process_group(
@@ -147,12 +150,13 @@ class Trainer:
 
     def _publish(self) -> None:
         """Until it is there: without new weights nobody samples for long."""
-        version, failed = self._version, False
+        config, version, failed = self._config, self._version, False
         with self._diary.doing("publishing", version=version) as found:
             while True:
                 try:
-                    if self._publisher is None:
-                        self._publisher = loco.sync.Publisher(self._model, self._url)
+                    if self._publisher is None or not config.patches:
+                        url = self._url if config.patches else whole(self._url, version)
+                        self._publisher = loco.sync.Publisher(self._checkpoint, url)
                     found["bytes"] = self._published(version)
                     break
                 except (loco.sync.SyncError, OSError) as error:

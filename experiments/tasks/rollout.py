@@ -11,18 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-class LanguageModel(Protocol):
-    """What the tasks ask of a model: the built-in transformer's, or a Hugging Face one."""
+class Words(Protocol):
+    """Text as tokens."""
 
     @property
     def end(self) -> int: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...
+
+
+class LanguageModel(Words, Protocol):
+    """What the tasks ask of a model: the built-in transformer's, or a Hugging Face one."""
+
+    @property
+    def checkpoint(self) -> nn.Module: ...  # whose parameters have the names that its checkpoint gives them
     def extend(self, tokens: Tensor, past: Any | None) -> tuple[Tensor, Any]: ...
     def repeat(self, past: Any, times: int) -> Any: ...
+    def renewed(self, past: Any) -> Any: ...  # to go on with the weights as they are now
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
 
@@ -62,10 +70,11 @@ def sample(
         uniforms: [prompts · group, longest] in [0, 1), the chance behind every token. Methods that are given
             the same ones answer alike for as long as their models are alike.
     """
-    texts: list[str] = [""] * (len(prompts) * group)
-    tokens: list[Tensor] = [torch.empty(0)] * len(texts)
-    logp: list[Tensor] = [torch.empty(0)] * len(texts)
-    versions: list[Tensor] = [torch.empty(0)] * len(texts) if before_token else []
+    count = len(prompts) * group
+    tokens: list[Tensor] = [torch.empty(0)] * count
+    logp: list[Tensor] = [torch.empty(0)] * count
+    versions: list[Tensor] = [torch.empty(0)] * count if before_token else []
+    texts = [""] * count
     for length in sorted({len(prompt) for prompt in prompts}):
         chosen = [k for k, prompt in enumerate(prompts) if len(prompt) == length]
         places = [k * group + i for k in chosen for i in range(group)]
@@ -82,12 +91,14 @@ def sample(
             logp[place] = found[row, :n]
             if before_token:
                 versions[place] = torch.tensor(given[:n])
-            words = answer.tolist()
-            if words and words[-1] == model.end:
-                texts[place] = model.decode(words[:-1])
-            else:  # cut off: whatever it would have become, it is no answer
-                texts[place] = model.decode(words) + "…"
+            texts[place] = text_of(model, answer.tolist())
     return Rollout(texts, tokens, logp, versions)
+
+
+def text_of(words: Words, answer: list[int]) -> str:
+    if answer and answer[-1] == words.end:
+        return words.decode(answer[:-1])
+    return words.decode(answer) + "…"  # cut off: whatever it would have become, it is no answer
 
 
 def _sample_alike(
@@ -117,6 +128,8 @@ def _sample_alike(
             break
         weights = before_token() if before_token else None
         if weights is not None:
+            if weights.version != versions[-1]:
+                past = model.renewed(past)
             versions.append(weights.version)
         if weights is not None and weights.cache_is_stale:
             so_far = torch.stack(answers, dim=1)

@@ -6,7 +6,7 @@ the weights that all sites hold, then learns from them step by step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -19,7 +19,7 @@ from experiments.model import language_model
 from experiments.tasks import Seat, Task
 from experiments.tasks.grpo import advantages, token_losses
 from experiments.tasks.problems import Problem, Problems, arithmetic
-from experiments.tasks.rollout import LanguageModel, Rollout, Weights, pad, sample
+from experiments.tasks.rollout import LanguageModel, Rollout, Words, pad, sample
 
 _ROLLOUTS, _WARM_START = 0, 1  # kinds of chance: a seed of its own for each
 
@@ -59,8 +59,16 @@ class Verified(Task):
         count = every * config.prompts
         chosen = self.pick(chance, count)
         answers = count * config.group
-        uniforms = torch.from_numpy(chance.random((answers, self.longest(lm))))
-        rollout, rewards = self.answers(lm, chosen, uniforms)
+        longest = self.longest(lm)
+        rollout = sample(
+            lm,
+            self.prompts(lm, chosen),
+            group=config.group,
+            longest=longest,
+            uniforms=torch.from_numpy(chance.random((answers, longest))),
+            device=seat.device,
+        )
+        rewards = self.rewards(chosen, rollout.texts)
         advantage = advantages(rewards.view(count, config.group)).flatten()
         size = config.prompts * config.group
         self._batches = [
@@ -73,30 +81,18 @@ class Verified(Task):
         """Problems to train on."""
         return [self._problems.train[k] for k in chance.integers(len(self._problems.train), size=count)]
 
-    def longest(self, lm: LanguageModel) -> int:
+    def longest(self, words: Words) -> int:
         """Tokens of the longest right answer, its end included: who needs more is wrong."""
-        return 1 + max(len(self._tokens(lm, answer)) for answer in self._answers)
+        return 1 + max(len(self._tokens(words, answer)) for answer in self._answers)
 
-    def answers(
-        self,
-        lm: LanguageModel,
-        chosen: Sequence[Problem],
-        uniforms: Tensor,
-        before_token: Callable[[], Weights] | None = None,
-    ) -> tuple[Rollout, Tensor]:
-        """A group of answers to each problem, and their rewards. The other arguments are `sample`'s."""
-        group, longest = self._grpo.group, uniforms.shape[1]
-        rollout = sample(
-            lm,
-            [self._tokens(lm, problem.prompt) for problem in chosen],
-            group=group,
-            longest=longest,
-            uniforms=uniforms,
-            device=self._seat.device,
-            before_token=before_token,
-        )
-        judged = [self._problems.reward(chosen[k // group], text) for k, text in enumerate(rollout.texts)]
-        return rollout, torch.tensor([float(reward) for reward in judged])
+    def prompts(self, words: Words, chosen: Sequence[Problem]) -> list[list[int]]:
+        return [self._tokens(words, problem.prompt) for problem in chosen]
+
+    def rewards(self, chosen: Sequence[Problem], texts: Sequence[str]) -> Tensor:
+        """Of a group of answers to each problem."""
+        group = self._grpo.group
+        judged = [self._problems.reward(chosen[k // group], text) for k, text in enumerate(texts)]
+        return torch.tensor([float(reward) for reward in judged])
 
     def loss(self, module: nn.Module, step: int) -> Tensor:
         batch, config = self._batches[step - self._first_step], self._grpo
@@ -139,9 +135,9 @@ class Verified(Task):
         rows = [torch.tensor(head + tail) for head, tail in zip(heads, tails, strict=True)]
         return answer_log_probabilities(model, rows, [len(head) for head in heads], self._seat.device)
 
-    def _tokens(self, lm: LanguageModel, text: str) -> list[int]:
+    def _tokens(self, words: Words, text: str) -> list[int]:
         if text not in self._known:
-            self._known[text] = lm.encode(text)
+            self._known[text] = words.encode(text)
         return self._known[text]
 
 

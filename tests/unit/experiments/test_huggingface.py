@@ -259,6 +259,24 @@ def test_an_answer_keeps_the_weights_it_began_with(model: HuggingFaceModel) -> N
     assert not close(after, before)
 
 
+def test_a_past_that_is_renewed_goes_on_with_the_weights_of_today(model: HuggingFaceModel) -> None:
+    with torch.no_grad():
+        _, past = model.extend(TOKENS[:, :-1], None)
+        _, same = model.extend(TOKENS[:, :-1], None)
+        for weight in model.parameters():
+            weight.mul_(-1.5)
+        before = model.extend(TOKENS[:, -1:], same)[0]
+    renewed = model.renewed(past)
+    with pytest.raises(ValueError, match="used up"):
+        model.repeat(past, 2)
+    assert not close(model.extend(TOKENS[:, -1:], renewed)[0], before)
+    _, past = model.extend(TOKENS[:, :-1], None)
+    assert torch.equal(
+        model.extend(TOKENS[:, -1:], model.renewed(past))[0],
+        model.extend(TOKENS[:, -1:], model.extend(TOKENS[:, :-1], None)[1])[0],
+    )
+
+
 @pytest.mark.parametrize("source", [llama], indirect=True)
 def test_a_past_serves_once(model: HuggingFaceModel) -> None:
     """Its keys and values change in place: going on from it twice would read the first answer's tokens."""

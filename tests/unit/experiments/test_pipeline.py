@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import loco
 from experiments.config import TransformerConfig
 from experiments.errors import ExperimentError
 from experiments.merging import load
@@ -17,7 +20,8 @@ from experiments.model import ByteTransformer
 from experiments.pipeline.compare import COLUMNS, PipelineCompareConfig, runs_of, table
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
-from experiments.pipeline.diary import Notes
+from experiments.pipeline.diary import Diary, Notes
+from experiments.pipeline.engine import TorchEngine, whole
 from experiments.pipeline.figures import draw, figures
 from experiments.pipeline.losses import CORRECTIONS, losses_of
 from experiments.pipeline.report import page
@@ -291,6 +295,11 @@ def test_a_worker_that_waits_is_told_of_the_end() -> None:
         (["ranks_per_site=2"], "sites of several ranks stay the same"),
         (["ratio_limit=0.5"], "ratio_limit must be at least 1, got 0.5"),
         (["stalenes=1"], "unknown key 'stalenes'; did you mean"),
+        (["engine=vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
+        (["engine=vllm"], "vLLM loads models of Hugging Face's format: engine=vllm needs model=hf"),
+        (["vllm.max_model_len=9"], "vllm.* are options of vLLM: set engine=vllm, too"),
+        (["address=10.0.0.1:6379"], "the parts of a cluster may not see this machine's folders"),
+        (["sites_on=[a]"], "sites_on and workers_on are nodes of a cluster, which address=HOST:PORT joins"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -436,3 +445,79 @@ def test_the_report_of_a_run_has_its_flows_and_what_went_wrong(tmp_path: Path) -
     assert "worker 0: &lt;lost&gt;" in text
     assert "<td>site 1</td><td></td><td>10%</td>" in text
     assert "data:image/png;base64," in text
+
+
+class Model(torch.nn.Module):
+    """What an engine samples from: all that counts here is its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4096))
+
+    @property
+    def checkpoint(self) -> torch.nn.Module:
+        return self
+
+
+class NobodysController:
+    @property
+    def note(self) -> Any:
+        return self
+
+    def remote(self, notes: Notes) -> None:
+        pass
+
+
+@pytest.mark.parametrize("patches", [True, False])
+def test_an_engine_has_the_weights_of_the_newest_version(
+    patches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.pipeline.engine.language_model", lambda config: Model())
+    url, source, newest = str(tmp_path / "weights"), Model(), 0
+    diary = Diary("worker", NobodysController())
+    engine = TorchEngine(config_of(f"patches={str(patches).lower()}"), url, diary, lambda: newest)
+    publisher = loco.sync.Publisher(source, url)
+    read = []
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            source.weight[version] += 1
+        if not patches:
+            publisher = loco.sync.Publisher(source, whole(url, version))
+        publisher.publish(version)
+        newest = version
+        engine.wait_for(version)
+        assert torch.equal(engine.model.checkpoint.state_dict()["weight"], source.weight.bfloat16().float())
+        read.append(diary.notes.counts["patch bytes"])
+    engine.close()
+    last = read[2] - read[1]
+    assert last < read[0] / 10 if patches else last == pytest.approx(read[0], rel=0.1)
+
+
+def test_an_engine_says_once_that_it_gets_no_newer_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.pipeline.engine.language_model", lambda config: Model())
+    monkeypatch.setattr("experiments.pipeline.engine.POLL", 0.02)
+    folder = tmp_path / "weights"
+    loco.sync.Publisher(Model(), str(folder)).publish(1)
+    diary = Diary("worker", NobodysController())
+    said: list[str] = []
+    monkeypatch.setattr(diary, "say", said.append)
+    engine = TorchEngine(config_of(), str(folder), diary, lambda: 2)
+    engine.wait_for(1)
+    waiting = threading.Thread(target=engine.wait_for, args=(2,))
+    folder.rename(tmp_path / "elsewhere")
+    folder.write_text("no folder")
+    waiting.start()
+    until = time.monotonic() + 30
+    while not said and time.monotonic() < until:
+        time.sleep(0.01)
+    folder.unlink()
+    (tmp_path / "elsewhere").rename(folder)
+    again = loco.sync.Publisher(Model(), str(folder))
+    again.publish(2)
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert len(said) == 1
+    assert said[0].startswith("no newer weights for now")
+    engine.close()
