@@ -23,7 +23,7 @@ Past = list[tuple[Tensor, Tensor]]  # each block's keys and values, [batch, head
 
 
 def language_model(config: RunConfig) -> nn.Module:
-    """The model that the configuration asks for; see `experiments.tasks.rollout.LanguageModel`."""
+    """The model that the configuration asks for; see `experiments.tasks.rollout.PublishedModel`."""
     if config.model == "hf":
         from experiments.huggingface import HuggingFaceModel  # an optional dependency, slow to import
 

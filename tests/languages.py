@@ -31,6 +31,9 @@ class Scripted:
     def repeat(self, past: Tensor, times: int) -> Tensor:
         return past.repeat_interleave(times, dim=0)
 
+    def renewed(self, past: Tensor) -> Tensor:
+        return past
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 

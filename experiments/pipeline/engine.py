@@ -14,7 +14,7 @@ import loco
 from experiments.model import language_model
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.tasks.rollout import LanguageModel, Rollout, Weights, Words, sample
+from experiments.tasks.rollout import PublishedModel, Rollout, Weights, Words, sample
 
 POLL = 0.5  # seconds
 
@@ -57,7 +57,7 @@ class TorchEngine:
 
     def __init__(self, config: PipelineConfig, url: str, diary: Diary, newest: Callable[[], int]) -> None:
         self._config, self._url, self._diary, self._newest = config, url, diary, newest
-        self.model = cast(LanguageModel, language_model(config))
+        self.model = cast(PublishedModel, language_model(config))
         parameters = self.model.checkpoint.named_parameters()
         self._held = {name: parameter.detach().bfloat16() for name, parameter in parameters}
         self._subscriber = loco.sync.Subscriber(self._held, url)

@@ -23,7 +23,7 @@ from experiments.pipeline.engine import whole
 from experiments.pipeline.losses import loss_of
 from experiments.pipeline.samples import Group
 from experiments.tasks import Seat
-from experiments.tasks.rollout import LanguageModel
+from experiments.tasks.rollout import PublishedModel
 from experiments.tasks.verified import Verified
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Trainer:
         config = self._config
         self._model = self._task.model()
         self._model.load_state_dict(start)
-        self._checkpoint = cast(LanguageModel, self._model).checkpoint  # what workers are given
+        self._checkpoint = cast(PublishedModel, self._model).checkpoint  # what workers are given
         self._module: nn.Module = self._model
         if world is not None:
             dist.init_process_group(

@@ -24,14 +24,19 @@ class Words(Protocol):
 
 
 class LanguageModel(Words, Protocol):
-    """What the tasks ask of a model: the built-in transformer's, or a Hugging Face one."""
+    """What sampling asks of a model: the built-in transformer, or a Hugging Face one."""
 
-    @property
-    def checkpoint(self) -> nn.Module: ...  # whose parameters have the names that its checkpoint gives them
     def extend(self, tokens: Tensor, past: Any | None) -> tuple[Tensor, Any]: ...
     def repeat(self, past: Any, times: int) -> Any: ...
     def renewed(self, past: Any) -> Any: ...  # to go on with the weights as they are now
     def __call__(self, tokens: Tensor) -> Tensor: ...
+
+
+class PublishedModel(LanguageModel, Protocol):
+    """One whose weights go to others, under the names that its checkpoint gives them."""
+
+    @property
+    def checkpoint(self) -> nn.Module: ...
 
 
 @dataclass(frozen=True)
