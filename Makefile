@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test check poison again integrations vllm lint bench gpu clean
+.PHONY: install demo pipeline test check poison again integrations vllm lint bench gpu clean
 .DEFAULT_GOAL := demo
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -20,6 +20,10 @@ install: .venv/installed
 
 demo: .venv/installed
 	$(BIN)/python -m experiments.compare
+
+# Sites that train and workers that sample, two of each; a report at the end.
+pipeline: .venv/installed
+	$(BIN)/python -m experiments.pipeline
 
 # Several tests at once: see tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal

@@ -17,6 +17,7 @@ from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of, ray
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
+from experiments.pipeline.curves import Curves
 from experiments.pipeline.diary import Notes
 from experiments.pipeline.figures import draw, figures
 from experiments.pipeline.report import page
@@ -42,7 +43,8 @@ def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
         if config.elastic:
             log = folder / "lighthouse.log"
             address = closing.enter_context(lighthouse(log, host=cluster.own_address()))
-        found = _run(config, start, url, address, closing.enter_context(cluster.Actors()))
+        curves = closing.enter_context(Curves(folder / "tensorboard"))
+        found = _run(config, start, url, address, closing.enter_context(cluster.Actors()), curves)
     (folder / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(found, folder / "pipeline.png")
     (folder / "report.html").write_text(page(found, folder / "pipeline.png"), encoding="utf-8")
@@ -55,6 +57,7 @@ def _run(
     url: str,
     address: str | None,
     actors: cluster.Actors,
+    curves: Curves,
 ) -> dict[str, Any]:
     controller = actors.controller(Controller, config)
     answer_of(controller.version.remote())  # it is there when the others look for it
@@ -85,6 +88,7 @@ def _run(
     def look() -> None:
         status = answer_of(controller.look.remote())
         notes.add(status["notes"])
+        curves.add(status["notes"], status["version"])
         screen.show(status)
 
     while left:

@@ -8,6 +8,7 @@ import pytest
 from experiments.config import CompareConfig, RecordConfig, RunConfig, TrainConfig, check_world
 from experiments.errors import ExperimentError
 from experiments.merging import load, to_yaml
+from experiments.pipeline.compare import PipelineCompareConfig
 
 
 def test_defaults_yaml_and_arguments_are_merged_in_this_order(tmp_path: Path) -> None:
@@ -48,9 +49,9 @@ def test_a_config_cannot_be_changed() -> None:
         load(TrainConfig, []).steps = 8  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("kind", [CompareConfig])
 @pytest.mark.parametrize("file", sorted(Path("configs").glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_file_in_configs_loads_by_its_short_name(kind: type[RunConfig], file: Path) -> None:
+def test_every_file_in_configs_loads_by_its_short_name(file: Path) -> None:
+    kind: type[RunConfig] = PipelineCompareConfig if file.stem.startswith("pipeline_") else CompareConfig
     assert load(kind, [f"preset={file.stem}"]) == load(kind, [f"preset={file}"])
 
 

@@ -20,6 +20,7 @@ from experiments.model import ByteTransformer
 from experiments.pipeline.compare import COLUMNS, PipelineCompareConfig, runs_of, table
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
+from experiments.pipeline.curves import Curves
 from experiments.pipeline.diary import Diary, Notes
 from experiments.pipeline.engine import TorchEngine, whole
 from experiments.pipeline.figures import draw, figures
@@ -521,3 +522,36 @@ def test_an_engine_says_once_that_it_gets_no_newer_weights(
     assert len(said) == 1
     assert said[0].startswith("no newer weights for now")
     engine.close()
+
+
+def test_curves_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def noted(part: str, what: str, **about: Any) -> dict[str, Any]:
+        return {"part": part, "what": what, "from": 5.0, "to": 7.0} | about
+
+    (tmp_path / "older").write_text("of an earlier run")
+    with Curves(tmp_path) as curves:
+        notes = Notes()
+        notes.events += [
+            noted("site 0", "training", step=3),
+            noted("site 0", "evaluating", step=8, scores={"pass@1": 0.5}),
+            noted("site 0", "publishing", version=2, bytes=100),
+            noted("worker 0", "sampling", tokens=50),
+            noted("worker 0", "waiting"),
+        ]
+        notes.staleness.update({0: 3, 2: 1})
+        curves.add(notes, 2)
+        curves.add(Notes(), 2)
+        found = EventAccumulator(str(tmp_path)).Reload()
+        values = {
+            tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in found.Tags()["scalars"]
+        }
+    assert not (tmp_path / "older").exists()
+    assert values == {
+        "seconds of training/site 0": [(3, 2.0)],
+        "score/pass@1": [(8, 0.5)],
+        "bytes/of a version": [(2, 100.0)],
+        "tokens per second/worker 0": [(1, 25.0)],
+        "staleness of tokens": [(2, 0.5)],
+    }
