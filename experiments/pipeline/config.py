@@ -29,6 +29,7 @@ class PipelineConfig(RunConfig):
     correction: str = "aipo"  # of samples from older weights
     ratio_limit: float = 4.0  # AIPO's ρ
 
+    evaluate_last: bool = False  # when all rounds are done, on copies: for runs whose time is compared
     weights: str | None = None  # versions go into a folder of their own there; None: in the run's folder
     patches: bool = True  # versions are what changed; False: all weights, to compare with
     address: str | None = None  # of a Ray cluster; None: one on this machine, for this run

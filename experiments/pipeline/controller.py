@@ -129,6 +129,7 @@ class Controller:
         async with self._changed:
             self._published = max(self._published, version)
             self._learn(version)
+            self._changed.notify_all()
 
     def _learn(self, version: int) -> None:
         """Where the trainers are; a controller that was started again learns so how far the run is."""
@@ -138,8 +139,12 @@ class Controller:
             self._tickets, self._taken_before = max(self._tickets, used), self._taken
             self._changed.notify_all()
 
-    async def published_version(self) -> int:
-        return self._published
+    async def newer(self, version: int, wait: float) -> int:
+        """The newest version in the store, once it is newer than this one or so many seconds have passed."""
+        async with self._changed:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._published > version), wait)
+            return self._published
 
     async def version(self) -> int:
         return self._version

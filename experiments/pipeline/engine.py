@@ -16,7 +16,8 @@ from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
 from experiments.tasks.rollout import PublishedModel, Rollout, Weights, Words, sample
 
-POLL = 0.5  # seconds
+POLL = 0.5  # seconds that a question for a newer version waits
+Newer = Callable[[int], int]  # the newest published version, at once if it is newer than this one
 
 
 class Engine(Protocol):
@@ -34,17 +35,16 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def engine_of(config: PipelineConfig, url: str, diary: Diary, newest: Callable[[], int]) -> Engine:
+def engine_of(config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> Engine:
     """
     Args:
         url: where versions are published.
-        newest: tells the newest version that is published.
     """
     if config.engine == "vllm":
         from experiments.pipeline.engine_vllm import VllmEngine  # an optional dependency, slow to import
 
-        return VllmEngine(config, url, diary, newest)
-    return TorchEngine(config, url, diary, newest)
+        return VllmEngine(config, url, diary, newer)
+    return TorchEngine(config, url, diary, newer)
 
 
 def whole(url: str, version: int) -> str:
@@ -55,8 +55,8 @@ def whole(url: str, version: int) -> str:
 class TorchEngine:
     """The model that trains, sampled from here. A thread fetches the newest version meanwhile."""
 
-    def __init__(self, config: PipelineConfig, url: str, diary: Diary, newest: Callable[[], int]) -> None:
-        self._config, self._url, self._diary, self._newest = config, url, diary, newest
+    def __init__(self, config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> None:
+        self._config, self._url, self._diary, self._newer = config, url, diary, newer
         self.model = cast(PublishedModel, language_model(config))
         parameters = self.model.checkpoint.named_parameters()
         self._held = {name: parameter.detach().bfloat16() for name, parameter in parameters}
@@ -122,24 +122,22 @@ class TorchEngine:
             self._diary.notes.counts["updates"] += 1
         return self._version
 
-    def _prepare(self) -> loco.sync.Prepared:
-        if self._config.patches:
-            return self._subscriber.prepare(wait=POLL)
-        version = self._newest()
-        if version <= self._version:
-            time.sleep(POLL / 10)
-            raise loco.sync.NoVersionError(f"version {version} is the newest")
-        self._subscriber = loco.sync.Subscriber(self._held, whole(self._url, version))
+    def _prepare(self, published: int) -> loco.sync.Prepared:
+        if not self._config.patches:
+            if published <= self._version:
+                raise loco.sync.NoVersionError(f"version {published} is the newest")
+            self._subscriber = loco.sync.Subscriber(self._held, whole(self._url, published))
         return self._subscriber.prepare()
 
     def _fetch(self) -> None:
         while not self._ended:
             self._wanted.wait()
+            # A controller that was lost no longer knows what is published: the store is asked in any case.
+            published = self._newer(self._version)
             try:
-                prepared = self._prepare()
+                prepared = self._prepare(published)
             except (loco.sync.SyncError, OSError) as error:
-                # A version that nobody has published yet is no failure.
-                if not isinstance(error, loco.sync.NoVersionError) or self._newest() > self._version:
+                if not isinstance(error, loco.sync.NoVersionError) or published > self._version:
                     self._failed = error
                 time.sleep(POLL / 10)
                 continue

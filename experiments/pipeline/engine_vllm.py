@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,15 @@ from experiments.errors import ExperimentError
 from experiments.huggingface import HuggingFaceWords
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
+from experiments.pipeline.engine import Newer
 from experiments.tasks.rollout import Rollout, Words, text_of
 
-_LOOK = 0.2  # seconds between looks for a new version
+_PAUSE = 0.05  # seconds, while nothing but a new version is waited for
 _AHEAD = 0.1  # seconds that a version is given to be fetched while the engine goes on
 
 
 class VllmEngine:
-    def __init__(self, config: PipelineConfig, url: str, diary: Diary, newest: Callable[[], int]) -> None:
+    def __init__(self, config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> None:
         assert config.path is not None
         self._config, self._diary = config, diary
         self._words = HuggingFaceWords(Path(config.path))
@@ -39,7 +40,7 @@ class VllmEngine:
         self._asked_at = 0.0
         self._failed = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, args=(newest,), name="look", daemon=True)
+        self._thread = threading.Thread(target=self._look, args=(newer,), name="look", daemon=True)
         self._thread.start()
 
     @property
@@ -87,7 +88,7 @@ class VllmEngine:
         while self._version < version:
             self._take(now=True)
             if self._version < version:
-                time.sleep(_LOOK)
+                time.sleep(_PAUSE)
 
     def close(self) -> None:
         self._ended.set()
@@ -119,9 +120,9 @@ class VllmEngine:
         if self._config.recompute_cache:
             self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
-    def _look(self, newest: Callable[[], int]) -> None:
-        while not self._ended.wait(_LOOK):
-            self._newest = newest()
+    def _look(self, newer: Newer) -> None:
+        while not self._ended.is_set():
+            self._newest = newer(self._newest)
 
 
 def _load(config: PipelineConfig) -> Any:

@@ -40,7 +40,7 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
         "begun": begun,
         "ended": ended,
         "evaluations": [
-            {"step": event["step"], "time": event["from"], "scores": event["scores"]}
+            {"step": event["step"], "time": event["at"], "scores": event["scores"]}
             for event in sorted(evaluations, key=lambda event: event["step"])
         ],
         "reward": reward,

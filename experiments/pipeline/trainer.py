@@ -43,6 +43,7 @@ class Trainer:
         self._diary = Diary(self._name, self._controller)
         self._task = Verified(config, _ALONE)
         self._publisher: loco.sync.Publisher | None = None
+        self._unscored: list[tuple[int, float, dict[str, Tensor]]] = []  # steps, when, and the weights then
 
     def address(self) -> str:
         """Where others reach this process: a port that is free by now."""
@@ -70,8 +71,12 @@ class Trainer:
             self._diary.say(f"is back after round {self._optimizer.round}")
         while self._optimizer.round < config.rounds:
             self._train_round()
+        digest = int(bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item())
+        for step, moment, weights in self._unscored:
+            self._model.load_state_dict(weights)
+            self._evaluate(step, moment)
         answer_of(self._diary.send())
-        return int(bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item())
+        return digest
 
     def _build(
         self, start: dict[str, Tensor], *, lighthouse: str | None, at: str | None, world: str | None
@@ -129,8 +134,14 @@ class Trainer:
         """All sites hold the same weights: the first of those that took part speaks for all."""
         if self._topology.site == 0 and self._rank == 0:
             self._publish()
-            if step % self._config.eval_every == 0:
-                self._evaluate(step)
+            if step % self._config.eval_every:
+                return
+            now = time.time()
+            if self._config.evaluate_last:
+                weights = self._model.state_dict()
+                self._unscored.append((step, now, {name: one.clone() for name, one in weights.items()}))
+            else:
+                self._evaluate(step, now)
 
     def _take(self) -> list[Group]:
         ask, count = self._controller.take, self._config.grpo.prompts
@@ -180,8 +191,12 @@ class Trainer:
         self._diary.notes.counts["published bytes"] += written
         return written
 
-    def _evaluate(self, step: int) -> None:
-        with self._diary.doing("evaluating", step=step) as found:
+    def _evaluate(self, step: int, moment: float) -> None:
+        """
+        Args:
+            moment: when the weights were these.
+        """
+        with self._diary.doing("evaluating", step=step, at=moment) as found:
             found["scores"] = evaluate(self._task, self._model, _ALONE)
 
 

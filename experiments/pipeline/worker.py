@@ -9,7 +9,7 @@ from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.engine import engine_of
+from experiments.pipeline.engine import POLL, engine_of
 from experiments.pipeline.samples import Lease, Parcel, groups_of
 from experiments.tasks import Seat
 from experiments.tasks.verified import Verified
@@ -31,7 +31,7 @@ class Worker:
         """Answer prompts until there are no more."""
         ask = self._controller
         self._engine = engine_of(
-            self._config, self._url, self._diary, lambda: answer_of(ask.published_version.remote())
+            self._config, self._url, self._diary, lambda version: answer_of(ask.newer.remote(version, POLL))
         )
         while True:
             with self._diary.doing("waiting"):

@@ -319,8 +319,8 @@ def test_shares_are_of_the_time_between_the_first_version_and_the_last_round() -
     noted("worker 0", "sampling", 12, 17)
     noted("worker 0", "waiting", 17, 30)
     noted("site 0", "publishing", 9, 10, version=1)
-    noted("site 0", "evaluating", 12, 14, step=8, scores={"pass@1": 0.5})
-    noted("site 0", "evaluating", 10, 10, step=0, scores={"pass@1": 0.25})
+    noted("site 0", "evaluating", 12, 14, at=12, step=8, scores={"pass@1": 0.5})
+    noted("site 0", "evaluating", 10, 10, at=10, step=0, scores={"pass@1": 0.25})
     noted("site 0", "exchanging", 19, 20)
     notes.counts.update({"groups": 4, "reward of groups, in thousandths": 3000})
     notes.staleness.update({1: 10, 0: 30})
@@ -412,7 +412,7 @@ def found_by(config: PipelineConfig, score: float = 0.5) -> dict[str, Any]:
         ("site 1", "training", 10, 11),
         ("worker 0", "sampling", 10, 20),
     ):
-        about = {"step": config.steps, "scores": {"pass@1": score}} if what == "evaluating" else {}
+        about = {"step": config.steps, "at": 20, "scores": {"pass@1": score}} if what == "evaluating" else {}
         notes.events.append({"part": part, "what": what, "from": begun, "to": ended} | about)
     notes.counts.update({"groups": 8, "tokens": 200, "round bytes": 3_000_000})
     notes.staleness.update({0: 100, 2: 50})
@@ -476,7 +476,7 @@ def test_an_engine_has_the_weights_of_the_newest_version(
     monkeypatch.setattr("experiments.pipeline.engine.language_model", lambda config: Model())
     url, source, newest = str(tmp_path / "weights"), Model(), 0
     diary = Diary("worker", NobodysController())
-    engine = TorchEngine(config_of(f"patches={str(patches).lower()}"), url, diary, lambda: newest)
+    engine = TorchEngine(config_of(f"patches={str(patches).lower()}"), url, diary, lambda version: newest)
     publisher = loco.sync.Publisher(source, url)
     read = []
     for version in (1, 2, 3):
@@ -504,7 +504,7 @@ def test_an_engine_says_once_that_it_gets_no_newer_weights(
     diary = Diary("worker", NobodysController())
     said: list[str] = []
     monkeypatch.setattr(diary, "say", said.append)
-    engine = TorchEngine(config_of(), str(folder), diary, lambda: 2)
+    engine = TorchEngine(config_of(), str(folder), diary, lambda version: 2)
     engine.wait_for(1)
     waiting = threading.Thread(target=engine.wait_for, args=(2,))
     folder.rename(tmp_path / "elsewhere")
@@ -555,3 +555,16 @@ def test_curves_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
         "tokens per second/worker 0": [(1, 25.0)],
         "staleness of tokens": [(2, 0.5)],
     }
+
+
+def test_a_worker_hears_of_a_version_when_it_is_published() -> None:
+    async def play() -> None:
+        controller = Controller(config_of())
+        assert await controller.newer(0, 0.01) == 0
+        asked = asyncio.create_task(controller.newer(0, 60.0))
+        await asyncio.sleep(0.01)
+        await controller.published(1)
+        assert await asyncio.wait_for(asked, 1.0) == 1
+        assert await controller.newer(0, 60.0) == 1
+
+    asyncio.run(play())
