@@ -21,6 +21,7 @@ from experiments.config import require
 from experiments.errors import ExperimentError
 from experiments.merging import derive
 from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.figures import share_of_sites
 from experiments.plan import choices, file_name, named
 from experiments.plots import CYCLE, DASHES, LOOK, plt, saved
 from experiments.statistics import Interval, of_mean
@@ -114,7 +115,7 @@ def table(groups: dict[str, list[dict[str, Any]]]) -> str:
                 _text([one["seconds_per_step"] for one in found], "{:.3f}"),
                 _text([one["mean_staleness"] for one in found], "{:.2f}"),
                 _text([100 * thrown_away(one) for one in found], "{:.1f}%"),
-                _text([100 * _training(one) for one in found], "{:.0f}%"),
+                _text([100 * share_of_sites(one, "training") for one in found], "{:.0f}%"),
                 _text([one["counts"]["round bytes"] / 1e6 for one in found], "{:.2f}"),
             )
         )
@@ -129,12 +130,6 @@ def thrown_away(found: dict[str, Any]) -> float:
 
 def _score(found: dict[str, Any]) -> float:
     return found["evaluations"][-1]["scores"]["pass@1"]
-
-
-def _training(found: dict[str, Any]) -> float:
-    """The share of the time that sites compute."""
-    shares = [by.get("training", 0.0) for part, by in found["shares"].items() if part.startswith("site")]
-    return sum(shares) / len(shares)
 
 
 def _text(values: Sequence[float], form: str) -> str:

@@ -56,7 +56,7 @@ class Curves:
         elif what == "sampling":
             self._leases[part] += 1
             put(f"tokens per second/{part}", event["tokens"] / max(seconds, 1e-9), self._leases[part])
-        elif what == "publishing" and "bytes" in event:
+        elif what == "writing" and "bytes" in event:
             put("bytes/of a version", event["bytes"], event["version"])
         elif "step" in event:
             put(f"seconds of {what}/{part}", seconds, event["step"])

@@ -12,7 +12,7 @@ from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Notes
 from experiments.plots import CYCLE, LOOK, plt, saved
 
-DOINGS = ("training", "sampling", "exchanging", "publishing", "evaluating", "waiting")
+DOINGS = ("training", "sampling", "exchanging", "publishing", "writing", "evaluating", "waiting")
 
 
 def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
     seconds: between them, without evaluations.
     shares: of the time between them, by part and by what it did.
     """
-    begun = min(event["to"] for event in notes.events if event["what"] == "publishing")
+    begun = min(event["to"] for event in notes.events if event["what"] == "writing")
     ended = max(event["to"] for event in notes.events if event["what"] == "exchanging")
     spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in notes.events:
@@ -57,10 +57,16 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
     }
 
 
+def share_of_sites(found: dict[str, Any], doing: str) -> float:
+    """The share of the time in which the mean site does this."""
+    shares = [by.get(doing, 0.0) for by in found["shares"].values() if "training" in by]
+    return sum(shares) / len(shares)
+
+
 def draw(found: dict[str, Any], path: Path) -> None:
     """Who did what when; how old the tokens were that were learned from; what was learned."""
     parts = list(found["shares"])
-    colors = dict(zip(DOINGS, (*CYCLE[:4], CYCLE[5], "#E6E6E6"), strict=True))
+    colors = dict(zip(DOINGS, (*CYCLE[:4], CYCLE[7], CYCLE[5], "#E6E6E6"), strict=True))
     with plt.rc_context(LOOK):
         figure, (timeline, ages, learned) = plt.subplots(3, 1, figsize=(9, 8.5), height_ratios=(3, 2, 2))
         for doing in reversed(DOINGS):  # waiting lies below

@@ -33,6 +33,7 @@ from experiments.errors import ExperimentError
 from experiments.merging import to_yaml
 from experiments.orphans import through
 from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.figures import share_of_sites
 from experiments.plots import CYCLE, LOOK, plt, saved
 
 _RAY, _STORE = 6379, 8765  # ports, which are free in namespaces of their own
@@ -211,16 +212,10 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         sent = sum(link["sent_bytes"] for link in one["links"].values())
         megabytes = " | ".join(f"{counts.get(flow, 0) / 1e6:.2f}" for flow in flows)
         rows.append(
-            f"| {name} | {one['seconds_per_step']:.3f} | {computing(one):.0%} | {megabytes} "
+            f"| {name} | {one['seconds_per_step']:.3f} | {share_of_sites(one, 'training'):.0%} | {megabytes} "
             f"| {sent / 1e6:.1f} | {one['evaluations'][-1]['scores']['pass@1']:.1%} |"
         )
     return "\n".join(rows) + "\n"
-
-
-def computing(one: dict[str, Any]) -> float:
-    """The share of the time in which sites train."""
-    shares = [by.get("training", 0.0) for part, by in one["shares"].items() if part.startswith("site")]
-    return sum(shares) / len(shares)
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
@@ -250,6 +245,4 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def _mean_of_sites(one: dict[str, Any], doing: str) -> float:
-    seconds = (one["ended"] - one["begun"]) / one["config"]["steps"]
-    shares = [by.get(doing, 0.0) for part, by in one["shares"].items() if part.startswith("site")]
-    return seconds * sum(shares) / len(shares)
+    return share_of_sites(one, doing) * (one["ended"] - one["begun"]) / one["config"]["steps"]

@@ -167,9 +167,10 @@ def predict(rates: Rates, layout: Layout) -> Prediction:
     round_s = bounds[bound]
     if layout.max_staleness == 0:  # the first batch is there before training begins, then both go on
         waves = math.ceil(batches / at_work) * batch_s
+        between = link_s + rates.publish_s + rates.write_s
         in_turn = {
-            "training": batch_s + training + link_s + rates.publish_s,
-            "sampling": waves + training / layout.sync_every + link_s + rates.publish_s,
+            "training": batch_s + training + between,
+            "sampling": waves + training / layout.sync_every + between,
         }
         bound = max(in_turn, key=lambda name: in_turn[name])
         if in_turn[bound] > round_s:

@@ -30,7 +30,8 @@ class Rates:
     step_s: float  # of a training step, however many answers it learns from
     answer_s: float  # more of it for each of them
     round_s: float  # of a round, without its bytes' way
-    publish_s: float  # of a version, at the site that publishes
+    publish_s: float  # of a version, at the site that publishes, before a thread writes it
+    write_s: float  # until it is there
     round_bytes: float  # that a site sends in a round, and as many that it receives
     most_answers: float | None = None  # that fit into the memory of one device that samples
 
@@ -67,6 +68,7 @@ def measured(few: dict[str, Any], many: dict[str, Any]) -> Rates:
         answer_s=answer_s,
         round_s=_median(many, "exchanging", "cpu"),
         publish_s=_median(many, "publishing", "cpu"),
+        write_s=median(event["to"] - event["from"] for event in _of(many, "writing")),
         round_bytes=counts["round bytes"] / rounds / config["sites"],
     )
 
@@ -95,6 +97,7 @@ def worked_out(config: PlanConfig) -> Rates:
         answer_s=trained * of_token,
         round_s=0.0,
         publish_s=0.0,
+        write_s=0.0,
         round_bytes=target.round_bytes * target.parameters,
         most_answers=free / (kv * context),
     )

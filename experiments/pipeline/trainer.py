@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 from typing import Any, cast
@@ -19,15 +18,13 @@ from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.engine import whole
 from experiments.pipeline.losses import loss_of
+from experiments.pipeline.publishing import Publishing
 from experiments.pipeline.samples import Group
 from experiments.tasks import Seat
 from experiments.tasks.rollout import PublishedModel
 from experiments.tasks.verified import Verified
 
-_logger = logging.getLogger(__name__)
-_PAUSE = 1.0  # seconds, before a store that failed is tried again
 _ALONE = Seat(0, 1, torch.device("cpu"))
 
 
@@ -42,7 +39,6 @@ class Trainer:
         self._name = f"site {site}" + (f", rank {rank}" if config.ranks_per_site > 1 else "")
         self._diary = Diary(self._name, self._controller)
         self._task = Verified(config, _ALONE)
-        self._publisher: loco.sync.Publisher | None = None
         self._unscored: list[tuple[int, float, dict[str, Tensor]]] = []  # steps, when, and the weights then
 
     def address(self) -> str:
@@ -63,14 +59,16 @@ class Trainer:
             world: where the ranks of this site meet, at its first one.
         """
         config = self._config
-        self._url = url
         self._build(start, lighthouse=lighthouse, at=at, world=world)
+        checkpoint = cast(PublishedModel, self._model).checkpoint
+        self._publishing = Publishing(checkpoint, url, config, self._controller, self._name)
         if self._optimizer.round == 0:
             self._after_round(0)
         else:
             self._diary.say(f"is back after round {self._optimizer.round}")
         while self._optimizer.round < config.rounds:
             self._train_round()
+        self._publishing.close()
         digest = int(bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item())
         for step, moment, weights in self._unscored:
             self._model.load_state_dict(weights)
@@ -85,7 +83,6 @@ class Trainer:
         config = self._config
         self._model = self._task.model()
         self._model.load_state_dict(start)
-        self._checkpoint = cast(PublishedModel, self._model).checkpoint  # what workers are given
         self._module: nn.Module = self._model
         if world is not None:
             dist.init_process_group(
@@ -133,7 +130,8 @@ class Trainer:
     def _after_round(self, step: int) -> None:
         """All sites hold the same weights: the first of those that took part speaks for all."""
         if self._topology.site == 0 and self._rank == 0:
-            self._publish()
+            with self._diary.doing("publishing", version=self._version):
+                self._publishing.begin(self._version)
             if step % self._config.eval_every:
                 return
             now = time.time()
@@ -147,7 +145,8 @@ class Trainer:
         ask, count = self._controller.take, self._config.grpo.prompts
         while (parcels := answer_of(ask.remote(self._name, self._version, count))) is None:
             self._optimizer.eval()  # in the middle of a round the weights are this site's own
-            self._publish()  # who should have was lost
+            with self._diary.doing("publishing", version=self._version):
+                self._publishing.until_there(self._version)  # whoever should have was lost, or its store was
             self._optimizer.train()
         groups = [Group.unpacked(parcel) for parcel in parcels]
         for group in groups:
@@ -158,38 +157,6 @@ class Trainer:
     def _version(self) -> int:
         """Of the weights after the last round; versions begin with 1."""
         return int(self._optimizer.round) + 1
-
-    def _publish(self) -> None:
-        """Until it is there: without new weights nobody samples for long."""
-        config, version, failed = self._config, self._version, False
-        with self._diary.doing("publishing", version=version) as found:
-            while True:
-                try:
-                    if self._publisher is None or not config.patches:
-                        url = self._url if config.patches else whole(self._url, version)
-                        self._publisher = loco.sync.Publisher(self._checkpoint, url)
-                    found["bytes"] = self._published(version)
-                    break
-                except (loco.sync.SyncError, OSError) as error:
-                    if not failed:
-                        self._diary.say(f"version {version} can't be published yet: {error}")
-                    failed = True
-                    time.sleep(_PAUSE)
-        if failed:
-            self._diary.say(f"version {version} is published")
-        answer_of(self._controller.published.remote(version))
-
-    def _published(self, version: int) -> int:
-        """-> bytes written; 0 if another site has published it: one of the two was thought to be lost"""
-        assert self._publisher is not None
-        try:
-            written = self._publisher.publish(version).bytes
-        except (loco.sync.TakenOverError, ValueError) as error:
-            _logger.warning("version %d is there already: %s", version, error)
-            self._publisher = None
-            return 0
-        self._diary.notes.counts["published bytes"] += written
-        return written
 
     def _evaluate(self, step: int, moment: float) -> None:
         """

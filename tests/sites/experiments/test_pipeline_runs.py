@@ -93,7 +93,7 @@ def test_a_run_goes_on_without_a_worker_without_a_site_and_without_its_controlle
     wait_for_versions(command, tmp_path, 20)
     os.kill(actors(command, "Controller")[0], signal.SIGKILL)
     found, errors = ended(command, tmp_path)
-    versions = {event["version"] for event in found["events"] if event["what"] == "publishing"}
+    versions = {event["version"] for event in found["events"] if event["what"] == "writing"}
     assert max(versions) == 101
     assert "site 0: is back after round " in errors or "site 1: is back after round " in errors
 

@@ -318,7 +318,7 @@ def test_shares_are_of_the_time_between_the_first_version_and_the_last_round() -
     noted("worker 0", "waiting", 0, 12)
     noted("worker 0", "sampling", 12, 17)
     noted("worker 0", "waiting", 17, 30)
-    noted("site 0", "publishing", 9, 10, version=1)
+    noted("site 0, store", "writing", 9, 10, version=1)
     noted("site 0", "evaluating", 12, 14, at=12, step=8, scores={"pass@1": 0.5})
     noted("site 0", "evaluating", 10, 10, at=10, step=0, scores={"pass@1": 0.25})
     noted("site 0", "exchanging", 19, 20)
@@ -405,7 +405,7 @@ def test_a_run_that_is_stored_counts_as_long_as_its_settings_are_the_same(tmp_pa
 def found_by(config: PipelineConfig, score: float = 0.5) -> dict[str, Any]:
     notes = Notes()
     for part, what, begun, ended in (
-        ("site 0", "publishing", 9, 10),
+        ("site 0, store", "writing", 9, 10),
         ("site 0", "training", 10, 15),
         ("site 0", "exchanging", 19, 20),
         ("site 0", "evaluating", 20, 21),
@@ -444,7 +444,7 @@ def test_the_report_of_a_run_has_its_flows_and_what_went_wrong(tmp_path: Path) -
     text = page(found, tmp_path / "pipeline.png")
     assert "<td>between the sites: their rounds, as sent by all of them</td><td>3,000,000</td>" in text
     assert "worker 0: &lt;lost&gt;" in text
-    assert "<td>site 1</td><td></td><td>10%</td>" in text
+    assert "<td>site 1</td><td>10%</td><td></td>" in text
     assert "data:image/png;base64," in text
 
 
@@ -536,7 +536,7 @@ def test_curves_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
         notes.events += [
             noted("site 0", "training", step=3),
             noted("site 0", "evaluating", step=8, scores={"pass@1": 0.5}),
-            noted("site 0", "publishing", version=2, bytes=100),
+            noted("site 0, store", "writing", version=2, bytes=100),
             noted("worker 0", "sampling", tokens=50),
             noted("worker 0", "waiting"),
         ]

@@ -31,6 +31,7 @@ RATES = Rates(
     answer_s=0.05,
     round_s=0.4,
     publish_s=0.2,
+    write_s=0.1,
     round_bytes=1e6,
 )
 # A round learns from 4 · 2 · 8 = 64 answers; training takes 4 · (0.2 + 8 · 0.05) + 0.4 = 2.8 s on each site,
@@ -84,11 +85,11 @@ def test_a_link_adds_to_the_round_and_is_named_when_it_is_the_longest_part() -> 
 
 def test_turns_cost_the_first_batch() -> None:
     found = predict(RATES, replace(LAYOUT, samplers=7, max_staleness=0))
-    assert (found.bound, found.round_s) == ("turns, training", pytest.approx(5.0))
+    assert (found.bound, found.round_s) == ("turns, training", pytest.approx(5.1))
     assert found.staleness == 0
     few = predict(RATES, replace(LAYOUT, samplers=2, max_staleness=0))
     # 7 batches by 2 samplers, then the last of four steps.
-    assert (few.bound, few.round_s) == ("turns, sampling", pytest.approx(4 * 2 + 0.7 + 0.2))
+    assert (few.bound, few.round_s) == ("turns, sampling", pytest.approx(4 * 2 + 0.7 + 0.2 + 0.1))
 
 
 def test_no_more_samplers_work_than_there_are_batches_to_be_had() -> None:
@@ -183,6 +184,7 @@ def run_of(answers: int, *, sampling: float, training: float) -> dict[str, Any]:
             *event("training", training, answers=answers),
             *event("exchanging", 0.4),
             *event("publishing", 0.3),
+            *event("writing", 0.0, **{"from": 1.0, "to": 1.25}),
         ],
     }
 
@@ -194,7 +196,7 @@ def test_two_runs_tell_what_a_batch_costs_and_each_answer_in_it() -> None:
     assert found.step_s + 2 * found.answer_s == pytest.approx(0.2)
     assert found.step_s + 8 * found.answer_s == pytest.approx(0.5)
     assert (found.answer_tokens, found.longest_tokens) == (3, 5)
-    assert (found.round_s, found.publish_s, found.round_bytes) == (0.4, 0.3, 1000)
+    assert (found.round_s, found.publish_s, found.write_s, found.round_bytes) == (0.4, 0.3, 0.25, 1000)
 
 
 def test_predictions_are_held_against_what_was_measured() -> None:

@@ -1,0 +1,186 @@
+"""`experiments.pipeline engine=vllm`: workers whose weights change between two of vLLM's steps."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_engine import keep_weights_plain, plugins
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import loco
+from experiments.errors import ExperimentError
+from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.diary import Diary, Notes
+from experiments.pipeline.engine_vllm import VllmEngine
+
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE = 400.0  # seconds
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token per byte, then the one that ends an answer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+
+
+def llama(seed: int) -> PreTrainedModel:
+    """Of 257 words it says the last one, which ends an answer, hardly ever."""
+    torch.manual_seed(seed)
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=264,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            bos_token_id=256,
+            eos_token_id=256,
+            initializer_range=0.1,
+        )
+    )
+    torch.nn.Module.to(made, torch.bfloat16)
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    llama(0).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    return tmp_path
+
+
+class NobodysController:
+    @property
+    def note(self) -> Any:
+        return self
+
+    def remote(self, notes: Notes) -> None:
+        pass
+
+
+def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Of each token but the first, in FP32 on the model's weights."""
+    with torch.no_grad():
+        logits = model.float()(tokens[None, :-1]).logits[0]
+    return logits.log_softmax(dim=-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def test_a_token_has_the_probability_that_its_version_gives_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 2 comes while answers are sampled; the cache is made anew then."""
+    keep_weights_plain(monkeypatch)
+    first, second = llama(0), llama(1)
+    publisher = loco.sync.Publisher(first, folder / "url")
+    publisher.publish(1)
+    with torch.no_grad():
+        for old, new in zip(first.parameters(), second.parameters(), strict=True):
+            old.copy_(new)
+    publisher.publish(2)
+    first, second_may_come, closing = llama(0), threading.Event(), threading.Event()
+
+    def newer(version: int) -> int:
+        if version == 1:
+            second_may_come.wait()
+        elif version == 2:
+            closing.wait()
+        return 2 if second_may_come.is_set() else 1
+
+    config = PipelineConfig(
+        model="hf", path=str(folder / "model"), engine="vllm", recompute_cache=True, vllm=OPTIONS
+    )
+    engine = VllmEngine(config, str(folder / "url"), Diary("worker", NobodysController()), newer)
+    try:
+        engine.wait_for(1)
+        steps, step = 0, engine._llm.llm_engine.step
+
+        def counted() -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 20:
+                second_may_come.set()
+            return step()
+
+        monkeypatch.setattr(engine._llm.llm_engine, "step", counted)
+        uniforms = torch.rand(4, 1, generator=torch.Generator().manual_seed(0))
+        found = engine.sample([[5, 6, 7], [9, 8]], group=2, longest=200, uniforms=uniforms)
+    finally:
+        closing.set()
+        engine.close()
+    seen: set[int] = set()
+    for tokens, logp, versions in zip(found.tokens, found.logp, found.versions, strict=True):
+        assert len(logp) == len(versions) <= 200
+        assert versions.tolist() == sorted(versions.tolist())
+        by_version = [log_probabilities(model, tokens)[-len(logp) :] for model in (first, second)]
+        for version, own, other in ((1, *by_version), (2, *reversed(by_version))):
+            chosen = versions == version
+            if chosen.any():
+                seen.add(version)
+                # vLLM computes in BF16: half a percent of logits of up to 20.
+                assert (logp - own)[chosen].abs().max() < 0.3
+                assert (logp - other)[chosen].abs().mean() > 1
+    assert seen == {1, 2}
+
+
+def test_a_folder_that_vllm_can_not_load_is_one_sentence(folder: Path) -> None:
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["NobodysModel"]}))
+    settings = PipelineConfig(model="hf", path=str(folder / "model"), engine="vllm", vllm=OPTIONS)
+    with pytest.raises(ExperimentError, match=f"vLLM can't load {folder / 'model'}: ") as raised:
+        VllmEngine(settings, str(folder / "url"), Diary("worker", NobodysController()), lambda version: 0)
+    assert "\n" not in str(raised.value)
+
+
+def test_sites_train_on_what_vllm_samples(folder: Path) -> None:
+    """The command as a person runs it: two sites, one worker, and a worker that is killed."""
+    options = " ".join(f"vllm.{name}={str(value).lower()}" for name, value in OPTIONS.items())
+    (folder / "configs").symlink_to(REPOSITORY / "configs")
+    command = (
+        f"{sys.executable} -m experiments.pipeline preset=smoke model=hf path=model engine=vllm workers=1"
+    )
+    command += f" {options} steps=48 sync_every=4 lease=4 lr=1e-4 arithmetic.largest=10"
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "PYTHONPATH": f"{plugins(folder / 'plugins')}:{REPOSITORY}",
+    }
+    run = subprocess.Popen(
+        command.split(),
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said, errors = run.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        run.send_signal(signal.SIGINT)
+        raise AssertionError(run.communicate(timeout=60)) from None
+    assert run.returncode == 0, errors
+    assert "s a step, pass@1" in said
+    found = json.loads((folder / "runs/pipeline/pipeline.json").read_text())
+    assert len(set(found["digests"])) == 1
+    assert found["evaluations"][-1]["step"] == 48
+    assert {int(age) for age in found["staleness"]} <= {0, 1, 2}
+    assert found["counts"]["updates"] > 3
+    shutil.rmtree(folder / "runs")
