@@ -22,7 +22,8 @@ from experiments.merging import load, to_yaml
 from experiments.pipeline.compare import PipelineCompareConfig, compare
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.links import LinksConfig, links
-from experiments.pipeline.planning import PlanConfig, plan
+from experiments.pipeline.plan.config import PlanConfig
+from experiments.pipeline.plan.planning import plan
 
 
 def main() -> int:

@@ -8,18 +8,12 @@ import pytest
 
 from experiments.errors import ExperimentError
 from experiments.merging import load
-from experiments.pipeline.planning import (
-    Layout,
-    PlanConfig,
-    Row,
-    draw,
-    held_against,
-    plan,
-    predict,
-    splits,
-    table,
-)
-from experiments.pipeline.rates import Rates, measured, worked_out
+from experiments.pipeline.plan.against import held_against
+from experiments.pipeline.plan.config import PlanConfig
+from experiments.pipeline.plan.planning import plan
+from experiments.pipeline.plan.prediction import Layout, predict
+from experiments.pipeline.plan.rates import Rates, measured, worked_out
+from experiments.pipeline.plan.splits import Row, draw, splits, table
 
 RATES = Rates(
     answer_tokens=50,

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.pipeline.planning import PlanConfig
+    from experiments.pipeline.plan.config import PlanConfig
 
 _BF16 = 2  # bytes
 _TRAINING, _FORWARD = 6, 2  # floating-point operations for each parameter and token

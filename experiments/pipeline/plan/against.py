@@ -1,0 +1,79 @@
+"""Predictions of runs of `compare`, held against what those runs took."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from experiments.errors import ExperimentError
+from experiments.merging import derive
+from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.plan.prediction import Layout, predict
+from experiments.pipeline.plan.rates import Rates
+from experiments.plots import CYCLE, LOOK, plt, saved
+
+_PAIRS = 10  # of layouts, of which the better one is predicted
+
+
+def runs_in(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Labels, and the figures of each run."""
+    runs = [
+        (path.name.split(".seed")[0], json.loads(path.read_text(encoding="utf-8")))
+        for path in sorted(folder.glob("runs/*.json"))
+    ]
+    if len(runs) < 2:
+        raise ExperimentError(f"against={folder}: two runs or more are needed there, of `compare`")
+    return runs
+
+
+def hold(
+    runs: list[tuple[str, dict[str, Any]]], rates: Rates, config: PipelineConfig, cores: int, folder: Path
+) -> str:
+    """What was to be expected of these runs, and what came of them."""
+    by_label: dict[str, list[float]] = {}
+    expected: dict[str, float] = {}
+    for label, one in runs:
+        its = derive(PipelineConfig, config, one["config"], where=label)
+        layout = Layout.of(its, cores=cores, link=None)
+        expected[label] = predict(rates, layout).answers_s
+        by_label.setdefault(label, []).append(layout.answers / (one["seconds_per_step"] * its.sync_every))
+    seen = {label: median(values) for label, values in by_label.items()}
+    text = held_against(expected, seen)
+    (folder / "against.md").write_text(text, encoding="utf-8")
+    draw_against(expected, seen, folder / "against.png")
+    return text
+
+
+def held_against(expected: dict[str, float], seen: dict[str, float]) -> str:
+    """Markdown: answers per second of every layout, and of ten pairs which is the faster one."""
+    lines = ["| layout | answers/s, expected | measured | off by |", "|---|---|---|---|"]
+    for label in seen:
+        off = expected[label] / seen[label] - 1
+        lines.append(f"| {label} | {expected[label]:.0f} | {seen[label]:.0f} | {off:+.0%} |")
+    pairs = list(itertools.combinations(sorted(seen), 2))
+    chosen = random.Random(0).sample(pairs, min(_PAIRS, len(pairs)))
+    right = sum((expected[a] > expected[b]) == (seen[a] > seen[b]) for a, b in chosen)
+    worst = max(abs(expected[label] / seen[label] - 1) for label in seen)
+    lines.append(f"\nThe better of two was predicted in {right} of {len(chosen)} pairs, chosen by a seed.")
+    lines.append(f"The largest error: {worst:.0%}.")
+    return "\n".join(lines) + "\n"
+
+
+def draw_against(expected: dict[str, float], seen: dict[str, float], path: Path) -> None:
+    with plt.rc_context(LOOK):
+        figure, axis = plt.subplots(figsize=(9, 0.45 * len(seen) + 2))
+        for k, label in enumerate(seen):
+            axis.plot([expected[label], seen[label]], [k, k], color="#B0B0B0", zorder=1)
+        axis.plot(list(seen.values()), range(len(seen)), "o", color=CYCLE[0], label="measured")
+        axis.plot(
+            [expected[label] for label in seen], range(len(seen)), "D", color=CYCLE[1], label="expected"
+        )
+        axis.set_yticks(range(len(seen)), list(seen))
+        axis.set(title="Answers per second", xlim=(0, None))
+        axis.invert_yaxis()
+        axis.legend()
+        saved(figure, path)
