@@ -1,4 +1,4 @@
-"""Train by reinforcement, with samples that others make meanwhile.
+"""Train by reinforcement learning while other processes sample.
 
     python -m experiments.pipeline
     python -m experiments.pipeline sites=2 workers=3 max_staleness=4 steps=480

@@ -1,4 +1,4 @@
-"""Ray, where the actors live: started for this run on this machine, or a cluster that is there."""
+"""The Ray cluster of the actors: one started on this machine for this run, or an existing one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ try:
 except ImportError as error:
     raise missing_extra(error, "pipeline") from None
 
-_CONTROLLER = "controller"  # the name by which all others find it, also when it has been started again
+_CONTROLLER = "controller"  # actors find it by this name, also after a restart
 
 
 @contextmanager
 def started(config: PipelineConfig, processes: int) -> Iterator[None]:
     """
     Args:
-        processes: that may live at once.
+        processes: how many may run at the same time.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # visible GPUs stay visible
     own: dict[str, Any] = {"include_dashboard": False, "num_cpus": processes}
@@ -49,7 +49,7 @@ def started(config: PipelineConfig, processes: int) -> Iterator[None]:
 
 
 def _check(config: PipelineConfig, processes: int) -> None:
-    """Ray would wait for what no node has."""
+    """Ray would wait forever for a resource that no node has."""
     there = ray.cluster_resources()
     for name in {*config.sites_on, *config.workers_on}:
         if name not in there:
@@ -65,7 +65,7 @@ def _check(config: PipelineConfig, processes: int) -> None:
 
 
 class Actors:
-    """Those of one run, which end with it."""
+    """The actors of one run, which end with it."""
 
     def __init__(self) -> None:
         self._created: list[Any] = []
@@ -73,11 +73,11 @@ class Actors:
     def create(
         self, kind: type, *arguments: Any, lives_again: bool, name: str | None = None, on: str | None = None
     ) -> Any:
-        """An actor. One that lives again begins anew where its process is lost, and is asked again what it
-        was asked.
+        """Start an actor.
 
         Args:
-            on: a resource of the node where it lives.
+            lives_again: restart it if its process is lost, and repeat the calls it had not answered.
+            on: a resource of the node to place it on.
         """
         lives: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1} if lives_again else {}
         lives |= {"resources": {on: 0.001}} if on else {}
@@ -93,7 +93,7 @@ class Actors:
 
     def __exit__(self, *error: object) -> None:
         for actor in self._created:
-            with suppress(Exception):  # it has ended, or Ray has
+            with suppress(Exception):  # the actor or Ray itself has ended
                 ray.kill(actor)
 
 
@@ -102,10 +102,10 @@ def controller() -> Any:
 
 
 def own_address() -> str:
-    """Of this machine, as the others of the cluster reach it."""
+    """The address at which the rest of the cluster reaches this machine."""
     return ray.util.get_node_ip_address()
 
 
 def answer_of(asked: Any) -> Any:
-    """Of a remote call, or of several."""
+    """Wait for one remote call, or for several."""
     return ray.get(asked)

@@ -1,10 +1,10 @@
-"""Several pipelines, one after the other: what differs by label, and seeds.
+"""Run several pipelines one after the other, for several settings and seeds, and compare them.
 
     python -m experiments.pipeline compare preset=pipeline_modes
     python -m experiments.pipeline compare 'runs={one: {workers: 1}, two: {workers: 2}}' seeds=3
 
-Results go to runs/<name>/. Each run is kept when it ends: the same command again runs only what is missing
-or was changed. Timings mean something only where nothing else runs on the machine.
+Results go to runs/<name>/. Each run is stored when it ends, and the same command again runs only what is
+missing or has other settings. Timings mean something only if nothing else runs on the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from experiments.plan import choices, file_name, named
 from experiments.plots import CYCLE, DASHES, LOOK, plt, saved
 from experiments.statistics import Interval, of_mean
 
-_IDLE = ("name", "address", "weights")  # settings that decide nothing
+_IDLE = ("name", "address", "weights")  # settings that do not change the result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Labelled:
         return folder / "runs" / f"{file_name(self.label, self.config.seed)}.json"
 
     def stored(self, folder: Path) -> dict[str, Any] | None:
-        """Its figures, if it has been run with these settings."""
+        """Its stored figures, if it was run with these settings."""
         path = self.path(folder)
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if found is None or _deciding(found["config"]) != _deciding(dataclasses.asdict(self.config)):
@@ -58,7 +58,7 @@ class Labelled:
 
 
 def compare(config: PipelineCompareConfig, folder: Path) -> str:
-    """Run what is missing -> the table, which is kept in the folder, too."""
+    """Run what is missing -> the table, which is stored in the folder too."""
     runs = runs_of(config)
     missing = [one for one in runs if one.stored(folder) is None]
     if missing:
@@ -83,7 +83,7 @@ def _run(missing: Sequence[Labelled], config: PipelineConfig, folder: Path) -> N
             title = f"[{number}/{len(missing)}] {one.label}, seed {one.config.seed}"
             print(title, file=sys.stderr, flush=True)
             found = run(one.config, folder / "latest")
-            del found["events"]  # megabytes, of which the latest run's are kept beside its timeline
+            del found["events"]  # megabytes; those of the latest run stay beside its timeline
             one.path(folder).parent.mkdir(parents=True, exist_ok=True)
             one.path(folder).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -105,7 +105,7 @@ COLUMNS = ("label", "pass@1, %", "s per step", "staleness", "tokens thrown away"
 
 
 def table(groups: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown, ± of 95% over the seeds."""
+    """Markdown; ± is the 95% interval over the seeds."""
     rows = [COLUMNS, ("---",) * len(COLUMNS)]
     for label, found in groups.items():
         rows.append(
@@ -123,7 +123,7 @@ def table(groups: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def thrown_away(found: dict[str, Any]) -> float:
-    """The share of all sampled tokens that no trainer used."""
+    """The share of the sampled tokens that no trainer used."""
     counts = found["counts"]
     return 1 - sum(found["staleness"].values()) / max(1, counts["tokens"])
 

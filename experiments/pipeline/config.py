@@ -1,4 +1,4 @@
-"""The settings of a pipeline: those of a run, and who works beside whom."""
+"""The settings of a pipeline: those of a training run, and how many parts work on it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ class PipelineConfig(RunConfig):
     outer_momentum: float = 0.0
 
     sites: int = 2  # that train, each of `ranks_per_site` ranks
-    elastic: bool = True  # a site that is lost is started again, and the others train on meanwhile
+    elastic: bool = True  # a lost site is restarted while the others train on
     workers: int = 2  # that sample
-    lease: int = 32  # prompts that a worker answers at once
-    engine: str = "torch"  # of the workers: torch samples from the model that trains; or vllm, with model=hf
+    lease: int = 32  # prompts that a worker answers in one batch
+    engine: str = (
+        "torch"  # that workers sample with: torch (the training model itself), or vllm with model=hf
+    )
     vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM
 
     max_staleness: int = 2  # versions; 0: training and sampling take turns
-    in_flight: bool = True  # workers take new weights between two tokens; False: between two leases
-    recompute_cache: bool = False  # of keys and values, when the weights change
-    correction: str = "aipo"  # of samples from older weights
+    in_flight: bool = True  # workers switch weights between two tokens; False: between two leases
+    recompute_cache: bool = False  # recompute keys and values when the weights change
+    correction: str = "aipo"  # for samples from older weights
     ratio_limit: float = 4.0  # AIPO's ρ
 
-    evaluate_last: bool = False  # when all rounds are done, on copies: for runs whose time is compared
-    weights: str | None = None  # versions go into a folder of their own there; None: in the run's folder
-    patches: bool = True  # versions are what changed; False: all weights, to compare with
-    address: str | None = None  # of a Ray cluster; None: one on this machine, for this run
-    # Ray's resources that mark the nodes of a cluster, for one site or worker after the other.
+    evaluate_last: bool = False  # evaluate copies of the weights after the last round, for timed runs
+    weights: str | None = None  # URL under which versions are published; None: the run's folder
+    patches: bool = True  # publish what changed; False: all weights, as a baseline
+    address: str | None = None  # of a Ray cluster; None: start one on this machine
+    # Ray resources that mark nodes of the cluster; sites and workers are placed on them in turn.
     sites_on: tuple[str, ...] = ()
     workers_on: tuple[str, ...] = ()
 
@@ -97,5 +99,5 @@ class PipelineConfig(RunConfig):
 
     @property
     def quota(self) -> int:
-        """Prompts that a round trains on."""
+        """Prompts that one round trains on."""
         return self.sync_every * self.trainers * self.grpo.prompts

@@ -1,12 +1,12 @@
-"""Who owns the plan: how many prompts may be out, which samples a trainer gets, and which are too old.
+"""The controller decides how many prompts may be leased, which samples a trainer gets, and which are too old.
 
-With max_staleness = η, as many prompts may be out or waiting as the trainers need in this round and η more.
-So a sample is begun at most η versions before it is used: workers that are ahead wait, and so do trainers
-that are. What comes too late all the same, from a worker that was slow, is dropped and asked for anew. With
-η = 0 training and sampling take turns.
+With max_staleness = η, the prompts that are leased or answered but not yet used never exceed what the
+trainers need for this round and the next η. So a sample is begun at most η versions before it is used:
+workers that run ahead wait, and so do trainers that run ahead. A sample that is too old all the same, because
+its worker was slow, is dropped and its prompt is asked again. With η = 0 training and sampling take turns.
 
-Everything here is in memory. When the controller is lost, so are the samples that it has, and what it was
-told of the run; the one that takes its place learns from the trainers where they are.
+All state is in memory. If the controller is lost, its samples are lost too; its successor learns from the
+trainers how far the run is.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Notes
 from experiments.pipeline.samples import Lease, Parcel
 
-_UNPUBLISHED = 10.0  # seconds that a trainer waits for somebody else to publish the version it has
+_UNPUBLISHED = 10.0  # seconds that a trainer waits for another site to publish the current version
 
 
 class Controller:
-    """An asynchronous actor: its methods take turns, and wait without holding up each other."""
+    """An asynchronous actor: a method that waits does not block the others."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self._changed = asyncio.Condition()
-        self._version = self._published = 0  # of the trainers, and in the store; 0: none
-        self._taken = self._taken_before = 0  # groups that trainers have; when the version was published
-        self._tickets = 0  # given so far
-        self._again: list[int] = []  # tickets of workers that were lost
-        self._out: dict[str, Lease] = {}  # by worker
+        self._version = self._published = 0  # of the trainers, and the newest in the store; 0: none yet
+        self._taken = self._taken_before = 0  # groups given to trainers: so far, and before this version
+        self._tickets = 0  # handed out so far
+        self._again: list[int] = []  # tickets of lost workers, to be handed out again
+        self._out: dict[str, Lease] = {}  # current lease of each worker
         self._ready: list[tuple[int, int, Parcel]] = []  # a heap, by ticket and lease
-        self._turns: dict[str, object] = {}  # by trainer: its latest question
+        self._turns: dict[str, object] = {}  # the latest `take` of each trainer
         self._notes = Notes()
         self._ended = False
 
     # ---- workers ----
 
     async def lease(self, worker: str) -> Lease | None:
-        """Prompts for a worker, once there may be more out; None when the run has ended."""
+        """Prompts for a worker, as soon as more may be leased; None when the run has ended."""
         async with self._changed:
-            if worker in self._out:  # it was lost with what it had, and is back
+            if worker in self._out:  # it was restarted and has lost its lease
                 lost = self._out.pop(worker)
                 self._again += lost.tickets
                 self._notes.counts["prompts of lost workers"] += len(lost.tickets)
@@ -55,7 +55,7 @@ class Controller:
                 return None
             count = min(self._config.lease, self._room())
             ahead = self._taken - self._taken_before + self._waiting() + count - 1
-            used = self._version + ahead // self._config.quota  # the last of them, if all are used in turn
+            used = self._version + ahead // self._config.quota  # version that will use the last of them
             tickets, self._again = self._again[:count], self._again[count:]
             fresh = count - len(tickets)
             tickets += range(self._tickets, self._tickets + fresh)
@@ -67,7 +67,7 @@ class Controller:
     async def give(self, worker: str, lease: Lease, parcels: list[Parcel]) -> None:
         async with self._changed:
             if self._out.get(worker) != lease:
-                return  # it counts as lost, and others answer
+                return  # the lease counts as lost and has been handed out again
             del self._out[worker]
             for one in parcels:
                 heapq.heappush(self._ready, (one.ticket, lease.number, one))
@@ -84,21 +84,21 @@ class Controller:
         return (min(most, last) if self._version > 0 else 0) - self._taken - self._waiting()
 
     def _waiting(self) -> int:
-        """Prompts that are out, and groups that no trainer has taken yet."""
+        """Prompts that are leased, and groups that no trainer has taken yet."""
         return len(self._ready) + sum(len(lease.tickets) for lease in self._out.values())
 
     # ---- trainers ----
 
     async def take(self, trainer: str, version: int, count: int) -> list[bytes] | None:
-        """So many groups, for a trainer whose round began with this version. None: nobody has published that
-        version for a while, and without it there may be no more."""
+        """`count` groups for a trainer whose round began with this version. None: the version is still not
+        published after a while, and without it no more samples may be begun."""
         batch: list[tuple[int, int, Parcel]] = []
         until = time.monotonic() + _UNPUBLISHED
         async with self._changed:
             self._learn(version)
             turn = self._turns[trainer] = object()
             while len(batch) < count:
-                lost = self._turns[trainer] is not turn  # who asked for this was lost, and asks anew
+                lost = self._turns[trainer] is not turn  # the trainer was restarted and has asked again
                 if lost or (not self._ready and version > self._published and time.monotonic() >= until):
                     for one in batch:
                         heapq.heappush(self._ready, one)
@@ -121,7 +121,7 @@ class Controller:
         return [parcel.group for *_, parcel in batch]
 
     async def _some_time(self) -> None:
-        """Until something changes, or for long enough to look at the clock."""
+        """Wait for a change, but wake up now and then to check the time limit."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), _UNPUBLISHED / 10)
 
@@ -132,7 +132,7 @@ class Controller:
             self._changed.notify_all()
 
     def _learn(self, version: int) -> None:
-        """Where the trainers are; a controller that was started again learns so how far the run is."""
+        """Note the trainers' version; a restarted controller learns here how far the run is."""
         if version > self._version:
             used = (version - 1) * self._config.quota
             self._version, self._taken = version, max(self._taken, used)
@@ -140,7 +140,7 @@ class Controller:
             self._changed.notify_all()
 
     async def newer(self, version: int, wait: float) -> int:
-        """The newest version in the store, once it is newer than this one or so many seconds have passed."""
+        """The newest version in the store, as soon as it is newer than `version`, or after `wait` seconds."""
         async with self._changed:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._published > version), wait)
@@ -155,7 +155,7 @@ class Controller:
         self._notes.add(notes)
 
     async def look(self) -> dict[str, Any]:
-        """Where the run is, and what was noted since the last look."""
+        """The state of the run, and what was noted since the last look."""
         notes, self._notes = self._notes, Notes()
         return {
             "version": self._version,

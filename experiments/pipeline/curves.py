@@ -1,4 +1,4 @@
-"""What the parts do, for TensorBoard, while they do it:
+"""What the parts do, written for TensorBoard during the run:
 
 tensorboard --logdir runs
 """
@@ -21,7 +21,7 @@ except ImportError as error:
 
 class Curves:
     def __init__(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run: TensorBoard would draw both as one
+        shutil.rmtree(folder, ignore_errors=True)  # TensorBoard would draw an earlier run and this one as one
         self._writer = SummaryWriter(str(folder))
         self._leases: Counter[str] = Counter()  # by worker
 
@@ -34,7 +34,7 @@ class Curves:
     def add(self, notes: Notes, version: int) -> None:
         """
         Args:
-            version: that the trainers are at.
+            version: the trainers' current one.
         """
         for event in notes.events:
             self._add_event(event)

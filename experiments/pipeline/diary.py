@@ -1,4 +1,4 @@
-"""What the parts of a pipeline did, and when: computed, waited, received."""
+"""What each part of a pipeline did, and when: computed, waited, received."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _EVERY = 0.5  # seconds
 
 @dataclass
 class Notes:
-    """What was noted in a while."""
+    """What was noted since the last look."""
 
-    events: list[dict[str, Any]] = field(default_factory=list)  # what a part did, from when to when
-    said: list[str] = field(default_factory=list)  # that a person should know now
+    events: list[dict[str, Any]] = field(default_factory=list)  # part, what it did, from when to when
+    said: list[str] = field(default_factory=list)  # messages to the user
     counts: Counter[str] = field(default_factory=Counter)
-    staleness: Counter[int] = field(default_factory=Counter)  # tokens by their age in versions, when used
+    staleness: Counter[int] = field(default_factory=Counter)  # tokens by their age in versions when used
 
     def add(self, other: Notes) -> None:
         self.events += other.events
@@ -29,8 +29,7 @@ class Notes:
 
 
 class Diary:
-    """Of one part. The controller is given what is new now and then, and who started the run fetches it from
-    there."""
+    """The notes of one part. They go to the controller now and then, and the run's driver fetches them."""
 
     def __init__(self, part: str, controller: Any) -> None:
         self._part, self._controller = part, controller
@@ -39,22 +38,28 @@ class Diary:
 
     @contextmanager
     def doing(self, what: str, **about: Any) -> Iterator[dict[str, Any]]:
-        """What is written into the dictionary is noted, too. `cpu`: seconds that this process computed."""
+        """Note what the block does, with what is put into the dictionary and the CPU seconds of the process."""
         begun, computed, found = time.time(), time.process_time(), dict(about)
         yield found
-        cpu = time.process_time() - computed
-        event = {"part": self._part, "what": what, "from": begun, "to": time.time(), "cpu": cpu}
-        self.notes.events.append(event | found)
+        self.did(what, begun, cpu=time.process_time() - computed, **found)
+
+    def did(self, what: str, begun: float, **about: Any) -> None:
+        """Note what has been done since `begun`."""
+        self.notes.events.append({"part": self._part, "what": what, "from": begun, "to": time.time()} | about)
         if time.monotonic() - self._sent > _EVERY:
             self.send()
 
+    def beside(self, name: str) -> Diary:
+        """The diary of a thread of this part, which works at the same time."""
+        return Diary(f"{self._part}, {name}", self._controller)
+
     def say(self, text: str) -> None:
-        """To the person who started the run, at once."""
+        """Show a message to the user, at once."""
         self.notes.said.append(f"{self._part}: {text}")
         self.send()
 
     def send(self) -> Any:
-        """-> what can be waited for."""
+        """-> the remote call, to wait for."""
         sent = self._controller.note.remote(self.notes)
         self.notes, self._sent = Notes(), time.monotonic()
         return sent

@@ -1,4 +1,4 @@
-"""What a worker samples with, and how it takes the weights of a new version between two tokens."""
+"""What a worker samples with, and how it switches to a new version between two tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
 from experiments.tasks.rollout import PublishedModel, Rollout, Weights, Words, sample
 
-POLL = 0.5  # seconds that a question for a newer version waits
-Newer = Callable[[int], int]  # the newest published version, at once if it is newer than this one
+POLL = 0.5  # seconds that the controller may take to report a newer version
+Newer = Callable[[int], int]  # -> the newest published version; returns at once if it is newer
 
 
 class Engine(Protocol):
@@ -25,11 +25,11 @@ class Engine(Protocol):
     def words(self) -> Words: ...
 
     def wait_for(self, version: int) -> None:
-        """Until the weights are this version's or a later one's."""
+        """Wait until the weights are of this version or a later one."""
         ...
 
     def sample(self, prompts: Sequence[list[int]], *, group: int, longest: int, uniforms: Tensor) -> Rollout:
-        """As `experiments.tasks.rollout.sample`; the versions by token are there, too."""
+        """As `experiments.tasks.rollout.sample`, with the version of each token."""
         ...
 
     def close(self) -> None: ...
@@ -48,22 +48,23 @@ def engine_of(config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> E
 
 
 def whole(url: str, version: int) -> str:
-    """Where a version lies that nobody can read as what changed since another."""
+    """The URL of a version that is published whole, not as a patch."""
     return f"{url}/whole-{version}"
 
 
 class TorchEngine:
-    """The model that trains, sampled from here. A thread fetches the newest version meanwhile."""
+    """Samples from a copy of the training model. A thread fetches the newest version meanwhile."""
 
     def __init__(self, config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> None:
         self._config, self._url, self._diary, self._newer = config, url, diary, newer
+        self._received = diary.beside("store")
         self.model = cast(PublishedModel, language_model(config))
         parameters = self.model.checkpoint.named_parameters()
         self._held = {name: parameter.detach().bfloat16() for name, parameter in parameters}
         self._subscriber = loco.sync.Subscriber(self._held, url)
         self._version = 0
         self._prepared: Any = None
-        self._failed: Exception | None = None  # what the thread met last
+        self._failed: Exception | None = None  # the thread's last error
         self._wanted, self._ended = threading.Event(), False
         self._wanted.set()
         self._there = threading.Event()
@@ -107,9 +108,10 @@ class TorchEngine:
         self._ended = True
         self._wanted.set()
         self._thread.join()
+        self._received.send()
 
     def _take(self) -> int:
-        """Make the weights those of the version that is there, if it is a newer one -> their version."""
+        """Switch to the version that has been fetched, if any -> the version of the weights."""
         if self._there.is_set():
             updated = self._subscriber.apply(self._prepared)
             self._version = updated.version
@@ -132,8 +134,9 @@ class TorchEngine:
     def _fetch(self) -> None:
         while not self._ended:
             self._wanted.wait()
-            # A controller that was lost no longer knows what is published: the store is asked in any case.
+            # A restarted controller does not know what is published, so the store is asked in any case.
             published = self._newer(self._version)
+            begun = time.time()
             try:
                 prepared = self._prepare(published)
             except (loco.sync.SyncError, OSError) as error:
@@ -143,6 +146,7 @@ class TorchEngine:
                 continue
             self._failed = None
             if prepared.version > self._version:
+                self._received.did("receiving", begun, version=prepared.version)
                 self._prepared = prepared
                 self._wanted.clear()
                 self._there.set()

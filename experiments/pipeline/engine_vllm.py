@@ -1,7 +1,7 @@
 """Sampling with vLLM, whose weights change between two of its steps.
 
-The engine runs in the worker's process, and gives one token to every sequence at a time: which version's
-weights gave a token is then known. Prefixes are not kept, for they would be of older weights.
+The engine runs in the worker's process and gives each sequence one token per step, so the version that gave
+a token is known. Prefix caching is off: cached prefixes would be of older weights.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from experiments.pipeline.engine import Newer
 from experiments.tasks.rollout import Rollout, Words, text_of
 
 _PAUSE = 0.05  # seconds, while nothing but a new version is waited for
-_AHEAD = 0.1  # seconds that a version is given to be fetched while the engine goes on
+_AHEAD = 0.1  # seconds in which a version is fetched while the engine goes on
 
 
 class VllmEngine:
     def __init__(self, config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> None:
         assert config.path is not None
-        self._config, self._diary = config, diary
+        self._config, self._diary, self._received = config, diary, diary.beside("store")
         self._words = HuggingFaceWords(Path(config.path))
         self._llm = _load(config)
         self._llm.init_weight_transfer_engine({"init_info": {"url": url}})
         self._version = 0
-        self._newest = self._asked = 0  # version that is published, and that is being fetched
+        self._newest = self._asked = 0  # newest published version, and the one that is being fetched
         self._asked_at = 0.0
         self._failed = False
         self._ended = threading.Event()
@@ -93,10 +93,11 @@ class VllmEngine:
     def close(self) -> None:
         self._ended.set()
         self._thread.join()
+        self._received.send()
         self._llm.llm_engine.engine_core.shutdown()
 
     def _take(self, *, now: bool = False) -> None:
-        """Begin to fetch the newest version, and take it when it has had the time to be there."""
+        """Begin to fetch the newest version, and switch to it once it has had time to arrive."""
         clock = time.monotonic()
         if not self._asked:
             if self._newest <= self._version:
@@ -105,7 +106,7 @@ class VllmEngine:
             self._asked, self._asked_at = self._newest, clock
         if not now and clock - self._asked_at < _AHEAD:
             return
-        asked, self._asked = self._asked, 0
+        asked, self._asked, begun = self._asked, 0, time.time()
         try:
             self._llm.update_weights({"update_info": {"version": asked}})
         except (loco.sync.SyncError, OSError) as error:
@@ -116,6 +117,7 @@ class VllmEngine:
         finally:
             self._llm.finish_weight_update(f"version {asked}")
         self._version, self._failed = asked, False
+        self._received.did("receiving", begun, version=asked)
         self._diary.notes.counts["updates"] += 1
         if self._config.recompute_cache:
             self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
@@ -126,7 +128,7 @@ class VllmEngine:
 
 
 def _load(config: PipelineConfig) -> Any:
-    # In this process; a setting of vLLM's that is read when it is imported.
+    # Run the engine in this process; vLLM reads this when it is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -142,6 +144,6 @@ def _load(config: PipelineConfig) -> Any:
     }
     try:
         return LLM(str(config.path), **(own | config.vllm))
-    except Exception as error:  # of any type: what is wrong is in the folder, or in the options
+    except Exception as error:  # vLLM raises errors of many types for a bad folder or option
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ExperimentError(f"vLLM can't load {config.path}: {first}") from error

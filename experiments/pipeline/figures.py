@@ -1,4 +1,4 @@
-"""From what the parts noted to the figures of a run, and to a plot."""
+"""Turns what the parts noted into the figures of a run, and into a plot."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Notes
 from experiments.plots import CYCLE, LOOK, plt, saved
 
-DOINGS = ("training", "sampling", "exchanging", "publishing", "writing", "evaluating", "waiting")
+DOINGS = (
+    *("training", "sampling", "exchanging", "publishing", "writing", "receiving"),
+    *("evaluating", "waiting"),
+)
 
 
 def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[str, Any]:
     """
-    begun, ended: when the first version was there, and when the last round was done.
-    seconds: between them, without evaluations.
-    shares: of the time between them, by part and by what it did.
+    begun, ended: when the first version was in the store, and when the last round was done.
+    seconds: between the two, without evaluations.
+    shares: of the time between the two, by part and by what it did.
     """
     begun = min(event["to"] for event in notes.events if event["what"] == "writing")
     ended = max(event["to"] for event in notes.events if event["what"] == "exchanging")
@@ -58,15 +61,15 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
 
 
 def share_of_sites(found: dict[str, Any], doing: str) -> float:
-    """The share of the time in which the mean site does this."""
+    """The share of the time that sites spend on this, on average."""
     shares = [by.get(doing, 0.0) for by in found["shares"].values() if "training" in by]
     return sum(shares) / len(shares)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Who did what when; how old the tokens were that were learned from; what was learned."""
+    """Who did what and when; how old the tokens were that were learned from; the score."""
     parts = list(found["shares"])
-    colors = dict(zip(DOINGS, (*CYCLE[:4], CYCLE[7], CYCLE[5], "#E6E6E6"), strict=True))
+    colors = dict(zip(DOINGS, (*CYCLE[:4], CYCLE[7], CYCLE[4], CYCLE[5], "#E6E6E6"), strict=True))
     with plt.rc_context(LOOK):
         figure, (timeline, ages, learned) = plt.subplots(3, 1, figsize=(9, 8.5), height_ratios=(3, 2, 2))
         for doing in reversed(DOINGS):  # waiting lies below
@@ -80,7 +83,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             timeline.barh(0, 0, color=colors[doing], label=doing)
         timeline.set(title="Who did what", xlabel="seconds", xlim=(0, found["ended"] - found["begun"]))
         timeline.set_yticks(range(len(parts)), parts)
-        timeline.legend(ncols=len(DOINGS), loc="lower center", bbox_to_anchor=(0.5, 1.08))
+        timeline.legend(ncols=len(DOINGS) // 2, loc="lower center", bbox_to_anchor=(0.5, 1.08))
         timeline.grid(visible=False)
         total = max(1, sum(found["staleness"].values()))
         ages.bar(list(found["staleness"]), [n / total for n in found["staleness"].values()], color=CYCLE[1])

@@ -1,9 +1,9 @@
-"""Losses of answers that other weights gave than those that now learn from them.
+"""Losses for answers that were sampled from older weights than those that learn from them.
 
 ρ_t = π(token t) / μ(token t), where μ gave the token
 
 aipo   −(1 / tokens) · Σ_t min(ρ_t, limit) · A · log π(token t), the first factor without a gradient:
-       tokens that have become likelier count for more, up to a limit, and unlikely ones for less
+       tokens that have become more likely count for more, up to a limit, and the others for less
 grpo   the two-sided clip of `experiments.tasks.grpo`
 none   −(1 / tokens) · Σ_t A · log π(token t), as if the weights had not changed
 """
@@ -37,7 +37,7 @@ def losses_of(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """Of every token; the shapes broadcast."""
+    """The loss of each token; the shapes broadcast."""
     if correction == "grpo":
         return token_losses(logp, old_logp, advantage, clip_low=clip_low, clip_high=clip_high)
     if correction == "none":
@@ -47,11 +47,11 @@ def losses_of(
 
 
 def loss_of(module: nn.Module, groups: Sequence[Group], config: PipelineConfig) -> Tensor:
-    """Of a step's answers, by what `module` thinks of them now."""
+    """The loss of a step's answers under the weights of `module`."""
     rows, heads, old, advantage = [], [], [], []
     for group in groups:
         for row, logp, gain in zip(group.rows(), group.split(group.logp), group.advantage, strict=True):
-            if gain or not rows:  # one stays in any case: DDP's ranks must all pass through the model
+            if gain or not rows:  # keep one in any case: each of DDP's ranks must run the model
                 rows.append(row)
                 heads.append(len(group.head))
                 old.append(logp)

@@ -1,4 +1,4 @@
-"""A site's weights as versions in the store, written while training goes on."""
+"""Publishes a site's weights as versions, written to the store while training goes on."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ _PAUSE = 1.0  # seconds, before a store that failed is tried again
 
 
 class Publishing:
-    """`begin` after each round. A version that could not be written is left to the next one, or to
-    `until_there`; the controller is told of a version when it is there."""
+    """Call `begin` after each round. If a version can't be written, the next one or `until_there` makes up for it.
+    The controller is told of a version once it is in the store."""
 
     def __init__(
-        self, checkpoint: nn.Module, url: str, config: PipelineConfig, controller: Any, part: str
+        self, checkpoint: nn.Module, url: str, config: PipelineConfig, controller: Any, diary: Diary
     ) -> None:
         self._checkpoint, self._url, self._config = checkpoint, url, config
-        self._controller = controller
-        self._diary = Diary(f"{part}, store", controller)  # of the thread
+        self._controller, self._diary = controller, diary.beside("store")
         self._publisher: loco.sync.Publisher | None = None
         self._thread = ThreadPoolExecutor(1, "publish")
         self._writing: Future[None] | None = None
         self._failed = False
 
     def begin(self, version: int) -> None:
-        """The weights may change when this returns; a thread writes the version."""
+        """Find and code what changed. The weights may change again when this returns; a thread writes it."""
         self.finish()
         try:
             publisher = self._publisher = self._publisher or self._opened(version)
             try:
                 publisher.publish(version, wait=False)
-            except (loco.sync.TakenOverError, ValueError) as error:  # no version, or not this one, can follow
+            except (loco.sync.TakenOverError, ValueError) as error:  # the store has this version
                 self._is_there_already(version, error)
                 return
         except (loco.sync.SyncError, OSError) as error:
@@ -50,7 +49,7 @@ class Publishing:
         self._writing = self._thread.submit(self._write, publisher, version)
 
     def finish(self) -> None:
-        """Wait until what was begun is written, or could not be."""
+        """Wait until the version that was begun is written, or has failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -61,7 +60,7 @@ class Publishing:
         answer_of(self._diary.send())
 
     def until_there(self, version: int) -> None:
-        """Publish as often as it takes: without new weights nobody samples for long."""
+        """Publish this version, as often as it takes: without it no more samples may be begun."""
         self.finish()
         while answer_of(self._controller.newer.remote(version - 1, 0.0)) < version:
             self.begin(version)
@@ -97,7 +96,7 @@ class Publishing:
         answer_of(self._controller.published.remote(version))
 
     def _is_there_already(self, version: int, error: Exception) -> None:
-        """By another site: one of the two was thought to be lost."""
+        """Another site has published it, because one of the two was thought to be lost."""
         _logger.warning("version %d is there already: %s", version, error)
         self._publisher = None
         self._is_there(version)

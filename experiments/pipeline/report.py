@@ -1,4 +1,4 @@
-"""report.html of one run: who did what when, how old the tokens were, and the bytes of every flow."""
+"""report.html of one run: who did what and when, how old the tokens were, and the bytes of each flow."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ _SHOWN = ("step", "version", "tokens", "bytes")  # of an event, while the run go
 
 
 def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
-    """Train, in a cluster that is started -> the figures, which are kept in the folder, too."""
+    """Train, in a cluster that has been started -> the figures, which are stored in the folder too."""
     cpu = torch.device("cpu")
     start = kept_or_trained(config, task_of(config, Seat(0, 1, cpu)), cpu)
     folder.mkdir(parents=True, exist_ok=True)
-    # A run's versions are its own: workers would take those of an older one for newer weights.
+    # Each run has its own URL: workers would take an older run's versions for newer weights.
     where = config.weights or str((folder / "weights").resolve())
     url = f"{where.rstrip('/')}/{time.strftime('%Y%m%d-%H%M%S')}"
     with ExitStack() as closing:
@@ -60,7 +60,7 @@ def _run(
     curves: Curves,
 ) -> dict[str, Any]:
     controller = actors.controller(Controller, config)
-    answer_of(controller.version.remote())  # it is there when the others look for it
+    answer_of(controller.version.remote())  # the others look it up by name, so it must be running
     per_site = config.ranks_per_site
     trainers = [
         actors.create(
@@ -108,19 +108,19 @@ def _one_of(nodes: tuple[str, ...], number: int) -> str | None:
 
 
 class Screen:
-    """One line for each part, written over the last ones; into a file, one line for all now and then."""
+    """On a terminal one line for each part, rewritten in place; otherwise one line for all, now and then."""
 
     def __init__(self, config: PipelineConfig, every: float = 15.0) -> None:
         self._config, self._every = config, every
         self._live = sys.stderr.isatty()
         self._lines, self._begun, self._next = 0, time.monotonic(), 0.0
-        self._latest: dict[str, dict[str, Any]] = {}  # by part: what it did last
+        self._latest: dict[str, dict[str, Any]] = {}  # the last event of each part
         self._ended = False
 
     def show(self, status: dict[str, Any]) -> None:
         """
         Args:
-            status: what the controller answers to a look.
+            status: of `Controller.look`.
         """
         config, now = self._config, time.monotonic()
         notes: Notes = status["notes"]

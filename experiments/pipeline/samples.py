@@ -1,4 +1,4 @@
-"""What goes from workers to trainers, through the controller."""
+"""What travels from workers to trainers, through the controller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from experiments.tasks.grpo import advantages
 from experiments.tasks.rollout import Rollout
 
-# What a group's arrays are where it travels.
+# The types of a group's arrays in transit.
 _KINDS = {
     "head": "<i4",
     "lengths": "<i4",
@@ -25,17 +25,17 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Group:
-    """The answers to one prompt, and how each was judged."""
+    """The answers to one prompt, with their advantages."""
 
     head: np.ndarray  # the prompt's tokens
-    lengths: np.ndarray  # of the answers, which follow each other in the three below
+    lengths: np.ndarray  # of the answers, which are concatenated in the three arrays below
     answers: np.ndarray
-    logp: np.ndarray  # of their tokens, by the weights that gave them
+    logp: np.ndarray  # of their tokens, under the weights that sampled them
     versions: np.ndarray  # of those weights
     advantage: np.ndarray  # [answers]
 
     def packed(self) -> bytes:
-        """All values have four bytes; before them stands how many each array has."""
+        """The length of each array, then their values; every number has four bytes."""
         arrays = [getattr(self, name).astype(kind) for name, kind in _KINDS.items()]
         counts = np.array([len(array) for array in arrays], dtype="<i4")
         return b"".join(array.tobytes() for array in (counts, *arrays))
@@ -62,12 +62,12 @@ class Group:
         return len(self.answers)
 
     def rows(self) -> list[Tensor]:
-        """Prompt and answer, of each."""
+        """Each prompt followed by its answer."""
         head = torch.from_numpy(self.head)
         return [torch.cat([head, answer]) for answer in self.split(self.answers)]
 
     def split(self, values: np.ndarray) -> list[Tensor]:
-        """By answer."""
+        """Cut into one tensor for each answer."""
         return list(torch.from_numpy(values).split(self.lengths.tolist()))
 
 
@@ -96,16 +96,16 @@ def _joined(parts: Sequence[Tensor]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Lease:
-    """Prompts that a worker is to answer. A number for each decides what is asked and by what chance."""
+    """Prompts that a worker is to answer. Each ticket is a seed that decides the prompt and the sampling."""
 
     number: int
     tickets: list[int]
-    version: int  # answers by older weights would be too old when they are used
+    version: int  # the oldest version whose answers will still be young enough when they are used
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A group as it travels, and what the controller, who does not open it, knows of it."""
+    """A group in transit, with what the controller needs to know without unpacking it."""
 
     ticket: int
     oldest: int  # version of the weights that gave its oldest token

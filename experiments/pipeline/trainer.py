@@ -1,4 +1,4 @@
-"""Who trains: samples from the controller, rounds with the other sites, versions to whoever samples."""
+"""A trainer: takes samples from the controller, runs rounds with the other sites, publishes versions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _ALONE = Seat(0, 1, torch.device("cpu"))
 
 
 class Trainer:
-    """An actor, one rank of a site. `run` is all that it is asked to do; where sites come and go and the
-    process is lost, Ray starts it and asks again, and the other sites give it what it missed."""
+    """An actor: one rank of a site. `run` is its only task. If sites are elastic, Ray restarts a lost process
+    and calls `run` again, and the other sites give it what it missed."""
 
     def __init__(self, site: int, rank: int, config: PipelineConfig) -> None:
         torch.set_num_threads(1)
@@ -42,7 +42,7 @@ class Trainer:
         self._unscored: list[tuple[int, float, dict[str, Tensor]]] = []  # steps, when, and the weights then
 
     def address(self) -> str:
-        """Where others reach this process: a port that is free by now."""
+        """An address at which others can reach this process: a port that is free now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"{cluster.own_address()}:{probe.getsockname()[1]}"
@@ -53,15 +53,15 @@ class Trainer:
         """Train until the last round -> a digest of the weights.
 
         Args:
-            url: where versions go.
-            lighthouse: where sites meet that come and go.
-            at: where sites meet that stay the same, at the first one's first rank.
-            world: where the ranks of this site meet, at its first one.
+            url: where to publish versions.
+            lighthouse: address of the lighthouse, for sites that come and go.
+            at: address of the first site's first rank, for a fixed set of sites.
+            world: address of this site's first rank, for sites of several ranks.
         """
         config = self._config
         self._build(start, lighthouse=lighthouse, at=at, world=world)
         checkpoint = cast(PublishedModel, self._model).checkpoint
-        self._publishing = Publishing(checkpoint, url, config, self._controller, self._name)
+        self._publishing = Publishing(checkpoint, url, config, self._controller, self._diary)
         if self._optimizer.round == 0:
             self._after_round(0)
         else:
@@ -79,7 +79,7 @@ class Trainer:
     def _build(
         self, start: dict[str, Tensor], *, lighthouse: str | None, at: str | None, world: str | None
     ) -> None:
-        """The optimizer, together with all other trainers; one that comes back is given θ."""
+        """Build the optimizer together with all other trainers; a site that returns receives θ."""
         config = self._config
         self._model = self._task.model()
         self._model.load_state_dict(start)
@@ -128,7 +128,7 @@ class Trainer:
             self._after_round(last)
 
     def _after_round(self, step: int) -> None:
-        """All sites hold the same weights: the first of those that took part speaks for all."""
+        """All sites hold the same weights now, so the first one that took part publishes and evaluates."""
         if self._topology.site == 0 and self._rank == 0:
             with self._diary.doing("publishing", version=self._version):
                 self._publishing.begin(self._version)
@@ -144,9 +144,9 @@ class Trainer:
     def _take(self) -> list[Group]:
         ask, count = self._controller.take, self._config.grpo.prompts
         while (parcels := answer_of(ask.remote(self._name, self._version, count))) is None:
-            self._optimizer.eval()  # in the middle of a round the weights are this site's own
+            self._optimizer.eval()  # show θ: within a round the weights are this site's own
             with self._diary.doing("publishing", version=self._version):
-                self._publishing.until_there(self._version)  # whoever should have was lost, or its store was
+                self._publishing.until_there(self._version)  # the publishing site or the store was lost
             self._optimizer.train()
         groups = [Group.unpacked(parcel) for parcel in parcels]
         for group in groups:
@@ -155,13 +155,13 @@ class Trainer:
 
     @property
     def _version(self) -> int:
-        """Of the weights after the last round; versions begin with 1."""
+        """The version of the weights after the last round; versions begin with 1."""
         return int(self._optimizer.round) + 1
 
     def _evaluate(self, step: int, moment: float) -> None:
         """
         Args:
-            moment: when the weights were these.
+            moment: the time at which the model had these weights.
         """
         with self._diary.doing("evaluating", step=step, at=moment) as found:
             found["scores"] = evaluate(self._task, self._model, _ALONE)

@@ -1,4 +1,4 @@
-"""Who samples: prompts from the controller, weights from who trains, between two tokens if they are new."""
+"""A worker: takes prompts from the controller, samples and judges answers, and takes new weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from experiments.pipeline.samples import Lease, Parcel, groups_of
 from experiments.tasks import Seat
 from experiments.tasks.verified import Verified
 
-_TICKETS = 2  # a kind of chance, beside those of `experiments.tasks.verified`
+_TICKETS = 2  # a random stream, beside those of `experiments.tasks.verified`
 
 
 class Worker:
-    """An actor. `run` is all that it is asked; where the process is lost, Ray starts it and asks again."""
+    """An actor. `run` is its only task; Ray restarts a lost process and calls it again."""
 
     def __init__(self, number: int, config: PipelineConfig, url: str) -> None:
         torch.set_num_threads(1)

@@ -30,7 +30,7 @@ TOPICS = (
         "optimizer",
         "reproduce",
     ),
-    *("integrations", "results", "sharded", "sites", "sync", "sync-format", "wire"),
+    *("integrations", "pipeline", "results", "sharded", "sites", "sync", "sync-format", "wire"),
 )
 
 

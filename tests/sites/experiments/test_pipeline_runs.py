@@ -150,3 +150,15 @@ def test_where_sites_stay_the_same_one_that_is_lost_ends_the_run_with_a_sentence
     assert command.returncode == 1
     assert "Traceback" not in errors
     assert any(line.startswith("error: ") for line in errors.splitlines()), errors
+
+
+@pytest.mark.check(COMMANDS)
+def test_when_all_sites_are_lost_at_once_the_run_ends_with_a_sentence(tmp_path: Path) -> None:
+    command = started(tmp_path, "steps=4000")
+    wait_for_versions(command, tmp_path, 4)
+    for process in actors(command, "Trainer"):
+        os.kill(process, signal.SIGKILL)
+    _, errors = command.communicate(timeout=PATIENCE)
+    assert command.returncode == 1
+    assert "Traceback" not in errors
+    assert "error: ExperimentError: all sites were lost at once" in errors, errors
