@@ -38,7 +38,7 @@ class Diary:
 
     @contextmanager
     def doing(self, what: str, **about: Any) -> Iterator[dict[str, Any]]:
-        """Note what the block does, with what is put into the dictionary and the CPU seconds of the process."""
+        """Note what the block does, what is put into the dictionary, and the process's CPU seconds."""
         begun, computed, found = time.time(), time.process_time(), dict(about)
         yield found
         self.did(what, begun, cpu=time.process_time() - computed, **found)

@@ -20,8 +20,8 @@ _PAUSE = 1.0  # seconds, before a store that failed is tried again
 
 
 class Publishing:
-    """Call `begin` after each round. If a version can't be written, the next one or `until_there` makes up for it.
-    The controller is told of a version once it is in the store."""
+    """Call `begin` after each round. If a version can't be written, the next one or `until_there` makes up
+    for it. The controller is told of a version once it is in the store."""
 
     def __init__(
         self, checkpoint: nn.Module, url: str, config: PipelineConfig, controller: Any, diary: Diary
