@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -75,3 +76,15 @@ def pupil(knows: float) -> Scripted:
 
 def _seeded(text: tuple[int, ...]) -> torch.Generator:
     return torch.Generator().manual_seed(random.Random(str(text)).getrandbits(32))
+
+
+def save_tokenizer(folder: Path, *, end: str | None = "<end>") -> None:
+    """In Hugging Face's format: a token per byte, then the one that ends an answer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)

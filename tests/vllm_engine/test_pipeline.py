@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from languages import save_tokenizer
+from pipeline_parts import NobodysController
 from plain_engine import keep_weights_plain, plugins
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -18,24 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import loco
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.diary import Diary, Notes
+from experiments.pipeline.diary import Diary
 from experiments.pipeline.engine_vllm import VllmEngine
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE = 400.0  # seconds
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A token per byte, then the one that ends an answer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
 
 
 def llama(seed: int) -> PreTrainedModel:
@@ -65,15 +55,6 @@ def folder(tmp_path: Path) -> Path:
     llama(0).save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     return tmp_path
-
-
-class NobodysController:
-    @property
-    def note(self) -> Any:
-        return self
-
-    def remote(self, notes: Notes) -> None:
-        pass
 
 
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:

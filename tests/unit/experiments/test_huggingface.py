@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from languages import save_tokenizer
 from selection import COMMANDS
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,17 +29,6 @@ TOKENS = torch.arange(2 * 12).reshape(2, 12) * 7 % END
 @pytest.fixture
 def hub() -> Any:
     return pytest.importorskip("transformers", reason="needs the optional package transformers")
-
-
-def save_tokenizer(folder: Path, *, end: str | None = "<end>") -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
 
 
 def llama(*, tied: bool = True, vocabulary: int = 264) -> Any:

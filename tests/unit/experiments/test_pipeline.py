@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_parts import NobodysController
 from torch import Tensor
 
 import loco
@@ -25,6 +26,7 @@ from experiments.pipeline.diary import Diary, Notes
 from experiments.pipeline.engine import TorchEngine, whole
 from experiments.pipeline.figures import draw, figures
 from experiments.pipeline.losses import CORRECTIONS, losses_of
+from experiments.pipeline.publishing import Publishing
 from experiments.pipeline.report import page
 from experiments.pipeline.samples import Group, Parcel, groups_of
 from experiments.tasks.rollout import Rollout, Weights, sample
@@ -460,15 +462,6 @@ class Model(torch.nn.Module):
         return self
 
 
-class NobodysController:
-    @property
-    def note(self) -> Any:
-        return self
-
-    def remote(self, notes: Notes) -> None:
-        pass
-
-
 @pytest.mark.parametrize("patches", [True, False])
 def test_an_engine_has_the_weights_of_the_newest_version(
     patches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -568,3 +561,89 @@ def test_a_worker_hears_of_a_version_when_it_is_published() -> None:
         assert await controller.newer(0, 60.0) == 1
 
     asyncio.run(play())
+
+
+class Site:
+    """That publishes to a folder of a test."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("experiments.pipeline.publishing.answer_of", lambda answer: answer)
+        monkeypatch.setattr("experiments.pipeline.publishing._PAUSE", 0.02)
+        self.folder, self.model, self.controller = folder / "weights", Model(), NobodysController()
+        diary = Diary("site 0", self.controller)
+        self.publishing = Publishing(self.model, str(self.folder), config_of(), self.controller, diary)
+
+    def published(self) -> Tensor:
+        """The newest version's weights."""
+        held = {"weight": torch.zeros(4096, dtype=torch.bfloat16)}
+        loco.sync.Subscriber(held, str(self.folder)).update()
+        return held["weight"]
+
+
+def test_weights_may_change_while_a_thread_writes_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, monkeypatch)
+    before = site.model.weight.detach().bfloat16()
+    for version in (1, 2):
+        site.publishing.begin(version)
+        with torch.no_grad():
+            site.model.weight.add_(1)
+        site.publishing.close() if version == 2 else site.publishing.finish()
+        assert torch.equal(site.published(), before)
+        before = site.model.weight.detach().bfloat16()
+    assert site.controller.versions == [1, 2]
+    assert site.controller.said == []
+
+
+def test_the_next_version_makes_up_for_one_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, monkeypatch)
+    site.publishing.begin(1)
+    site.publishing.finish()
+    site.folder.rename(tmp_path / "elsewhere")
+    site.folder.write_text("no folder")
+    for version in (2, 3):
+        site.publishing.begin(version)
+        site.publishing.finish()
+    assert site.controller.versions == [1]
+    site.folder.unlink()
+    (tmp_path / "elsewhere").rename(site.folder)
+    site.publishing.begin(4)
+    site.publishing.close()
+    assert site.controller.versions == [1, 4]
+    assert torch.equal(site.published(), site.model.weight.detach().bfloat16())
+    first, second = site.controller.said
+    assert first.startswith("site 0, store: version 2 can't be published yet: ")
+    assert second == "site 0, store: version 4 is published"
+
+
+def test_a_version_that_is_missing_is_published_as_often_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, monkeypatch)
+    site.folder.write_text("no folder")
+    mended = threading.Timer(0.2, site.folder.unlink)
+    mended.start()
+    site.publishing.until_there(1)
+    assert site.controller.versions == [1]
+    assert torch.equal(site.published(), site.model.weight.detach().bfloat16())
+    site.publishing.until_there(1)  # it is
+    assert site.controller.versions == [1]
+
+
+def test_a_version_that_another_site_has_published_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Site(tmp_path, monkeypatch), Site(tmp_path, monkeypatch)
+    for site in (one, other):
+        site.publishing.begin(1)
+        site.publishing.finish()
+        assert site.controller.versions == [1]
+    assert torch.equal(one.published(), one.model.weight.detach().bfloat16())
+    other.publishing.begin(2)
+    other.publishing.close()
+    one.publishing.begin(2)
+    one.publishing.close()
+    assert one.controller.versions == other.controller.versions == [1, 2]

@@ -1,0 +1,35 @@
+"""Stand-ins for parts of a pipeline that a test does without."""
+
+from collections.abc import Callable
+from typing import Any
+
+from experiments.pipeline.diary import Notes
+
+
+class Remote:
+    """A method of an actor, called at once."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def remote(self, *arguments: Any) -> Any:
+        return self._method(*arguments)
+
+
+class NobodysController:
+    """Hears what is said and which versions are published, and forgets all other notes."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.versions: list[int] = []
+        self.note, self.published, self.newer = (
+            Remote(self._note),
+            Remote(self.versions.append),
+            Remote(self._newer),
+        )
+
+    def _note(self, notes: Notes) -> None:
+        self.said += notes.said
+
+    def _newer(self, version: int, wait: float) -> int:
+        return max(self.versions, default=0)
