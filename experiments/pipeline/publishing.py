@@ -73,18 +73,18 @@ class Publishing:
         return loco.sync.Publisher(self._checkpoint, url)
 
     def _write(self, publisher: loco.sync.Publisher, version: int) -> None:
-        with self._diary.doing("writing", version=version) as found:
-            try:
-                published = publisher.flush()
-            except loco.sync.TakenOverError as error:
-                self._is_there_already(version, error)
-                return
-            except (loco.sync.SyncError, OSError) as error:
-                self._can_not_be_there(version, error)
-                return
-            assert published is not None
-            found["bytes"] = published.bytes
-            self._diary.notes.counts["published bytes"] += published.bytes
+        begun = time.time()
+        try:
+            published = publisher.flush()
+        except loco.sync.TakenOverError as error:
+            self._is_there_already(version, error)
+            return
+        except (loco.sync.SyncError, OSError) as error:
+            self._can_not_be_there(version, error)
+            return
+        assert published is not None
+        self._diary.notes.counts["published bytes"] += published.bytes
+        self._diary.did("writing", begun, version=version, bytes=published.bytes)
         if not self._config.patches:
             self._publisher = None  # the next version has a folder of its own
         self._is_there(version)

@@ -55,18 +55,21 @@ class Prediction:
 
 def predict(rates: Rates, layout: Layout) -> Prediction:
     link_s = rates.round_bytes / layout.link if layout.link else 0.0
-    training = layout.sync_every * (rates.step_s + rates.answer_s * layout.step_answers) + rates.round_s
+    computed = layout.sync_every * (rates.step_s + rates.answer_s * layout.step_answers) + rates.round_s
+    training = computed + layout.sync_every * rates.take_s
     batches = layout.answers / layout.batch
-    batch_s = rates.of_batch(layout.batch)
+    batch_s = rates.of_batch(layout.batch) + rates.lease_s
     most = (1 + layout.max_staleness) * layout.answers / layout.batch  # batches out at once
     at_work = min(layout.samplers, most)
-    work = layout.sites * layout.ranks * training + rates.publish_s + batches * batch_s
+    ranks = layout.sites * layout.ranks
+    calls = layout.sync_every * ranks + batches
+    work = ranks * computed + rates.publish_s + batches * rates.of_batch(layout.batch) + calls * rates.call_s
     bounds = {
         "training": training + link_s + rates.publish_s,
         "sampling": batches * batch_s / at_work,
     }
     if layout.cores is not None:
-        bounds["cores"] = work / min(layout.cores, layout.sites * layout.ranks + layout.samplers)
+        bounds["cores"] = work / min(layout.cores - rates.others, ranks + layout.samplers)
     if link_s > training:
         bounds["links"] = bounds.pop("training")
     bound = max(bounds, key=lambda name: bounds[name])

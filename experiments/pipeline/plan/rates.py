@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import pairwise
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Rates:
     publish_s: float  # of a version, at the site that publishes, before a thread writes it
     write_s: float  # until it is there
     round_bytes: float  # that a site sends in a round, and as many that it receives
+    take_s: float = 0.0  # until a trainer has the samples of a step, if they are there
+    lease_s: float = 0.0  # between two batches of a sampler, if it may go on
+    call_s: float = 0.0  # core-seconds of all other processes for each of these two calls
+    others: float = 0.0  # cores that all other processes take besides
     most_answers: float | None = None  # that fit into the memory of one device that samples
 
     def of_token(self, batch: float) -> float:
@@ -58,6 +63,7 @@ def measured(few: dict[str, Any], many: dict[str, Any]) -> Rates:
     batch_s, in_batch_s = _line([_cost(run, "sampling") for run in (few, many)])
     step_s, answer_s = _line([_cost(run, "training") for run in (few, many)])
     rounds = config["steps"] // config["sync_every"]
+    others, call_s = _others([_spent_by_others(run) for run in (few, many)])
     return Rates(
         answer_tokens=counts["tokens"] / (counts["groups"] * group),
         longest_tokens=longest,
@@ -70,6 +76,10 @@ def measured(few: dict[str, Any], many: dict[str, Any]) -> Rates:
         publish_s=_median(many, "publishing", "cpu"),
         write_s=median(event["to"] - event["from"] for event in _of(many, "writing")),
         round_bytes=counts["round bytes"] / rounds / config["sites"],
+        take_s=_shortest(e["to"] - e["from"] for e in _of(many, "waiting") if e["part"].startswith("site")),
+        lease_s=_shortest(_gaps(many, "sampling")),
+        call_s=call_s,
+        others=others,
     )
 
 
@@ -101,6 +111,39 @@ def worked_out(config: PlanConfig) -> Rates:
         round_bytes=target.round_bytes * target.parameters,
         most_answers=free / (kv * context),
     )
+
+
+def _shortest(seconds: Iterable[float]) -> float:
+    """A tenth of them is shorter: those in which nothing was waited for, and a little more."""
+    return quantiles(seconds, n=10)[0]
+
+
+def _gaps(run: dict[str, Any], what: str) -> list[float]:
+    """From the end of what a part did to its next beginning."""
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    for event in _of(run, what):
+        by_part.setdefault(event["part"], []).append(event)
+    return [b["from"] - a["to"] for events in by_part.values() for a, b in pairwise(events)]
+
+
+def _spent_by_others(run: dict[str, Any]) -> tuple[float, float, float]:
+    """Core-seconds, in so many seconds and for so many calls."""
+    calls = sum(event["what"] == "waiting" for event in run["events"])
+    return max(0.0, (run["busy"] or run["cpu"]) - run["cpu"]), run["ended"] - run["begun"], calls
+
+
+def _others(runs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Cores that are always taken, and core-seconds of a call, from two runs; neither is below 0."""
+    (one, seconds, calls), (other, more_seconds, more_calls) = runs
+    both = seconds * more_calls - more_seconds * calls
+    if both:
+        always = (one * more_calls - other * calls) / both
+        call = (seconds * other - more_seconds * one) / both
+        if always >= 0 and call >= 0:
+            return always, call
+        if always < 0:
+            return 0.0, (one + other) / (calls + more_calls)
+    return (one + other) / (seconds + more_seconds), 0.0
 
 
 def _of(run: dict[str, Any], what: str) -> list[dict[str, Any]]:
