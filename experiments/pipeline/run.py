@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -36,6 +37,7 @@ def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
     cpu = torch.device("cpu")
     start = kept_or_trained(config, task_of(config, Seat(0, 1, cpu)), cpu)
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "weights", ignore_errors=True)  # of an earlier run
     # Each run has its own URL: workers would take an older run's versions for newer weights.
     where = config.weights or str((folder / "weights").resolve())
     url = f"{where.rstrip('/')}/{time.strftime('%Y%m%d-%H%M%S')}"
