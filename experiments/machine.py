@@ -28,16 +28,6 @@ def describe(device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
-def busy_seconds() -> float | None:
-    """Core-seconds of all processes since this machine started; None if there is no /proc/stat."""
-    try:
-        first = Path("/proc/stat").read_text().partition("\n")[0].split()
-    except OSError:
-        return None
-    user, nice, system, _, _, hardware, software = map(int, first[1:8])
-    return (user + nice + system + hardware + software) / os.sysconf("SC_CLK_TCK")
-
-
 def _commit() -> str:
     """The checkout's commit, marked if files have changed since."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from experiments import machine
 from experiments.pipeline.config import PipelineConfig
@@ -21,17 +18,11 @@ DOINGS = (
 )
 
 
-def figures(
-    config: PipelineConfig, digests: list[int], notes: Notes, load: Sequence[tuple[float, float]] = ()
-) -> dict[str, Any]:
+def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[str, Any]:
     """
     begun, ended: when the first version was in the store, and when the last round was done.
     seconds: between the two, without evaluations.
     shares: of the time between the two, by part and by what it did.
-    cpu, busy: core-seconds between the two, of the parts' events, and of the driver's whole machine.
-
-    Args:
-        load: `machine.busy_seconds` at some times.
     """
     begun = min(event["to"] for event in notes.events if event["what"] == "writing")
     ended = max(event["to"] for event in notes.events if event["what"] == "exchanging")
@@ -39,7 +30,6 @@ def figures(
     for event in notes.events:
         seconds = min(event["to"], ended) - max(event["from"], begun)
         spent[event["part"]][event["what"]] += max(0.0, seconds)
-    within = [event for event in notes.events if event["from"] >= begun and event["to"] <= ended]
     evaluating = sum(by.get("evaluating", 0.0) for by in spent.values())
     evaluations = [event for event in notes.events if event["what"] == "evaluating"]
     counts = Counter(notes.counts)
@@ -57,8 +47,6 @@ def figures(
             for event in sorted(evaluations, key=lambda event: event["step"])
         ],
         "reward": reward,
-        "cpu": sum(event.get("cpu", 0.0) for event in within),
-        "busy": _between(load, begun, ended),
         "digests": digests,
         "counts": dict(counts),
         "staleness": dict(sorted(notes.staleness.items())),
@@ -70,14 +58,6 @@ def figures(
         "said": notes.said,
         "events": notes.events,
     }
-
-
-def _between(load: Sequence[tuple[float, float]], begun: float, ended: float) -> float | None:
-    """What has been added between two times; None where it was not measured."""
-    if len(load) < 2:
-        return None
-    times, values = zip(*load, strict=True)
-    return float(np.interp(ended, times, values) - np.interp(begun, times, values))
 
 
 def share_of_sites(found: dict[str, Any], doing: str) -> float:

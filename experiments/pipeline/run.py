@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments import machine
 from experiments.lighthouse import lighthouse
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of, ray
@@ -87,14 +86,11 @@ def _run(
     ]
     sampling = [worker.run.remote() for worker in workers]
     screen, notes, left = Screen(config), Notes(), list(training)
-    load: list[tuple[float, float]] = []
 
     def look() -> None:
         status = answer_of(controller.look.remote())
         notes.add(status["notes"])
         curves.add(status["notes"], status["version"])
-        if (busy := machine.busy_seconds()) is not None:
-            load.append((time.time(), busy))
         screen.show(status)
 
     while left:
@@ -106,7 +102,7 @@ def _run(
     answer_of(controller.end.remote())
     answer_of(sampling)
     look()
-    return figures(config, answer_of(training), notes, load)
+    return figures(config, answer_of(training), notes)
 
 
 def _one_of(nodes: tuple[str, ...], number: int) -> str | None:

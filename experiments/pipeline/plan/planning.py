@@ -26,8 +26,9 @@ from experiments.merging import derive
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.plan.against import hold, runs_in
 from experiments.pipeline.plan.config import PlanConfig
+from experiments.pipeline.plan.measuring import measured
 from experiments.pipeline.plan.prediction import Layout, predict
-from experiments.pipeline.plan.rates import Rates, measured, worked_out
+from experiments.pipeline.plan.rates import Rates, worked_out
 from experiments.pipeline.plan.splits import Row, draw, sentence, splits, table
 
 _ROUNDS = 12  # of the runs that measure
@@ -63,7 +64,7 @@ def plan(config: PlanConfig, folder: Path) -> str:
 
 
 def measure(config: PlanConfig, folder: Path) -> Rates:
-    """Two short runs on this machine, with as many parts as it has cores or more."""
+    """By two short runs on this machine, of three parts: on two cores, they tell what sharing costs, too."""
     from experiments.pipeline import cluster  # Ray takes a second to import
     from experiments.pipeline.run import run
 
@@ -93,8 +94,9 @@ def measure(config: PlanConfig, folder: Path) -> Rates:
     with cluster.started(many, many.processes):
         for number, one in enumerate((few, many), 1):
             print(f"[{number}/2] a short run that measures", file=sys.stderr, flush=True)
-            found.append(run(one, folder / "measured"))
-    return measured(*found)
+            layout = Layout.of(one, cores=_cores(), link=None)
+            found.append((layout, run(one, folder / "measured")))
+    return measured(found)
 
 
 def _keep(rates: Rates, folder: Path) -> None:

@@ -43,6 +43,15 @@ class Layout:
         """That a round learns from."""
         return self.sync_every * self.sites * self.ranks * self.step_answers
 
+    @property
+    def parts(self) -> int:
+        return self.sites * self.ranks + self.samplers
+
+    @property
+    def calls(self) -> float:
+        """In a round: one for each step of each rank, and one for each batch of answers."""
+        return self.sync_every * self.sites * self.ranks + self.answers / self.batch
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -53,23 +62,31 @@ class Prediction:
     staleness: float  # versions, of the longest answer
 
 
+def training_of(rates: Rates, layout: Layout) -> float:
+    """Seconds in which one rank computes, of a round."""
+    return layout.sync_every * (rates.step_s + rates.answer_s * layout.step_answers) + rates.round_s
+
+
+def work_of(rates: Rates, layout: Layout) -> float:
+    """Seconds in which all parts together compute, of a round."""
+    sampling = rates.of_batch(layout.batch) * layout.answers / layout.batch
+    return layout.sites * layout.ranks * training_of(rates, layout) + rates.publish_s + sampling
+
+
 def predict(rates: Rates, layout: Layout) -> Prediction:
     link_s = rates.round_bytes / layout.link if layout.link else 0.0
-    computed = layout.sync_every * (rates.step_s + rates.answer_s * layout.step_answers) + rates.round_s
-    training = computed + layout.sync_every * rates.take_s
+    training = training_of(rates, layout) + layout.sync_every * rates.take_s
     batches = layout.answers / layout.batch
     batch_s = rates.of_batch(layout.batch) + rates.lease_s
     most = (1 + layout.max_staleness) * layout.answers / layout.batch  # batches out at once
     at_work = min(layout.samplers, most)
-    ranks = layout.sites * layout.ranks
-    calls = layout.sync_every * ranks + batches
-    work = ranks * computed + rates.publish_s + batches * rates.of_batch(layout.batch) + calls * rates.call_s
     bounds = {
         "training": training + link_s + rates.publish_s,
         "sampling": batches * batch_s / at_work,
     }
     if layout.cores is not None:
-        bounds["cores"] = work / min(layout.cores - rates.others, ranks + layout.samplers)
+        shared = rates.shared_s * work_of(rates, layout) + rates.call_s * layout.calls
+        bounds["cores"] = shared / min(layout.cores, layout.parts)
     if link_s > training:
         bounds["links"] = bounds.pop("training")
     bound = max(bounds, key=lambda name: bounds[name])

@@ -10,9 +10,10 @@ from experiments.errors import ExperimentError
 from experiments.merging import load
 from experiments.pipeline.plan.against import held_against
 from experiments.pipeline.plan.config import PlanConfig
+from experiments.pipeline.plan.measuring import _shared, measured
 from experiments.pipeline.plan.planning import plan
 from experiments.pipeline.plan.prediction import Layout, predict
-from experiments.pipeline.plan.rates import Rates, _others, measured, worked_out
+from experiments.pipeline.plan.rates import Rates, worked_out
 from experiments.pipeline.plan.splits import Row, draw, splits, table
 
 RATES = Rates(
@@ -165,14 +166,17 @@ def test_what_the_sentence_advises_can_be_planned(tmp_path: Path) -> None:
     assert "best:" in plan(of(*LONG, "gpus=4", every, *steps), tmp_path)
 
 
-def run_of(answers: int, *, sampling: float, training: float, calls: int) -> dict[str, Any]:
-    """Others take a fourth of a core, and 2 ms for each call."""
+def run_of(answers: int, *, sampling: float, training: float, seconds: float) -> dict[str, Any]:
+    """
+    Args:
+        seconds: of a step.
+    """
 
     def event(what: str, cpu: float, **about: Any) -> list[dict[str, Any]]:
         first = {"part": "site 0", "what": what, "cpu": 99.0, "from": 0.0, "to": 0.0} | about
         return [first, first] + 3 * [first | {"cpu": cpu}]  # the first ones don't count: everything is new
 
-    waits = [{"part": "site 0", "what": "waiting", "from": 0.0, "to": k / 1000} for k in range(calls)]
+    waits = [{"part": "site 0", "what": "waiting", "from": 0.0, "to": k / 1000} for k in range(102)]
     batches = [
         {"part": "worker 0", "what": "sampling", "cpu": sampling, "answers": 4 * answers, "longest": 5}
         | {"from": 10.0 * k, "to": 10.0 * k + 9.5}
@@ -181,10 +185,7 @@ def run_of(answers: int, *, sampling: float, training: float, calls: int) -> dic
     return {
         "config": {"task": "gym", "gym": {"group": 4}, "steps": 8, "sync_every": 4, "sites": 2},
         "counts": {"tokens": 480, "groups": 40, "round bytes": 4000},
-        "begun": 100.0,
-        "ended": 140.0,
-        "cpu": 60.0,
-        "busy": 60.0 + 40.0 / 4 + calls * 0.002,
+        "seconds_per_step": seconds,
         "events": [
             *waits,
             *batches,
@@ -197,8 +198,13 @@ def run_of(answers: int, *, sampling: float, training: float, calls: int) -> dic
 
 
 def test_two_runs_tell_what_a_batch_costs_and_each_answer_in_it() -> None:
-    few = run_of(2, sampling=1.0, training=0.2, calls=1000)
-    found = measured(few, run_of(8, sampling=2.5, training=0.5, calls=102))
+    layout = replace(LAYOUT, samplers=1, cores=2)  # 3 parts
+    few, many = replace(layout, batch=8, step_answers=2), replace(layout, batch=32, step_answers=8)
+    slow = (
+        run_of(2, sampling=1.0, training=0.2, seconds=5.0),
+        run_of(8, sampling=2.5, training=0.5, seconds=9.0),
+    )
+    found = measured([(few, slow[0]), (many, slow[1])])
     assert found.of_batch(8) == pytest.approx(1.0)
     assert found.of_batch(32) == pytest.approx(2.5)
     assert found.step_s + 2 * found.answer_s == pytest.approx(0.2)
@@ -206,23 +212,25 @@ def test_two_runs_tell_what_a_batch_costs_and_each_answer_in_it() -> None:
     assert (found.answer_tokens, found.longest_tokens) == (3, 5)
     assert (found.round_s, found.publish_s, found.write_s, found.round_bytes) == (0.4, 0.3, 0.25, 1000)
     assert found.lease_s == pytest.approx(0.5)
-    assert found.take_s == pytest.approx(0.011, abs=0.001)  # of calls that take 2 to 101 ms
-    assert found.others == pytest.approx(0.25)
-    assert found.call_s == pytest.approx(0.002)
+    assert found.take_s == pytest.approx(0.026, abs=0.001)  # of calls that take 2 to 101 ms
+    for one, run in ((few, slow[0]), (many, slow[1])):
+        assert predict(found, one).bounds["cores"] == pytest.approx(4 * run["seconds_per_step"])
+    assert measured([(replace(few, cores=4), slow[0]), (replace(many, cores=4), slow[1])]).shared_s == 1
 
 
 @pytest.mark.parametrize(
-    ("spent", "others", "call"),
+    ("rounds", "second", "call"),
     [
-        ([(10.0, 40.0, 100), (10.0, 40.0, 100)], 0.25, 0.0),  # alike: all of it is always there
-        ([(1.0, 40.0, 100), (10.0, 40.0, 200)], 0.0, 11 / 300),  # more calls cost more than all of it
-        ([(10.0, 40.0, 100), (5.0, 40.0, 200)], 15 / 80, 0.0),  # more calls cost less
+        ([(11.0, 5.0, 10), (20.5, 10.0, 5)], 2.0, 0.1),
+        ([(10.0, 5.0, 10), (10.0, 5.0, 10)], 1.0, 0.5),  # alike: the calls could be all of it
+        ([(6.0, 5.0, 10), (9.0, 10.0, 5)], 1.0, 0.0),  # less than the work itself
+        ([(10.0, 5.0, 10), (20.0, 8.0, 5)], 30 / 13, 0.0),  # more calls take less
     ],
 )
-def test_what_others_take_is_never_below_nothing(
-    spent: list[tuple[float, float, float]], others: float, call: float
+def test_sharing_never_makes_work_less(
+    rounds: list[tuple[float, float, int]], second: float, call: float
 ) -> None:
-    assert _others(spent) == (pytest.approx(others), pytest.approx(call))
+    assert _shared(rounds) == (pytest.approx(second), pytest.approx(call))
 
 
 def test_calls_take_time_from_each_part_and_from_the_cores() -> None:
@@ -232,10 +240,10 @@ def test_calls_take_time_from_each_part_and_from_the_cores() -> None:
     sampling = predict(RATES, LAYOUT)
     assert predict(slow, LAYOUT).round_s == pytest.approx(sampling.round_s * 2.5 / 2)
     cores = replace(LAYOUT, cores=2)
-    busier = replace(RATES, call_s=0.05, others=0.5)
+    busier = replace(RATES, call_s=0.05, shared_s=1.5)
     calls = 4 * 2 + 64 / 10
-    work = 2 * predict(RATES, cores).bounds["cores"] + calls * 0.05
-    assert predict(busier, cores).bounds["cores"] == pytest.approx(work / 1.5)
+    alone = predict(RATES, cores).bounds["cores"]
+    assert predict(busier, cores).bounds["cores"] == pytest.approx(1.5 * alone + calls * 0.05 / 2)
 
 
 def test_predictions_are_held_against_what_was_measured() -> None:

@@ -1,0 +1,110 @@
+"""What this machine does, from two short runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median, quantiles
+from typing import Any
+
+from experiments.pipeline.plan.prediction import Layout, work_of
+from experiments.pipeline.plan.rates import Rates
+
+_WARM = 2  # events of a part that don't count: memory is new, and threads start
+
+
+def measured(runs: Sequence[tuple[Layout, dict[str, Any]]]) -> Rates:
+    """From the figures of two runs, of which the second samples and learns from more answers at once.
+
+    A part's seconds are those that its process computed: where cores are shared, a clock counts others too.
+    """
+    few, many = (run for _, run in runs)
+    config, counts = many["config"], many["counts"]
+    group = config[config["task"]]["group"]
+    longest = max(event["longest"] for event in _of(many, "sampling"))
+    batch_s, in_batch_s = _line([_cost(run, "sampling") for run in (few, many)])
+    step_s, answer_s = _line([_cost(run, "training") for run in (few, many)])
+    rounds = config["steps"] // config["sync_every"]
+    taking = [e["to"] - e["from"] for e in _of(many, "waiting") if e["part"].startswith("site")]
+    rates = Rates(
+        answer_tokens=counts["tokens"] / (counts["groups"] * group),
+        longest_tokens=longest,
+        slot_tokens=longest,
+        token_s=batch_s / longest,
+        sequence_s=in_batch_s / longest,
+        step_s=step_s,
+        answer_s=answer_s,
+        round_s=_median(many, "exchanging", "cpu"),
+        publish_s=_median(many, "publishing", "cpu"),
+        write_s=median(event["to"] - event["from"] for event in _of(many, "writing")),
+        round_bytes=counts["round bytes"] / rounds / config["sites"],
+        take_s=_shorter(taking),
+        lease_s=_shorter(_gaps(many, "sampling")),
+    )
+    if any(layout.cores is None or layout.parts < layout.cores for layout, _ in runs):
+        return rates  # nothing was shared
+    shared_s, call_s = _shared(
+        [
+            (layout.cores or 1) * run["seconds_per_step"] * layout.sync_every,
+            work_of(rates, layout),
+            layout.calls,
+        ]
+        for layout, run in runs
+    )
+    return replace(rates, shared_s=shared_s, call_s=call_s)
+
+
+def _shorter(seconds: Sequence[float]) -> float:
+    """A fourth of them is shorter: nothing was waited for then, but the call itself."""
+    return quantiles(seconds, n=4)[0]
+
+
+def _gaps(run: dict[str, Any], what: str) -> list[float]:
+    """From the end of what a part did to its next beginning."""
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    for event in _of(run, what):
+        by_part.setdefault(event["part"], []).append(event)
+    return [b["from"] - a["to"] for events in by_part.values() for a, b in pairwise(events)]
+
+
+def _shared(rounds: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """What a second of work takes where cores are shared, and what a call adds. Noise does not make the first
+    less than a second, or the second less than nothing.
+
+    Args:
+        rounds: of two runs: core-seconds that there were, seconds of work, and calls.
+    """
+    (there, work, calls), (more_there, more_work, more_calls) = rounds
+    both = work * more_calls - more_work * calls
+    second = (there * more_calls - more_there * calls) / both if both else 0.0
+    call = (work * more_there - more_work * there) / both if both else 0.0
+    if second < 1:
+        return 1.0, max(0.0, (there - work + more_there - more_work) / (calls + more_calls))
+    if call < 0:
+        return max(1.0, (there + more_there) / (work + more_work)), 0.0
+    return second, call
+
+
+def _of(run: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    for event in run["events"]:
+        if event["what"] == what:
+            by_part.setdefault(event["part"], []).append(event)
+    return [event for events in by_part.values() for event in events[_WARM:]]
+
+
+def _median(run: dict[str, Any], what: str, about: str) -> float:
+    return median(event[about] for event in _of(run, what))
+
+
+def _cost(run: dict[str, Any], what: str) -> tuple[float, float]:
+    """Answers at once, and seconds."""
+    return _median(run, what, "answers"), _median(run, what, "cpu")
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Through two points: where it begins, and how it rises; noise doesn't make it fall, or begin below 0."""
+    (few, fast), (many, slow) = points
+    rise = max(0.0, (slow - fast) / (many - few))
+    return max(0.0, slow - rise * many), rise
