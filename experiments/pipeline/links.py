@@ -78,7 +78,7 @@ def _run(config: LinksConfig, folder: Path) -> dict[str, Any]:
     names = [f"site{k}" for k in range(config.sites)] + [f"worker{k}" for k in range(config.workers)]
     shared = {item.name: getattr(config, item.name) for item in dataclasses.fields(PipelineConfig)}
     shared |= {
-        "name": folder.name,
+        "name": str(folder.relative_to("runs")),
         "weights": f"http://10.0.0.1:{_STORE}",
         "address": f"10.0.0.1:{_RAY}",
         "sites_on": tuple(names[: config.sites]),
@@ -108,8 +108,7 @@ def _run(config: LinksConfig, folder: Path) -> dict[str, Any]:
         after = [counters(process=one.pid) for one in machines]
     if done.returncode:
         raise ExperimentError(f"this run ended with {done.returncode}; logs: {folder}")
-    kept = Path("runs") / folder.name / "pipeline.json"
-    figures = json.loads(kept.read_text(encoding="utf-8"))
+    figures = json.loads((folder / "pipeline.json").read_text(encoding="utf-8"))
     del figures["events"]
     figures["links"] = {name: vars(b - a) for name, a, b in zip(names, before, after, strict=True)}
     return figures

@@ -165,3 +165,26 @@ def test_when_all_sites_are_lost_at_once_the_run_ends_with_a_sentence(tmp_path: 
     assert command.returncode == 1
     assert "Traceback" not in errors
     assert "error: ExperimentError: all sites were lost at once" in errors, errors
+
+
+@pytest.mark.root
+@pytest.mark.check(COMMANDS)
+def test_slow_links_are_counted_and_named(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    command = [sys.executable, "-m", "experiments.pipeline", "links", "mbit=100", "preset=smoke", "name=slow"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "warm_start"] == ["slow"]
+    found = json.loads((tmp_path / "runs/slow/links.json").read_text())
+    assert list(found) == ["PULSELoCo, patches", "PULSELoCo, all weights", "DiLoCo in FP32, all weights"]
+    for name, one in found.items():
+        assert f"| {name} | {one['seconds_per_step']:.3f} |" in done.stdout
+        assert set(one["links"]) == {"site0", "site1", "worker0", "worker1"}
+        # What a site sends to a store on its own machine is on no link.
+        across = one["counts"]["round bytes"] + one["counts"]["patch bytes"] + one["counts"]["sample bytes"]
+        assert across < sum(link["sent_bytes"] for link in one["links"].values())
+    rounds = [one["counts"]["round bytes"] for one in found.values()]
+    assert rounds[2] > 20 * max(rounds[:2])
