@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any
 
 from experiments.errors import ExperimentError, missing_extra
@@ -17,6 +19,7 @@ try:
 except ImportError as error:
     raise missing_extra(error, "pipeline") from None
 
+_KNOCK = 5.0  # seconds in which a cluster answers
 _CONTROLLER = "controller"  # actors find it by this name, also after a restart
 
 
@@ -26,6 +29,10 @@ def started(config: PipelineConfig, processes: int) -> Iterator[None]:
     Args:
         processes: how many may run at the same time.
     """
+    if config.engine == "vllm" and config.address is None and find_spec("vllm") is None:
+        raise ExperimentError("engine=vllm needs vllm in this environment: see requirements-vllm.txt")
+    if config.address is not None:
+        _knock(config.address)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # visible GPUs stay visible
     own: dict[str, Any] = {"include_dashboard": False, "num_cpus": processes}
     try:
@@ -46,6 +53,19 @@ def started(config: PipelineConfig, processes: int) -> Iterator[None]:
         raise ExperimentError(f"a part of the pipeline was lost: {str(error).splitlines()[0]}") from error
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Ray would try for two minutes, and say so in many lines."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ExperimentError(f"address must be HOST:PORT of a Ray cluster, got {address}")
+    try:
+        socket.create_connection((host, int(port)), timeout=_KNOCK).close()
+    except OSError as error:
+        raise ExperimentError(
+            f"no Ray cluster answers at {address} ({error}): start one with ray start --head --port={port}"
+        ) from error
 
 
 def _check(config: PipelineConfig, processes: int) -> None:
@@ -91,7 +111,9 @@ class Actors:
     def __enter__(self) -> Actors:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            return  # they end with the connection to Ray; if they were killed, Ray would report each task
         for actor in self._created:
             with suppress(Exception):  # the actor or Ray itself has ended
                 ray.kill(actor)

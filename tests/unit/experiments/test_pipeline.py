@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -309,6 +310,31 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
     with pytest.raises(ExperimentError) as raised:
         config_of(*arguments)
     assert str(raised.value).startswith(sentence)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["address=127.0.0.1:{port}"], "no Ray cluster answers at 127.0.0.1:{port} (.*): start one with "),
+        (["address=somewhere"], "address must be HOST:PORT of a Ray cluster, got somewhere"),
+        (["engine=vllm", "model=hf", "path=x"], "engine=vllm needs vllm in this environment"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_one_sentence_at_once(arguments: list[str], sentence: str) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    from experiments.pipeline import cluster
+
+    port = free_port()
+    config = config_of("weights=/shared", *(text.format(port=port) for text in arguments))
+    begun = time.monotonic()
+    with pytest.raises(ExperimentError, match=sentence.format(port=port)), cluster.started(config, 3):
+        pass
+    assert time.monotonic() - begun < 60  # Ray itself would give up after two minutes
 
 
 def test_shares_are_of_the_time_between_the_first_version_and_the_last_round() -> None:
