@@ -1,9 +1,14 @@
-"""Stand-ins for parts of a pipeline that a test does without."""
+"""Stand-ins for parts of a pipeline that a test does without, and the settings of a small one."""
 
 from collections.abc import Callable
 from typing import Any
 
+from experiments.merging import load
+from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Notes
+
+# Rounds of 2 steps, 2 sites and 2 prompts: 8 prompts a round, 4 rounds.
+SMALL = ["steps=8", "sync_every=2", "eval_every=8", "arithmetic.prompts=2", "lease=4"]
 
 
 class Remote:
@@ -33,3 +38,7 @@ class NobodysController:
 
     def _newer(self, version: int, wait: float) -> int:
         return max(self.versions, default=0)
+
+
+def config_of(*more: str) -> PipelineConfig:
+    return load(PipelineConfig, [*SMALL, *more])

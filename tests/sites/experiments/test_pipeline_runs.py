@@ -14,6 +14,7 @@ import pytest
 from processes import gone
 from selection import COMMANDS
 
+from experiments.bench.namespaces import why_not
 from experiments.orphans import through
 
 pytest.importorskip("ray", reason="needs ray")
@@ -168,6 +169,7 @@ def test_when_all_sites_are_lost_at_once_the_run_ends_with_a_sentence(tmp_path: 
 
 
 @pytest.mark.root
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 @pytest.mark.check(COMMANDS)
 def test_slow_links_are_counted_and_named(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")

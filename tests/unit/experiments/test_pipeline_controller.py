@@ -1,0 +1,197 @@
+"""Who may have which prompts and samples, and when; without Ray."""
+
+import asyncio
+
+import pytest
+from pipeline_parts import config_of
+
+from experiments.pipeline.controller import Controller
+from experiments.pipeline.samples import Parcel
+
+
+async def leased(controller: Controller, worker: str) -> list[int] | None:
+    """The tickets of a lease; None if the worker would have to wait."""
+    try:
+        lease = await asyncio.wait_for(controller.lease(worker), 0.05)
+    except TimeoutError:
+        return None
+    return [] if lease is None else lease.tickets
+
+
+async def answered(controller: Controller, worker: str, version: int) -> list[int] | None:
+    try:
+        lease = await asyncio.wait_for(controller.lease(worker), 0.05)
+    except TimeoutError:
+        return None
+    assert lease is not None
+    parcels = [
+        Parcel(t, oldest=version, tokens=3, longest=1, reward=1.0, group=bytes([t])) for t in lease.tickets
+    ]
+    await controller.give(worker, lease, parcels)
+    return lease.tickets
+
+
+async def taken(controller: Controller, version: int, count: int = 2) -> list[int] | None:
+    try:
+        found = await asyncio.wait_for(controller.take("site 0", version, count), 0.05)
+    except TimeoutError:
+        return None
+    return None if found is None else [group[0] for group in found]
+
+
+def test_without_staleness_training_and_sampling_take_turns() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        assert await answered(controller, "a", 1) is None  # nothing is published
+        await controller.published(1)
+        assert await answered(controller, "a", 1) == [0, 1, 2, 3]
+        assert await answered(controller, "b", 1) == [4, 5, 6, 7]
+        assert await answered(controller, "a", 1) is None
+        assert [await taken(controller, 1) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert await answered(controller, "a", 1) is None  # the round is not done
+        assert await taken(controller, 1) is None
+        await controller.published(2)
+        assert await answered(controller, "a", 2) == [8, 9, 10, 11]
+
+    asyncio.run(play())
+
+
+def test_a_lease_says_which_weights_will_not_be_too_old() -> None:
+    """Weights of version v may answer what rounds v … v + max_staleness learn from."""
+
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=1", "lease=6"))
+        await controller.published(1)
+        leases = [await controller.lease(worker) for worker in "abc"]
+        assert [(one.tickets[-1], one.version) for one in leases if one] == [(5, 1), (11, 1), (15, 1)]
+        controller = Controller(config_of("max_staleness=0", "lease=6"))
+        await controller.published(3)
+        leases = [await controller.lease(worker) for worker in "ab"]
+        assert [(one.tickets[-1], one.version) for one in leases if one] == [(21, 3), (23, 3)]
+        controller = Controller(config_of("max_staleness=1", "lease=6"))
+        await controller.published(2)
+        leases = [await controller.lease(worker) for worker in "abc"]
+        assert [(one.tickets[-1], one.version) for one in leases if one] == [(13, 1), (19, 2), (23, 2)]
+
+    asyncio.run(play())
+
+
+def test_workers_are_ahead_by_so_many_versions_and_never_behind_the_end() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=2"))
+        await controller.published(1)
+        for _ in range(6):
+            assert await answered(controller, "a", 1)
+        assert await answered(controller, "a", 1) is None  # 24 = 3 rounds
+        for version in (1, 2, 3):
+            await controller.published(version)
+            for _ in range(4):
+                assert await taken(controller, version)
+        await controller.published(4)
+        assert await answered(controller, "a", 4)
+        assert await answered(controller, "a", 4)
+        assert await answered(controller, "a", 4) is None  # all 32 are there
+
+    asyncio.run(play())
+
+
+def test_what_is_too_old_is_dropped_and_asked_for_anew() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        await controller.published(1)
+        await answered(controller, "a", 1)
+        await answered(controller, "a", 0)  # a version that the worker should not have had
+        assert [await taken(controller, 1) for _ in range(3)] == [[0, 1], [2, 3], None]
+        assert await answered(controller, "b", 1) == [8, 9, 10, 11]
+        assert await taken(controller, 1) == [8, 9]
+        counts = (await controller.look())["notes"].counts
+        assert counts["groups dropped, too old"] == 4
+        assert counts["tokens dropped, too old"] == 12
+
+    asyncio.run(play())
+
+
+def test_what_a_lost_worker_had_is_given_to_the_next_one_and_counts_once() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        await controller.published(1)
+        before = await controller.lease("a")
+        assert before is not None
+        assert await leased(controller, "b") == [4, 5, 6, 7]
+        assert await leased(controller, "c") is None
+        assert await leased(controller, "a") == before.tickets  # it was started again
+        late = [Parcel(t, oldest=1, tokens=1, longest=1, reward=0.0, group=b"x") for t in before.tickets]
+        await controller.give("a", before, late)  # from before it was lost
+        assert await taken(controller, 1) is None
+
+    asyncio.run(play())
+
+
+def test_a_controller_that_was_lost_learns_from_a_trainer_where_it_is() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        assert await taken(controller, 3) is None
+        assert await answered(controller, "a", 3) == [16, 17, 18, 19]
+        assert await taken(controller, 3) == [16, 17]
+
+    asyncio.run(play())
+
+
+def test_a_worker_that_waits_is_told_of_the_end() -> None:
+    async def play() -> None:
+        controller = Controller(config_of())
+        waiting = asyncio.create_task(controller.lease("a"))
+        await asyncio.sleep(0)
+        await controller.end()
+        assert await waiting is None
+
+    asyncio.run(play())
+
+
+def test_a_version_that_nobody_publishes_is_asked_for_of_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.pipeline.controller._UNPUBLISHED", 0.02)
+
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=1"))
+        await controller.published(1)
+        with pytest.raises(TimeoutError):  # others are sampling, it waits
+            await asyncio.wait_for(controller.take("site 0", 1, 1), 0.1)
+        assert await controller.take("site 0", 2, 1) is None
+        await answered(controller, "a", 1)
+        assert await controller.take("site 0", 2, 5) is None
+        assert await controller.take("site 0", 2, 4) == [bytes([k]) for k in range(8, 12)]  # none is lost
+        await controller.published(2)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(controller.take("site 0", 2, 1), 0.1)
+
+    asyncio.run(play())
+
+
+def test_what_a_lost_trainer_asked_for_is_not_given_to_nobody() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=0"))
+        await controller.published(1)
+        lost = asyncio.create_task(controller.take("site 0", 1, 8))
+        await asyncio.sleep(0)
+        assert await answered(controller, "a", 1) == [0, 1, 2, 3]
+        await asyncio.sleep(0.01)  # four of eight are in its hands
+        back = asyncio.create_task(controller.take("site 0", 1, 8))
+        assert await answered(controller, "a", 1) == [4, 5, 6, 7]
+        assert await asyncio.wait_for(lost, 2) is None
+        assert await asyncio.wait_for(back, 2) == [bytes([k]) for k in range(8)]
+        assert await answered(controller, "a", 1) is None  # the round has all that it may
+
+    asyncio.run(play())
+
+
+def test_a_worker_hears_of_a_version_when_it_is_published() -> None:
+    async def play() -> None:
+        controller = Controller(config_of())
+        assert await controller.newer(0, 0.01) == 0
+        asked = asyncio.create_task(controller.newer(0, 60.0))
+        await asyncio.sleep(0.01)
+        await controller.published(1)
+        assert await asyncio.wait_for(asked, 1.0) == 1
+        assert await controller.newer(0, 60.0) == 1
+
+    asyncio.run(play())

@@ -1,0 +1,121 @@
+"""What trainers learn from: samples whose weights changed on the way, and the losses that allow for it."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.config import TransformerConfig
+from experiments.model import ByteTransformer
+from experiments.pipeline.losses import CORRECTIONS, losses_of
+from experiments.pipeline.samples import Group, groups_of
+from experiments.tasks.rollout import Rollout, Weights, sample
+
+LIMITS: dict[str, float] = {"ratio_limit": 4.0, "clip_low": 0.2, "clip_high": 0.28}
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8]]
+
+
+def gradient(correction: str, logp: Sequence[float], old: Sequence[float], advantage: Tensor) -> Tensor:
+    now = torch.tensor(logp, requires_grad=True)
+    losses_of(correction, now, torch.tensor(old), advantage, **LIMITS).sum().backward()
+    assert now.grad is not None
+    return now.grad
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_samples_of_todays_weights_have_the_policy_gradient(correction: str) -> None:
+    advantage = torch.tensor([1.5, -0.5])
+    assert torch.equal(gradient(correction, [-1.0, -2.0], [-1.0, -2.0], advantage), -advantage)
+
+
+def test_aipo_weighs_a_token_by_its_ratio_up_to_a_limit() -> None:
+    ratios = torch.tensor([0.5, 2.0, 100.0])
+    found = gradient("aipo", (ratios.log() - 5).tolist(), [-5.0] * 3, torch.ones(3))
+    torch.testing.assert_close(found, torch.tensor([-0.5, -2.0, -4.0]))
+
+
+def model_of(seed: int) -> ByteTransformer:
+    return ByteTransformer(TransformerConfig(dim=16, layers=2, heads=2, context=16), seed=seed)
+
+
+def sampled(model: ByteTransformer, before_token: Callable[[], Weights] | None = None) -> Rollout:
+    uniforms = torch.rand(len(PROMPTS) * 2, 6, generator=torch.Generator().manual_seed(1))
+    cpu = torch.device("cpu")
+    return sample(
+        model, PROMPTS, group=2, longest=6, uniforms=uniforms, device=cpu, before_token=before_token
+    )
+
+
+def in_turn(model: ByteTransformer, *, recompute: bool) -> tuple[Rollout, list[dict[str, Tensor]]]:
+    """Before each token other weights -> and these, by version."""
+    given: list[dict[str, Tensor]] = []
+
+    def before_token() -> Weights:
+        weights = model_of(len(given)).state_dict()
+        model.load_state_dict(weights)
+        given.append(weights)
+        return Weights(len(given) - 1, recompute)
+
+    return sampled(model, before_token), given
+
+
+def logp_by(weights: dict[str, Tensor], row: Tensor, place: int) -> float:
+    model = model_of(0)
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        logits = model(row[None, :place])[0, -1]
+    return float(logits.log_softmax(dim=-1)[row[place]])
+
+
+def test_a_hook_that_changes_nothing_changes_nothing() -> None:
+    plain, watched = sampled(model_of(0)), sampled(model_of(0), lambda: Weights(7, False))
+    assert plain.texts == watched.texts
+    assert all(torch.equal(a, b) for a, b in zip(plain.logp, watched.logp, strict=True))
+    assert not plain.versions
+    assert all((versions == 7).all() for versions in watched.versions)
+    assert [len(versions) for versions in watched.versions] == [len(logp) for logp in plain.logp]
+
+
+def test_each_token_has_the_probability_that_its_version_gives_it() -> None:
+    """With the cache made anew, all that a token depends on is of one version."""
+    rollout, given = in_turn(model_of(0), recompute=True)
+    checked = 0
+    for row, logp, versions in zip(rollout.tokens, rollout.logp, rollout.versions, strict=True):
+        head = len(row) - len(logp)
+        for place, (found, version) in enumerate(zip(logp.tolist(), versions.tolist(), strict=True)):
+            # The cache sums in another order than one pass over all tokens does.
+            assert found == pytest.approx(logp_by(given[version], row, head + place), abs=1e-5)
+            checked += 1
+    assert checked > 12
+
+
+def test_a_cache_that_is_kept_remembers_older_weights() -> None:
+    kept, given = in_turn(model_of(0), recompute=False)
+    row, logp, version = kept.tokens[0], kept.logp[0], int(kept.versions[0][-1])
+    head = len(row) - len(logp)
+    assert abs(float(logp[-1]) - logp_by(given[version], row, head + len(logp) - 1)) > 1e-3
+
+
+def test_groups_travel_whole() -> None:
+    rollout, _ = in_turn(model_of(0), recompute=True)
+    groups = groups_of(rollout, torch.tensor([1.0, 0, 0, 0, 1, 1]), 2)
+    assert len(groups) == 3
+    for k, group in enumerate(groups):
+        again = Group.unpacked(group.packed())
+        assert group.head.tolist() == PROMPTS[k]
+        for i, row in enumerate(again.rows()):
+            assert torch.equal(row, rollout.tokens[2 * k + i])
+            assert torch.equal(again.split(again.logp)[i], rollout.logp[2 * k + i])
+            assert torch.equal(again.split(again.versions)[i], rollout.versions[2 * k + i])
+        assert again.advantage.tolist() == group.advantage.tolist()
+    assert groups[0].advantage[0] > 0 > groups[0].advantage[1]
+    assert not groups[1].advantage.any()
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:7], lambda b: b"", lambda b: b + bytes(4)])
+def test_what_is_no_group_is_refused(damage: Callable[[bytes], bytes]) -> None:
+    rollout, _ = in_turn(model_of(0), recompute=True)
+    packed = groups_of(rollout, torch.zeros(6), 2)[0].packed()
+    with pytest.raises(ValueError, match="are not a group"):
+        Group.unpacked(damage(packed))
