@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median, quantiles
@@ -42,16 +42,14 @@ def measured(runs: Sequence[tuple[Layout, dict[str, Any]]]) -> Rates:
         take_s=_shorter(taking),
         lease_s=_shorter(_gaps(many, "sampling")),
     )
-    if any(layout.cores is None or layout.parts < layout.cores for layout, _ in runs):
-        return rates  # nothing was shared
-    shared_s, call_s = _shared(
-        [
-            (layout.cores or 1) * run["seconds_per_step"] * layout.sync_every,
-            work_of(rates, layout),
-            layout.calls,
-        ]
+    shared = [
+        (layout.cores * run["seconds_per_step"] * layout.sync_every, work_of(rates, layout), layout.calls)
         for layout, run in runs
-    )
+        if layout.cores is not None and layout.cores <= layout.parts
+    ]
+    if len(shared) < len(runs):
+        return rates
+    shared_s, call_s = _shared(shared)
     return replace(rates, shared_s=shared_s, call_s=call_s)
 
 
@@ -62,13 +60,10 @@ def _shorter(seconds: Sequence[float]) -> float:
 
 def _gaps(run: dict[str, Any], what: str) -> list[float]:
     """From the end of what a part did to its next beginning."""
-    by_part: dict[str, list[dict[str, Any]]] = {}
-    for event in _of(run, what):
-        by_part.setdefault(event["part"], []).append(event)
-    return [b["from"] - a["to"] for events in by_part.values() for a, b in pairwise(events)]
+    return [b["from"] - a["to"] for events in _by_part(run, what) for a, b in pairwise(events)]
 
 
-def _shared(rounds: Iterable[Sequence[float]]) -> tuple[float, float]:
+def _shared(rounds: Sequence[Sequence[float]]) -> tuple[float, float]:
     """What a second of work takes where cores are shared, and what a call adds. Noise does not make the first
     less than a second, or the second less than nothing.
 
@@ -87,11 +82,16 @@ def _shared(rounds: Iterable[Sequence[float]]) -> tuple[float, float]:
 
 
 def _of(run: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    return [event for events in _by_part(run, what) for event in events]
+
+
+def _by_part(run: dict[str, Any], what: str) -> list[list[dict[str, Any]]]:
+    """The events that count, of one part after the other."""
     by_part: dict[str, list[dict[str, Any]]] = {}
     for event in run["events"]:
         if event["what"] == what:
             by_part.setdefault(event["part"], []).append(event)
-    return [event for events in by_part.values() for event in events[_WARM:]]
+    return [events[_WARM:] for events in by_part.values()]
 
 
 def _median(run: dict[str, Any], what: str, about: str) -> float:

@@ -44,13 +44,18 @@ class Layout:
         return self.sync_every * self.sites * self.ranks * self.step_answers
 
     @property
+    def batches(self) -> float:
+        """In which those answers are sampled."""
+        return self.answers / self.batch
+
+    @property
     def parts(self) -> int:
         return self.sites * self.ranks + self.samplers
 
     @property
     def calls(self) -> float:
         """In a round: one for each step of each rank, and one for each batch of answers."""
-        return self.sync_every * self.sites * self.ranks + self.answers / self.batch
+        return self.sync_every * self.sites * self.ranks + self.batches
 
 
 @dataclass(frozen=True)
@@ -69,20 +74,19 @@ def training_of(rates: Rates, layout: Layout) -> float:
 
 def work_of(rates: Rates, layout: Layout) -> float:
     """Seconds in which all parts together compute, of a round."""
-    sampling = rates.of_batch(layout.batch) * layout.answers / layout.batch
+    sampling = layout.batches * rates.of_batch(layout.batch)
     return layout.sites * layout.ranks * training_of(rates, layout) + rates.publish_s + sampling
 
 
 def predict(rates: Rates, layout: Layout) -> Prediction:
     link_s = rates.round_bytes / layout.link if layout.link else 0.0
     training = training_of(rates, layout) + layout.sync_every * rates.take_s
-    batches = layout.answers / layout.batch
     batch_s = rates.of_batch(layout.batch) + rates.lease_s
-    most = (1 + layout.max_staleness) * layout.answers / layout.batch  # batches out at once
+    most = (1 + layout.max_staleness) * layout.batches  # batches out at once
     at_work = min(layout.samplers, most)
     bounds = {
         "training": training + link_s + rates.publish_s,
-        "sampling": batches * batch_s / at_work,
+        "sampling": layout.batches * batch_s / at_work,
     }
     if layout.cores is not None:
         shared = rates.shared_s * work_of(rates, layout) + rates.call_s * layout.calls
@@ -92,7 +96,7 @@ def predict(rates: Rates, layout: Layout) -> Prediction:
     bound = max(bounds, key=lambda name: bounds[name])
     round_s = bounds[bound]
     if layout.max_staleness == 0:  # the first batch is there before training begins, then both go on
-        waves = math.ceil(batches / at_work) * batch_s
+        waves = math.ceil(layout.batches / at_work) * batch_s
         between = link_s + rates.publish_s + rates.write_s
         in_turn = {
             "training": batch_s + training + between,

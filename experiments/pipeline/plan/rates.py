@@ -19,9 +19,7 @@ class Rates:
 
     answer_tokens: float  # of an answer, the mean
     longest_tokens: float  # of the longest one
-    slot_tokens: (
-        float  # steps for which an answer holds its place: where all wait for the longest, its tokens
-    )
+    slot_tokens: float  # steps for which an answer holds its place; those of the longest, if all wait for it
     token_s: float  # of a step that gives every answer of a batch a token, however many they are
     sequence_s: float  # more of it for each of them
     step_s: float  # of a training step, however many answers it learns from
