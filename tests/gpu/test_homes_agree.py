@@ -137,7 +137,7 @@ def step(sites: int = 1, mu: float = 0.9, *, nesterov: bool = True) -> OuterStep
     return OuterStep(num_sites=sites, lr=0.7, momentum=mu, nesterov=nesterov)
 
 
-@pytest.mark.check(ALL_VALUES, sample=r"(?!16895).*")
+@pytest.mark.check(ALL_VALUES, sample=r"(?!16895|8192-triton).*")
 @pytest.mark.parametrize("n", EDGES)
 def test_a_round_at_every_edge(home: Any, n: int) -> None:
     anchor, weights, residual = state(n)

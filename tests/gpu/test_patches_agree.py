@@ -11,6 +11,7 @@ from homes import PATCH_OPS, interpreted, on_the_gpu, same_bits, use_tiles_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patch_cases import any_bits, in_pieces, moved, trained
+from selection import ALL_VALUES
 from torch import Tensor
 
 from loco import kernels
@@ -96,6 +97,7 @@ def test_every_format_size_and_piece(
         assert (changes.positions.numel() > 0) == (density > 0 and n > 0) or n < 100
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(?!819[23]-triton).*")
 @pytest.mark.parametrize("n", [4 * 2048, 4 * 2048 + 1, 5 * 2048 - 3])
 def test_several_parts_of_which_some_do_not_change(
     home: Any, n: int, monkeypatch: pytest.MonkeyPatch

@@ -64,7 +64,7 @@ def test_what_the_machine_lacks_is_said_by_one_of_its_ranks(tmp_path: Path) -> N
     assert done.stderr.count("no C compiler (no-such-compiler) was found") == 1
 
 
-@pytest.mark.check(SHARDINGS, sample="with_fsdp2-2")
+@pytest.mark.check(SHARDINGS)
 @pytest.mark.parametrize(("name", "ranks"), [("with_fsdp2", 2), ("with_hsdp", 4)])
 def test_the_sharded_examples_run_with_a_torchrun_for_each_site(name: str, ranks: int) -> None:
     script = EXAMPLE.with_name(f"{name}.py")
