@@ -31,6 +31,7 @@ ALL_VALUES = "the kernels and the codecs on every BF16 value and tie, and on mor
 MEMORY = "memory at full size, by every home and exchange"
 COMMANDS = "the commands as a person runs them: each way to start, interrupt and resume one"
 BASELINES = "the baselines, recordings and benchmarks in full"
+LANGUAGES = "language models of every architecture"
 PAGES = "plots and pages of any size"
 SHARDINGS = "sharded parameters: every kind of training, layout and trap"
 PRODUCTS = "full products of options, of which every pair has been tried"

@@ -27,8 +27,10 @@ def torchrun(nproc: int, script: Path, **environment: str) -> subprocess.Complet
     return run(*launcher, str(script), **environment)
 
 
-def test_the_example_trains_four_sites_and_one_rank_prints() -> None:
-    done = torchrun(4, EXAMPLE)
+@pytest.mark.check(COMMANDS, sample="2")
+@pytest.mark.parametrize("sites", [2, 4])
+def test_the_example_trains_several_sites_and_one_rank_prints(sites: int) -> None:
+    done = torchrun(sites, EXAMPLE)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 40", "step 80", "step 120", "step 160"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from languages import save_tokenizer
-from selection import COMMANDS
+from selection import COMMANDS, LANGUAGES
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.errors import ExperimentError
@@ -90,7 +90,10 @@ def sliding() -> Any:
     )
 
 
-@pytest.fixture(params=[llama, untied, gpt2, sliding])
+BEYOND = pytest.mark.check(LANGUAGES)
+
+
+@pytest.fixture(params=[*(pytest.param(make, marks=BEYOND) for make in (llama, untied)), gpt2, sliding])
 def source(request: pytest.FixtureRequest, hub: Any, tmp_path: Path) -> Any:
     """transformers' own model, saved in `tmp_path` with a tokenizer."""
     model = request.param().eval()
