@@ -25,11 +25,13 @@ from experiments.config import CompareConfig, RunConfig, TrainConfig, check_worl
 from experiments.errors import ExperimentError
 from experiments.merging import derive
 
+# The baselines, too, with the longest steps that they bear: see docs/frontier.md.
 DEMO: dict[str, dict[str, Any]] = {
-    "DDP": {"method": "ddp"},
-    "DiLoCo": {"method": "diloco"},
-    "PULSELoCo": {"method": "pulseloco"},
-    "PULSELoCo, saving": {"method": "pulseloco", **loco.SAVING},
+    "DDP, tuned": {"method": "ddp", "lr": 1e-4},
+    "DiLoCo, tuned": {"method": "diloco", "outer_lr": 112.0, "outer_momentum": 0.0},
+    "PULSELoCo, MATCHING": {"method": "pulseloco", **loco.MATCHING},
+    "PULSELoCo, SAVING": {"method": "pulseloco", **loco.SAVING},
+    "PULSELoCo, SMALLEST": {"method": "pulseloco", **loco.SMALLEST},
 }
 
 

@@ -28,7 +28,7 @@ from .members.sites import Sites
 from .members.topology import Topology
 from .members.view import SiteTopology
 from .optimizer import DiLoCo, PulseLoCo
-from .presets import MATCHING, PAPER, SAVING
+from .presets import MATCHING, PAPER, SAVING, SMALLEST
 from .report import SyncReport
 from .round.hooks import RoundProgress
 
@@ -36,6 +36,7 @@ __all__ = [
     "MATCHING",
     "PAPER",
     "SAVING",
+    "SMALLEST",
     "AgreementError",
     "Attached",
     "AuthenticationError",

@@ -1,6 +1,7 @@
 """A training that was set up so that nothing is learned is told so, once."""
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -54,6 +55,31 @@ def test_small_steps_that_are_withheld_are_steps(caplog: pytest.LogCaptureFixtur
     train(net, optimizer, 1)
     (text,) = warnings_of(caplog)
     assert "no weight of this one has moved" in text
+
+
+@pytest.mark.parametrize(
+    ("lr", "outer", "percent"),
+    [
+        (1e-3, loco.SAVING, r"\d{4}"),  # a thousand times what it is made for
+        (1e-4, loco.SAVING, r"\d{3}"),
+        (1e-6, loco.SAVING, ""),
+        (1e-3, {}, ""),
+    ],
+)
+def test_an_outer_step_that_is_far_too_long_is_told_once(
+    lr: float, outer: dict[str, Any], percent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.Adam(net.parameters(), lr=lr), sync_every=8, **outer)
+    train(net, optimizer, 24)
+    said = "\n".join(warnings_of(caplog))
+    if not percent:
+        assert said == ""
+        return
+    step = (
+        rf"round 1: an outer step of outer_lr \d+ moves the weights by up to {percent}% of what they are\. "
+    )
+    assert re.fullmatch(rf"{step}[^\n]*", said)
 
 
 def test_a_resumed_run_is_not_judged_by_what_was_before(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,10 +20,9 @@ def planned(*arguments: str) -> list[Run]:
 def test_without_a_word_it_is_the_demos_methods_on_all_trainers() -> None:
     runs = planned()
     assert [(run.label, run.config.method) for run in runs] == [
-        ("DDP", "ddp"),
-        ("DiLoCo", "diloco"),
-        ("PULSELoCo", "pulseloco"),
-        ("PULSELoCo, saving", "pulseloco"),
+        ("DDP, tuned", "ddp"),
+        ("DiLoCo, tuned", "diloco"),
+        *((f"PULSELoCo, {preset}", "pulseloco") for preset in ("MATCHING", "SAVING", "SMALLEST")),
     ]
     assert {(run.ranks, run.config.seed) for run in runs} == {(4, 0)}
 
