@@ -82,7 +82,7 @@ class SetupWarnings:
         # By root mean squares: the norm of the update is that of a site, whose ranks have a part each.
         numel = report.numel * self._state.topology.ranks_per_site
         ahead = settings.outer_momentum if settings.nesterov else 0.0
-        moved = settings.outer_lr * (1 + ahead) * update_norm / numel**0.5
+        moved = settings.outer_lr * (1 + ahead) * update_norm / max(numel, 1) ** 0.5
         if moved > 0.5 * self._weight > 0:
             self._say(
                 "reach",

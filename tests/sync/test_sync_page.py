@@ -2,20 +2,22 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from pages import code, page
 from published import cast
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from loco.sync import Publisher, Subscriber
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
 
-def llama(seed: int) -> LlamaForCausalLM:
+def llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # here, as collecting tests need not wait for it
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=97,
@@ -33,14 +35,14 @@ def llama(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def as_engine(trained: nn.Module, seed: int) -> LlamaForCausalLM:
+def as_engine(trained: nn.Module, seed: int) -> Any:
     """A fresh engine on the trained weights."""
     engine = llama(seed).bfloat16()
     engine.load_state_dict({name: cast(tensor) for name, tensor in trained.state_dict().items()})
     return engine
 
 
-def tokens(engine: LlamaForCausalLM, **options: object) -> list[int]:
+def tokens(engine: Any, **options: object) -> list[int]:
     torch.manual_seed(0)
     found = engine.generate(PROMPT, max_new_tokens=12, do_sample=False, **options)  # pyright: ignore
     assert isinstance(found, Tensor)
@@ -99,6 +101,8 @@ def test_a_model_takes_new_weights_between_two_tokens(tmp_path: Path) -> None:
     old = as_engine(trained, 2)
     perturb(trained, 0.3)
     new = as_engine(trained, 3)
+
+    from transformers import StoppingCriteria, StoppingCriteriaList
 
     class NewestWeights(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # pyright: ignore

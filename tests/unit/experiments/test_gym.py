@@ -1,15 +1,15 @@
 """Tasks of reasoning_gym: what is asked of a small model, and that their own verifier judges it."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from experiments.config import GymConfig
 from experiments.errors import ExperimentError
-
-pytest.importorskip("reasoning_gym", reason="needs reasoning_gym")
-
 from experiments.tasks.gym import gym_problems
+
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning_gym")
 
 SMALL: dict[str, Any] = {"size": 60, "held_out": 20}
 
