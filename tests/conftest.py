@@ -69,7 +69,8 @@ class _NotImported(pytest.Module):
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = any("::" in argument for argument in config.args)
-    reasons = {} if named else _left_out(items)  # also before --check: a wrong sample is an error
+    # Also before --check: a wrong sample is an error. Of what failed last, only its cases are collected.
+    reasons = {} if named else _left_out(items, whole=not config.getoption("lf"))
     if not config.getoption("check"):
         config.stash[_LEFT_OUT] = list(reasons.values())
         config.hook.pytest_deselected(items=list(reasons))
@@ -83,9 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
 
 
-def _left_out(items: list[pytest.Item]) -> dict[pytest.Item, str]:
+def _left_out(items: list[pytest.Item], *, whole: bool) -> dict[pytest.Item, str]:
     try:
-        return selection.left_out(items)
+        return selection.left_out(items, whole=whole)
     except pytest.UsageError as error:
         print(f"ERROR: {error}", file=sys.__stderr__)  # pytest-xdist only says that it has no workers left
         raise

@@ -13,8 +13,8 @@ class Loss:
     """Who can't be counted on, and why.
 
     silent: ranks without a heartbeat; their processes are dead or stopped, or their links cut.
-    gone: ranks that have given up what the others wait for, or ended; their last status says why.
-    why: what a rank that has gone said, if it has come back since.
+    gone: ranks that have given up what the others wait for, or ended.
+    why: what the first of them said then; it may have come back, and have said something else, since.
     store: why the store does not answer.
     """
 
@@ -51,9 +51,9 @@ class Heartbeats(Protocol):
         """
         ...
 
-    def departed(self, ranks: Sequence[int]) -> list[int]:
-        """Those of them that have said that they left, as far as the store can tell. Of those who have just
-        hung up: they may be about to say it."""
+    def departed(self, ranks: Sequence[int], link: str) -> Loss | None:
+        """Who has given up this link, or is one of these ranks and has left, as far as the store can tell.
+        Of those who have just hung up: they may be about to say it."""
         ...
 
     def last_words(self, rank: int) -> str:
@@ -81,8 +81,8 @@ class NoHeartbeats:
     ) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def departed(self, ranks: Sequence[int]) -> list[int]:
-        return []
+    def departed(self, ranks: Sequence[int], link: str) -> Loss | None:
+        return None
 
     def last_words(self, rank: int) -> str:
         return "nothing"

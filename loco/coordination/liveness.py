@@ -133,18 +133,22 @@ class Liveness:
             watch.done = True
             self._pulse.watches.remove(watch)
 
-    def departed(self, ranks: Sequence[int]) -> list[int]:
-        deadline, gone = time.monotonic() + _SOON, list[int]()
-        while not gone and time.monotonic() < deadline:
+    def departed(self, ranks: Sequence[int], link: str) -> Loss | None:
+        deadline = time.monotonic() + _SOON
+        while time.monotonic() < deadline:
             with suppress(RuntimeError):
-                beats = zip(ranks, self._pulse.read(ranks), strict=True)
-                gone = [rank for rank, beat in beats if beat.status.startswith((_LEFT, _ENDED))]
+                farewell = self._pulse.farewell(link)
+                if farewell is not None:
+                    return Loss(gone=farewell[:1], why=farewell[1])
+                for rank, beat in zip(ranks, self._pulse.read(ranks), strict=True):
+                    if beat.has_left:
+                        return Loss(gone=(rank,), why=beat.words)
             time.sleep(_POLL)
-        return gone
+        return None
 
     def last_words(self, rank: int) -> str:
         with suppress(RuntimeError):
-            return self._pulse.read([rank])[0].status[1:] or "nothing"
+            return self._pulse.read([rank])[0].words or "nothing"
         return "nothing that can be read"
 
     def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
@@ -159,7 +163,7 @@ class Liveness:
                 f"no sign of life from {name(loss.silent)} within {self.dead_after:g} s: dead, stopped or "
                 f"cut off; last heard of: {self.last_words(loss.silent[0])}"
             )
-        return f"{name(loss.gone[:1])} has left: {loss.why or self.last_words(loss.gone[0])}"
+        return f"{name(loss.gone[:1])} has left: {loss.why}"
 
     def close(self) -> None:
         """Say that this rank has ended, and end the thread."""
@@ -173,6 +177,14 @@ class _Beat:
     count: int = 0
     status: str = _AT_WORK
     confirmed: tuple[str, ...] = ()
+
+    @property
+    def has_left(self) -> bool:
+        return self.status.startswith((_LEFT, _ENDED))
+
+    @property
+    def words(self) -> str:
+        return self.status[1:]
 
     def __str__(self) -> str:
         return f"{':'.join([str(self.count), *self.confirmed])} {self.status}"
@@ -316,7 +328,9 @@ class _Watch:
             self._raise(Loss(gone=farewell[:1], why=farewell[1]))
         self._given_up = farewell is not None
         if silent or gone:
-            self._raise(Loss(silent=tuple(sorted(silent)), gone=tuple(sorted(gone))))
+            first = min(gone, default=None)
+            why = "" if first is None else beats[first].words
+            self._raise(Loss(silent=tuple(sorted(silent)), gone=tuple(sorted(gone)), why=why))
 
     def miss(self, pulse: _Pulse, error: RuntimeError) -> None:
         """The store did not answer."""

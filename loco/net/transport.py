@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..coordination.authentication import SEAL_BYTES, MessageSeals
 from ..coordination.guard import guarded
-from ..coordination.heartbeats import Heartbeats, Loss
+from ..coordination.heartbeats import Heartbeats
 from ..errors import AuthenticationError, TransportError, WireError, first_line
 from .cancellable_wait import Alarm, CancellableWait
 from .mesh import Mesh
@@ -239,9 +239,10 @@ class Transport:
         answer within `limit` seconds."""
         said = ""
         if self.liveness is not None:
-            gone = self.liveness.departed([self._ranks[p] for p in (self.peers if peer < 0 else [peer])])
-            if gone:  # it hung up for a reason of its own, which may be the loss of yet another member
-                return self.liveness.describe(Loss(gone=tuple(gone)), self._named)
+            ranks = [self._ranks[p] for p in (self.peers if peer < 0 else [peer])]
+            loss = self.liveness.departed(ranks, self.link)
+            if loss:  # it hung up for a reason of its own, which may be the loss of yet another member
+                return self.liveness.describe(loss, self._named)
             if peer >= 0:
                 alive = ", which is alive" if limit else ""
                 said = f"{alive}; last heard of: {self.liveness.last_words(self._ranks[peer])}"

@@ -46,6 +46,7 @@ def test_a_sample_that_matches_nothing_is_an_error() -> None:
     items = collected(item("cases", "a", check=(("more",), {"sample": "renamed"})))
     with pytest.raises(pytest.UsageError, match=r"samples that match no case: .*cases.*renamed"):
         selection.left_out(items)
+    assert selection.left_out(items, whole=False) == {items[0]: "more"}
 
 
 def test_of_a_product_every_pair_of_options_is_kept() -> None:

@@ -99,6 +99,21 @@ def test_who_leaves_says_why_and_is_expected_at_a_reunion() -> None:
     assert losses_while(listener, lambda: None) == []  # it is back
 
 
+def test_why_a_rank_left_is_known_after_it_is_back() -> None:
+    listener, other = pair(HashStore())
+    assert listener.departed([1], "link a") is None
+    other.leave("round 7: lost site 2")
+    left = listener.departed([1], "link a")
+    other.leave("round 8: lost site 3", "link a")
+    other.say("round 8, applying")
+    of_the_link = listener.departed([1], "link a")
+    assert [left, of_the_link] == [
+        Loss(gone=(1,), why="round 7: lost site 2"),
+        Loss(gone=(1,), why="round 8: lost site 3"),
+    ]
+    assert listener.departed([1], "link b") is None
+
+
 def test_who_left_a_link_has_left_it_for_good() -> None:
     listener, other = pair(HashStore())
     other.leave("round 7: lost site 2", "link a")
