@@ -25,6 +25,9 @@ demo: .venv/installed
 pipeline: .venv/installed
 	$(BIN)/python -m experiments.pipeline
 
+# Thousands of processes would compile all modules anew each.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Several tests at once: see tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 

@@ -6,6 +6,7 @@ A preset's `runs` say by label what differs from the rest of the configuration:
       DDP: {method: ddp}
       PULSELoCo: {method: pulseloco, seeds: 5}
       DiLoCo α {outer_lr}: {method: diloco, over: {outer_lr: [7, 14, 28]}}  # three runs
+      SAVING, H {sync_every}: {like: SAVING, over: {sync_every: [4, 16]}}  # of loco's settings by name
 
 A label's {name} is the value of that setting.
 """
@@ -29,10 +30,11 @@ from experiments.merging import derive
 DEMO: dict[str, dict[str, Any]] = {
     "DDP, tuned": {"method": "ddp", "lr": 1e-4},
     "DiLoCo, tuned": {"method": "diloco", "outer_lr": 112.0, "outer_momentum": 0.0},
-    "PULSELoCo, MATCHING": {"method": "pulseloco", **loco.MATCHING},
-    "PULSELoCo, SAVING": {"method": "pulseloco", **loco.SAVING},
-    "PULSELoCo, SMALLEST": {"method": "pulseloco", **loco.SMALLEST},
+    "PULSELoCo, MATCHING": {"like": "MATCHING"},
+    "PULSELoCo, SAVING": {"like": "SAVING"},
+    "PULSELoCo, SMALLEST": {"like": "SMALLEST"},
 }
+NAMED = {"PAPER": loco.PAPER, "MATCHING": loco.MATCHING, "SAVING": loco.SAVING, "SMALLEST": loco.SMALLEST}
 
 
 _GREEK = str.maketrans({"α": "alpha", "μ": "mu", "γ": "gamma"})  # for file names that any system takes
@@ -110,9 +112,20 @@ def choices(runs: dict[str, Any], seeds: int) -> list[tuple[int, str, dict[str, 
         count = changes.pop("seeds", seeds)
         if not isinstance(count, int) or count < 1:
             raise ExperimentError(f"{where}: seeds must be a whole number of at least 1, got {count!r}")
+        changes = _named(changes, where) | changes
         for chosen in _spread(label, changes, where):
             found += [(seed, label, chosen, where) for seed in range(count)]
     return sorted(found, key=lambda one: one[0])
+
+
+def _named(changes: dict[str, Any], where: str) -> dict[str, Any]:
+    """The settings of PULSELoCo whose name `like` gives."""
+    like = changes.pop("like", None)
+    if like is None:
+        return {}
+    if like not in NAMED:
+        raise ExperimentError(f"{where}: like is one of {', '.join(NAMED)}, got {like!r}")
+    return {"method": "pulseloco", **NAMED[like]}
 
 
 def _spread(label: str, changes: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:

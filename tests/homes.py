@@ -145,8 +145,9 @@ class Moving:
         return moved
 
 
+@functools.cache
 def builds() -> list[Any]:
-    """Each build of the C home that runs here."""
+    """Each build of the C home that runs here. Not to be changed: all get this list."""
     try:
         return [
             pytest.param(cpu.Compiled(cpu.BUILDS[name]), id=f"c-{name}") for name in cpu.builds_for_this_cpu()

@@ -27,6 +27,7 @@ context.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
+        "torch.distributed.fsdp",
         "torch._dynamo",
         "numpy",
         "pytest",

@@ -9,6 +9,7 @@ moment after the check.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -18,6 +19,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +39,7 @@ BUILDS = {
     "avx512": ("-mavx2", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mbmi2"),
 }
 SEAL_BYTES = 32
+LONGEST_WAIT = 120.0  # seconds, for another process that compiles
 
 
 class BuildError(Exception):
@@ -70,8 +73,39 @@ def load(extra: tuple[str, ...]) -> ctypes.CDLL:
 
     name = f"kernels-{key}.so"
     with _opened(cache_folder()) as cache:
-        library = None if cache is None else _load_whole(_inside(cache) / name, key)
-        return library or _build([*compiler, *flags], key, name, cache)
+        if cache is None:
+            return _build([*compiler, *flags], key, name, None)
+        kept = _inside(cache) / name
+        library = _load_whole(kept, key)
+        if library is None:
+            # Compiling takes many seconds of a core, and all ranks of a machine begin at once.
+            with _one_at_a_time(cache):
+                library = _load_whole(kept, key) or _build([*compiler, *flags], key, name, cache)
+        return library
+
+
+@contextmanager
+def _one_at_a_time(cache: int) -> Iterator[None]:
+    """What other processes have begun in this folder ends first, unless that takes too long: its process may
+    have been stopped, and the folder's file system may have no locks."""
+    try:
+        lock = os.open("lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=cache)
+    except OSError:  # it can be read only, so nothing is kept in it either
+        yield
+        return
+    try:
+        deadline = time.monotonic() + LONGEST_WAIT
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(lock)  # which ends the lock, too
 
 
 def _build(command: list[str], key: str, name: str, cache: int | None) -> ctypes.CDLL:

@@ -24,6 +24,40 @@ class Loss:
     store: str = ""
 
 
+# How a status begins: a rank is at work; it has given up a round, and may come back; it has ended.
+AT_WORK, LEFT, ENDED = "+", "-", "!"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One sign of life, as the store holds it.
+
+    count: of the rank's beats. confirmed: its latest votes that were committed, by set of links.
+    """
+
+    count: int = 0
+    status: str = AT_WORK
+    confirmed: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Beat":
+        """What `str` made of one; a ValueError if it is malformed."""
+        head, _, status = text.partition(" ")
+        count, *confirmed = head.split(":")
+        return cls(int(count), status, tuple(confirmed))
+
+    def __str__(self) -> str:
+        return f"{':'.join([str(self.count), *self.confirmed])} {self.status}"
+
+    @property
+    def has_left(self) -> bool:
+        return self.status.startswith((LEFT, ENDED))
+
+    @property
+    def words(self) -> str:
+        return self.status[1:]
+
+
 class Heartbeats(Protocol):
     """What waits for other ranks need to know of them: of all that live (`Liveness`), or of nobody."""
 

@@ -16,7 +16,7 @@ from weakref import ref
 
 from ..errors import AuthenticationError, first_line
 from .authentication import StoreSeals
-from .heartbeats import Alarm, Loss
+from .heartbeats import AT_WORK, ENDED, LEFT, Alarm, Beat, Loss
 from .store_client import KeyValueStore, StoreClient
 from .ticker import Ticker
 
@@ -27,9 +27,6 @@ _ALLOWED = 6
 _LOOKS = 4
 _SOON = 0.5  # seconds
 _POLL = 0.02  # seconds
-
-# How a status begins: a rank is at work; it has given up a round, and may come back; it has ended.
-_AT_WORK, _LEFT, _ENDED = "+", "-", "!"
 
 _logger = logging.getLogger(__name__)
 
@@ -75,15 +72,15 @@ class Liveness:
         )
 
     def say(self, doing: str) -> None:
-        back = self._pulse.status.startswith(_LEFT)
-        self._pulse.status = _AT_WORK + doing
+        back = self._pulse.status.startswith(LEFT)
+        self._pulse.status = AT_WORK + doing
         if back:  # nobody who meets it from now on may think that it is not there
             self._publish()
 
     def leave(self, why: str, link: str = "") -> None:
         if link:
             self._pulse.farewells.append((link, why[:400]))
-        self._pulse.status = _LEFT + why[:400]
+        self._pulse.status = LEFT + why[:400]
         self._publish()
 
     def forget(self, link: str) -> None:
@@ -124,7 +121,7 @@ class Liveness:
     def watching(
         self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", reunion: bool = False
     ) -> Iterator[None]:
-        gone = (_ENDED,) if reunion else (_LEFT, _ENDED)
+        gone = (ENDED,) if reunion else (LEFT, ENDED)
         watch = _Watch(tuple(ranks), alarm, self.dead_after * _ALLOWED / BEATS, gone, link)
         self._pulse.watches.append(watch)
         try:
@@ -170,26 +167,6 @@ class Liveness:
         self._ticker.close()
 
 
-@dataclass(frozen=True)
-class _Beat:
-    """count: of the rank's beats. confirmed: its latest votes that were committed, by set of links."""
-
-    count: int = 0
-    status: str = _AT_WORK
-    confirmed: tuple[str, ...] = ()
-
-    @property
-    def has_left(self) -> bool:
-        return self.status.startswith((_LEFT, _ENDED))
-
-    @property
-    def words(self) -> str:
-        return self.status[1:]
-
-    def __str__(self) -> str:
-        return f"{':'.join([str(self.count), *self.confirmed])} {self.status}"
-
-
 @dataclass
 class _Pulse:
     """What the thread works on. It holds no Liveness, so that one that nobody needs any more can end it."""
@@ -199,11 +176,11 @@ class _Pulse:
     name: str
     rank: int
     every: float  # seconds
-    status: str = _AT_WORK + "starting"
+    status: str = AT_WORK + "starting"
     beats: int = 0
     awake: float = 0.0  # seconds that this process was, as far as it can tell
     last: float = field(default_factory=lambda: time.monotonic())
-    heard: dict[int, _Beat] = field(default_factory=dict)  # the newest of each rank
+    heard: dict[int, Beat] = field(default_factory=dict)  # the newest of each rank
     farewells: list[tuple[str, str]] = field(default_factory=list)  # links that were given up, and why
     confirmed: list[tuple[ref[object], str]] = field(default_factory=list)  # by voter: its latest vote
     watches: list["_Watch"] = field(default_factory=list)
@@ -226,7 +203,7 @@ class _Pulse:
             _logger.exception("a heartbeat failed, and the next one is tried")
 
     def end(self) -> None:
-        self.status = f"{_ENDED}its program has ended, or dropped its optimizer"
+        self.status = f"{ENDED}its program has ended, or dropped its optimizer"
 
     def beat(self) -> None:
         self.beats += 1
@@ -237,12 +214,12 @@ class _Pulse:
             self.store.compare_set(key, "", self.seals.write(key, f"{self.rank} {why}"))
             del self.farewells[0]
         key = self._key(self.rank)
-        beat = _Beat(self.beats, status, tuple(vote for _, vote in self.confirmed))
+        beat = Beat(self.beats, status, tuple(vote for _, vote in self.confirmed))
         self.store.set(key, self.seals.write(key, str(beat)))
         if status is self.status:
             self.said.set()
 
-    def read(self, ranks: Sequence[int]) -> list[_Beat]:
+    def read(self, ranks: Sequence[int]) -> list[Beat]:
         """The newest beat that was heard of each rank; a RuntimeError if the store does not answer."""
         keys = [self._key(rank) for rank in ranks]
         if self.store.check(keys):  # the usual case: all have begun, and one request tells of all of them
@@ -254,13 +231,11 @@ class _Pulse:
             if beat is None or (self.seals.are_used and beat.count < self.heard.get(rank, beat).count):
                 continue
             self.heard[rank] = beat
-        return [self.heard.get(rank, _Beat()) for rank in ranks]
+        return [self.heard.get(rank, Beat()) for rank in ranks]
 
-    def _beat(self, key: str, found: bytes) -> _Beat | None:
+    def _beat(self, key: str, found: bytes) -> Beat | None:
         try:
-            head, _, status = self.seals.read(key, found.decode()).partition(" ")
-            count, *confirmed = head.split(":")
-            return _Beat(int(count), status, tuple(confirmed))
+            return Beat.parse(self.seals.read(key, found.decode()))
         except (AuthenticationError, ValueError):  # not there, malformed, or not genuine
             return None
 
@@ -358,7 +333,7 @@ def await_end(store: KeyValueStore, name: str, ranks: Sequence[int], *, limit: f
             for rank, beat in zip(list(heard), pulse.read(list(heard)), strict=True):
                 if beat.count != heard[rank].count:
                     heard[rank] = _Heard(beat.count, time.monotonic())
-                if beat.status.startswith(_ENDED) or time.monotonic() - heard[rank].since > limit / 2:
+                if beat.status.startswith(ENDED) or time.monotonic() - heard[rank].since > limit / 2:
                     del heard[rank]
             time.sleep(_POLL)
     return not heard

@@ -11,9 +11,6 @@ import torch
 from torch import nn
 
 import loco
-from experiments.config import CompareConfig
-from experiments.merging import load
-from experiments.plan import runs_of
 
 pytestmark = pytest.mark.usefixtures("single_site")
 BOTH = pytest.mark.parametrize("wrap", [loco.PulseLoCo, loco.DiLoCo])
@@ -371,13 +368,3 @@ def test_what_public_signatures_name_is_public(public: type) -> None:
             for part in (hint, *typing.get_args(hint)):
                 if inspect.isclass(part) and part.__module__.startswith("loco."):
                     assert part.__name__ in loco.__all__, f"{function.__qualname__} names {part}"
-
-
-@pytest.mark.parametrize("comparison", ["equal", "equal_arithmetic", "long_runs"])
-@pytest.mark.parametrize("preset", ["MATCHING", "SAVING", "SMALLEST"])
-def test_the_comparisons_run_the_presets_by_their_values(comparison: str, preset: str) -> None:
-    runs = {run.label: run.config for run in runs_of(load(CompareConfig, [f"preset={comparison}"]))}
-    config = runs[f"PULSELoCo, {preset}"]
-    wanted = getattr(loco, preset)
-    off = {"gate_margin": 0.0, "value_steps": None, "sums_margin": None}
-    assert {key: getattr(config, key) for key in off | dict(wanted)} == off | dict(wanted)

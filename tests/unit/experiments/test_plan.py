@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import loco
 from experiments.config import CompareConfig, TrainConfig
 from experiments.errors import ExperimentError
 from experiments.merging import load
@@ -44,6 +45,20 @@ def test_what_a_run_says_outweighs_what_all_share(tmp_path: Path) -> None:
     assert plain.config.arithmetic.group == 8
     assert {run.config.steps for run in (plain, few)} == {80}
     assert all(type(run.config) is TrainConfig for run in (plain, few))
+
+
+@pytest.mark.parametrize("name", ["PAPER", "MATCHING", "SAVING", "SMALLEST"])
+def test_a_run_is_like_a_preset_but_for_what_it_says(name: str) -> None:
+    like, but = planned(f"runs.A.like={name}", f"runs.B.like={name}", "runs.B.gate_gain=9", "outer_lr=5")
+    wanted = {"gate_margin": 0.0, "value_steps": None, "sums_margin": None} | dict(getattr(loco, name))
+    assert {key: getattr(like.config, key) for key in wanted} == wanted
+    assert {key: getattr(but.config, key) for key in wanted} == wanted | {"gate_gain": 9.0}
+    assert like.config.method == but.config.method == "pulseloco"
+
+
+def test_a_run_is_like_a_preset_that_there_is() -> None:
+    with pytest.raises(ExperimentError, match=r"runs.A: like is one of PAPER, MATCHING, .*, got 'saving'"):
+        planned("runs.A.like=saving")
 
 
 def test_seeds_come_outermost_so_that_an_early_end_leaves_whole_comparisons() -> None:

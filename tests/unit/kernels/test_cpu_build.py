@@ -1,10 +1,13 @@
 """The compiled library: built once, found again, never taken for another, and replaced by the reference."""
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +59,7 @@ def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def cached() -> list[Path]:
     folder = build.cache_folder()
-    return [] if folder is None else list(folder.iterdir())
+    return [] if folder is None else list(folder.glob("kernels-*"))
 
 
 def works(flags: tuple[str, ...] = ("-O1",)) -> bool:
@@ -71,6 +74,31 @@ def works(flags: tuple[str, ...] = ("-O1",)) -> bool:
 def test_a_library_is_compiled_once(compiles: list[Path]) -> None:
     assert works()
     assert works()
+    assert len(compiles) == 1
+
+
+def test_who_begin_at_once_compile_once(compiles: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_files = build.compile_files
+
+    def slowly(command: list[str], target: Path) -> None:
+        time.sleep(0.3)
+        compile_files(command, target)
+
+    monkeypatch.setattr(build, "compile_files", slowly)
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(lambda _: build.load(("-O1",)), range(3)))
+    assert len(compiles) == 1
+
+
+def test_one_that_stands_still_while_it_compiles_does_not_hold_up_the_others(
+    compiles: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "LONGEST_WAIT", 0.2)
+    folder = build.cache_folder()
+    assert folder is not None
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert works()
     assert len(compiles) == 1
 
 
@@ -234,7 +262,7 @@ def test_a_link_of_the_user_is_followed(compiles: list[Path], tmp_path: Path) ->
     assert works()
     assert works()
     assert len(compiles) == 1
-    assert len(list((tmp_path / "elsewhere").iterdir())) == 1
+    assert len(list((tmp_path / "elsewhere").glob("kernels-*"))) == 1
 
 
 def test_a_link_of_another_user_is_not_followed(compiles: list[Path], tmp_path: Path) -> None:
