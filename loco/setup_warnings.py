@@ -25,7 +25,6 @@ class SetupWarnings:
         self._said: set[str] = set()
         self._residual_norm: float | None = 0.0  # after the last round; None: not known
         self._equal_rounds = 0  # one after the other, in which all sites' norms were the same
-        self._has_seen_a_step = False
         self._weight = float(torch.linalg.vector_norm(state.anchor)) / max(state.anchor.numel(), 1) ** 0.5
         self._look_at_formats()
 
@@ -44,9 +43,7 @@ class SetupWarnings:
         if not norms:
             return  # this site was given θ, and took no part
         self._look_at_norms(report.round, norms)
-        if not self._has_seen_a_step:
-            self._has_seen_a_step = True
-            self._look_at_reach(report, sum(norms) / len(norms))
+        self._look_at_reach(report, sum(norms) / len(norms))
         # Nothing is sent, and what is withheld is what was withheld before: no weight has moved.
         if steps and not any(norms) and report.residual_norm == before:
             self._say(
@@ -77,8 +74,11 @@ class SetupWarnings:
             )
 
     def _look_at_reach(self, report: SyncReport, update_norm: float) -> None:
-        """A preset's outer_lr at another inner learning rate ruins the weights in the very first rounds."""
+        """A preset's outer_lr at another inner learning rate ruins the weights in the first rounds, or once
+        a warm-up of the learning rate has come far enough."""
         settings = self._state.settings
+        if settings.outer_lr <= 1:
+            return  # no longer a step than the sites' own
         # By root mean squares: the norm of the update is that of a site, whose ranks have a part each.
         numel = report.numel * self._state.topology.ranks_per_site
         ahead = settings.outer_momentum if settings.nesterov else 0.0
@@ -86,9 +86,9 @@ class SetupWarnings:
         if moved > 0.5 * self._weight > 0:
             self._say(
                 "reach",
-                "round %d: an outer step of outer_lr %g moves the weights by up to %.0f%% of what they are. "
-                "loco.MATCHING, SAVING and SMALLEST are for inner learning rates near 1e-6: at ten times the "
-                "inner learning rate divide outer_lr by ten",
+                "round %d: an outer step of outer_lr %g moves the weights by up to %.0f%% of what they were "
+                "at the start. loco.MATCHING, SAVING and SMALLEST are for inner learning rates near 1e-6: at "
+                "ten times the inner learning rate divide outer_lr by ten",
                 report.round,
                 settings.outer_lr,
                 100 * moved / self._weight,

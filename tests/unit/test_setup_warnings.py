@@ -64,6 +64,7 @@ def test_small_steps_that_are_withheld_are_steps(caplog: pytest.LogCaptureFixtur
         (1e-4, loco.SAVING, r"\d{3}"),
         (1e-6, loco.SAVING, ""),
         (1e-3, {}, ""),
+        (10.0, {}, ""),  # that the inner steps are too long is seen without loco
     ],
 )
 def test_an_outer_step_that_is_far_too_long_is_told_once(
@@ -76,10 +77,21 @@ def test_an_outer_step_that_is_far_too_long_is_told_once(
     if not percent:
         assert said == ""
         return
-    step = (
-        rf"round 1: an outer step of outer_lr \d+ moves the weights by up to {percent}% of what they are\. "
-    )
+    step = rf"round 1: an outer step of outer_lr \d+ moves the weights by up to {percent}% of what they were"
     assert re.fullmatch(rf"{step}[^\n]*", said)
+
+
+def test_an_outer_step_that_becomes_too_long_is_told_then(caplog: pytest.LogCaptureFixture) -> None:
+    """After a warm-up of the inner learning rate."""
+    net = model()
+    inner = torch.optim.Adam(net.parameters(), lr=1e-7)
+    optimizer = loco.PulseLoCo(inner, sync_every=8, **loco.SAVING)
+    train(net, optimizer, 16)
+    assert warnings_of(caplog) == []
+    inner.param_groups[0]["lr"] = 1e-3
+    train(net, optimizer, 8)
+    (text,) = warnings_of(caplog)
+    assert text.startswith("round 3: an outer step of outer_lr 896 moves the weights by up to ")
 
 
 def test_a_resumed_run_is_not_judged_by_what_was_before(caplog: pytest.LogCaptureFixture) -> None:
