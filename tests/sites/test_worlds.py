@@ -248,7 +248,7 @@ def test_sites_that_have_left_come_together_again_in_the_same_processes() -> Non
 
 def with_a_key(rank: int, keys: dict[str, bytes | None]) -> tuple[str, str]:
     key = keys[os.environ["LOCO_SITE"]]
-    return error_of(lambda: trained(loco.Sites(key=key, patience=60.0, dead_after=1.0), "PulseLoCo"))
+    return error_of(lambda: trained(loco.Sites(key=key, patience=60.0, dead_after=3.0), "PulseLoCo"))
 
 
 def test_sites_with_one_key_train_and_others_are_refused() -> None:

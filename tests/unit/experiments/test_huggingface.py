@@ -93,7 +93,7 @@ def sliding() -> Any:
 BEYOND = pytest.mark.check(LANGUAGES)
 
 
-@pytest.fixture(params=[*(pytest.param(make, marks=BEYOND) for make in (llama, untied)), gpt2, sliding])
+@pytest.fixture(params=[*(pytest.param(make, marks=BEYOND) for make in (llama, untied, gpt2)), sliding])
 def source(request: pytest.FixtureRequest, hub: Any, tmp_path: Path) -> Any:
     """transformers' own model, saved in `tmp_path` with a tokenizer."""
     model = request.param().eval()
