@@ -22,6 +22,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -180,12 +181,19 @@ def _inside(cache: int) -> Path:
 
 
 def compile_files(command: list[str], target: Path) -> None:
-    """Run the compiler on SOURCES.
+    """Run the compiler on SOURCES, on as many at once as there are cores, and link them.
 
     Raises:
         BuildError: the compiler failed; quotes it.
     """
-    done = run([*command, "-o", str(target), *(str(path) for path in SOURCES if path.suffix == ".c")])
+    objects = {path: target.parent / f"{path.stem}.o" for path in SOURCES if path.suffix == ".c"}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda path: _succeed([*command, "-c", "-o", str(objects[path]), str(path)]), objects))
+    _succeed([*command, "-o", str(target), *map(str, objects.values())])
+
+
+def _succeed(command: list[str]) -> None:
+    done = run(command)
     if done.returncode:
         raise BuildError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
 
