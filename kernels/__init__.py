@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from . import reference, reference_entries, reference_patch, reference_tight
-from .reference_entries import split_sums
 from .reference_patch import FORMATS, PART, digest_terms, join_patches, split_patch
 from .streamed import Streamed
 from .types import (
@@ -197,6 +196,8 @@ class _EntriesHome(Protocol):
 
     def add_up(self, contributions: Sequence[Entries], numel: int, out: Tensor | None = None) -> Entries: ...
 
+    def split_sums(self, sums: Entries, anchor: Tensor, margin: float) -> tuple[Entries, Entries]: ...
+
     def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor: ...
 
 
@@ -214,6 +215,15 @@ def add_up(contributions: Sequence[Entries], numel: int, out: Tensor | None = No
         out: where the values of all elements are put; may be where one of the contributions has them.
     """
     return _entries_home(contributions[0].values).add_up(contributions, numel, out)
+
+
+def split_sums(sums: Entries, anchor: Tensor, margin: float) -> tuple[Entries, Entries]:
+    """The sums larger than F · ulp(θ), which go back to all sites, and the others, which their owner keeps.
+
+    Args:
+        margin: F.
+    """
+    return _entries_home(sums.values).split_sums(sums, anchor, margin)
 
 
 def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:

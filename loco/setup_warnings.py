@@ -43,7 +43,7 @@ class SetupWarnings:
         if not norms:
             return  # this site was given θ, and took no part
         self._look_at_norms(report.round, norms)
-        self._look_at_reach(report, sum(norms) / len(norms))
+        self._look_at_reach(report, sum(norms) / len(norms), before)
         # Nothing is sent, and what is withheld is what was withheld before: no weight has moved.
         if steps and not any(norms) and report.residual_norm == before:
             self._say(
@@ -73,16 +73,18 @@ class SetupWarnings:
                 norms[0],
             )
 
-    def _look_at_reach(self, report: SyncReport, update_norm: float) -> None:
+    def _look_at_reach(self, report: SyncReport, update_norm: float, withheld: float | None) -> None:
         """A preset's outer_lr at another inner learning rate ruins the weights in the first rounds, or once
         a warm-up of the learning rate has come far enough."""
         settings = self._state.settings
-        if settings.outer_lr <= 1:
-            return  # no longer a step than the sites' own
+        if settings.outer_lr <= 1 or withheld is None:
+            return  # the step is no longer than the sites' own; or it is not known what is new
         # By root mean squares: the norm of the update is that of a site, whose ranks have a part each.
         numel = report.numel * self._state.topology.ranks_per_site
         ahead = settings.outer_momentum if settings.nesterov else 0.0
-        moved = settings.outer_lr * (1 + ahead) * update_norm / max(numel, 1) ** 0.5
+        # At least that much of the update is new: the rest was withheld before, and most of it will be again.
+        new = update_norm - withheld
+        moved = settings.outer_lr * (1 + ahead) * new / max(numel, 1) ** 0.5
         if moved > 0.5 * self._weight > 0:
             self._say(
                 "reach",

@@ -52,6 +52,12 @@ class Compiled:
         library.loco_count_union.argtypes = (c_int64, c_int64, c_void_p, c_int, c_void_p)
         library.loco_add_up.restype = None
         library.loco_add_up.argtypes = (c_int64, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_void_p)
+        library.loco_count_leaving.restype = c_int64
+        library.loco_count_leaving.argtypes = (
+            *(c_int64, c_void_p, c_int, c_void_p, c_void_p, c_float, c_void_p, c_void_p),
+        )
+        library.loco_split_sums.restype = None
+        library.loco_split_sums.argtypes = (c_int64, c_void_p, c_int, c_void_p, c_void_p, c_void_p)
         library.loco_check_blocks.restype = c_int
         library.loco_check_blocks.argtypes = (
             *(c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64, c_int, c_void_p),
@@ -142,6 +148,22 @@ class Compiled:
         self._library.loco_add_up(*counted, _address(starts), _address(offsets), _address(values))
         return Entries(starts, offsets, values)
 
+    def split_sums(self, sums: Entries, anchor: Tensor, margin: float) -> tuple[Entries, Entries]:
+        if sums.starts is None:
+            return reference_entries.split_sums(sums, anchor, margin)
+        starts = [recycled(sums.starts.numel(), torch.int64) for _ in range(2)]
+        given, count = _addresses([sums]), int(sums.starts[-1] - sums.starts[0])
+        leaves = recycled(count, torch.uint8)
+        of = (anchor.numel(), given.ctypes.data, torch.get_num_threads(), _address(leaves))
+        leaving = self._library.loco_count_leaving(*of, _address(anchor), margin, *map(_address, starts))
+        stay, leave = (
+            Entries(begin, recycled(size, torch.uint8), recycled(size, torch.float32))
+            for begin, size in zip(starts, (count - leaving, leaving), strict=True)
+        )
+        rooms = [_addresses([part]) for part in (stay, leave)]
+        self._library.loco_split_sums(*of, *(room.ctypes.data for room in rooms))
+        return leave, stay
+
     def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
         starts = torch.empty(counts.numel() + 1, dtype=torch.int64, device="cpu")
         known_types = counts.dtype in (torch.uint8, torch.int16), offsets.dtype == torch.uint8
@@ -208,7 +230,8 @@ class Compiled:
             own = home.encode(theta, w, e, gates[-1]).entries
             home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer)
             entries = reference_entries if home is reference else self
-            results += entries.add_up([own, own], at.numel())
+            results += (sums := entries.add_up([own, own], at.numel()))
+            results += [x for part in entries.split_sums(sums, anchor, 0.6) for x in part]
             tight, known = (reference_tight if home is reference else self), Known(anchor, residual, gates[0])
             results += [tight.pack(own, known)]
             found.append([*results, theta, m, e, *w])

@@ -1,7 +1,7 @@
-/* What an exchange does with entries, bit for bit as in ../reference_entries.py: adding up several sites', and
- * checking a peer's. */
+/* What an exchange does with entries, bit for bit as in ../reference_entries.py: adding up several sites', splitting
+ * their sums, and checking a peer's. */
 
-#include "flat.h"
+#include "economies.h"
 
 /* ---- adding up: counted first, so that the sum takes no more memory than it has entries ---- */
 
@@ -96,6 +96,75 @@ void loco_add_up(int64_t n, int64_t contributions, const Entries *contribution, 
     Sum call = {n, contributions, contribution, starts, offsets, values};
     Share shares[MAX_THREADS];
     share_out(starts ? add_share : add_whole_share, &call, blocks_of(n), threads, shares);
+}
+
+/* ---- splitting sums: those larger than some ulps leave, the others stay. Counted first, as above ---- */
+
+typedef struct {
+    Entries sums;
+    const float *theta;
+    float margin;
+    uint8_t *leaves;     /* whether, for each entry: θ is read once, since its lines are seldom in a cache */
+    int64_t *starts[2];  /* of what stays, and of what leaves */
+    uint8_t *offsets[2];
+    float *values[2];
+} Split;
+
+static void *count_leaving_share(void *argument) {
+    Share *share = argument;
+    const Split *c = share->call;
+    for (int64_t b = share->first; b < share->last; b++) {
+        int64_t first = c->sums.starts[b], last = c->sums.starts[b + 1], count = 0;
+        const float *theta = c->theta + b * BLOCK;
+        for (int64_t k = first; k < last; k++) {
+            float least = c->margin * (power_of(theta[c->sums.offsets[k]]) * 0x1p-7f);
+            count += c->leaves[k] = magnitude(c->sums.values[k]) > least;
+        }
+        c->starts[0][b + 1] = last - first - count;
+        c->starts[1][b + 1] = count;
+    }
+    return NULL;
+}
+
+static void *split_share(void *argument) {
+    Share *share = argument;
+    const Split *c = share->call;
+    for (int64_t b = share->first; b < share->last; b++) {
+        int64_t next[2] = {c->starts[0][b], c->starts[1][b]};
+        for (int64_t k = c->sums.starts[b]; k < c->sums.starts[b + 1]; k++) {
+            int which = c->leaves[k];
+            c->offsets[which][next[which]] = c->sums.offsets[k];
+            c->values[which][next[which]++] = c->sums.values[k];
+        }
+    }
+    return NULL;
+}
+
+/* Which entries leave, and `starts` of both parts. -> how many leave */
+int64_t loco_count_leaving(int64_t n, const Entries *sums, int threads, uint8_t *leaves, const float *theta,
+                           float margin, int64_t *stay_starts, int64_t *leave_starts) {
+    Split call = {*sums, theta, margin, leaves - sums->starts[0], {stay_starts, leave_starts}, {NULL}, {NULL}};
+    int64_t blocks = blocks_of(n);
+    Share shares[MAX_THREADS];
+    share_out(count_leaving_share, &call, blocks, threads, shares);
+    for (int which = 0; which < 2; which++) {
+        call.starts[which][0] = 0;
+        for (int64_t b = 0; b < blocks; b++) call.starts[which][b + 1] += call.starts[which][b];
+    }
+    return leave_starts[blocks];
+}
+
+/* The parts themselves. */
+void loco_split_sums(int64_t n, const Entries *sums, int threads, uint8_t *leaves, const Entries *stay,
+                     const Entries *leave) {
+    Split call = {
+        *sums, NULL, 0.0f, leaves - sums->starts[0],
+        {(int64_t *)stay->starts, (int64_t *)leave->starts},
+        {(uint8_t *)stay->offsets, (uint8_t *)leave->offsets},
+        {(float *)stay->values, (float *)leave->values},
+    };
+    Share shares[MAX_THREADS];
+    share_out(split_share, &call, blocks_of(n), threads, shares);
 }
 
 /* ---- checking: of bytes that anybody may have made ---- */

@@ -74,21 +74,22 @@ class Transfer:
             return contributions
         sums, kept = self.total(contributions, slice(0, numel))
         if kept is not None:
-            self.keep([kept.cut(slices_of(numel, self.across.size)[self.across.rank])], numel)
+            self.keep([kept.cut(slices_of(numel, self.across.size)[self.across.rank])])
         return [sums]
 
-    def keep(self, parts: Sequence[Entries], numel: int) -> None:
+    def keep(self, parts: Sequence[Entries]) -> None:
         """The sums that stay here, of this site's slice, part by part."""
-        device = self.framing.known.anchor.device
-        slices = [[Entries.none(at.stop - at.start, device)] for at in slices_of(numel, self.across.size)]
-        slices[self.across.rank] = [*parts]
-        self.kept = Entries.join([part for of_slice in slices for part in of_slice])
+        self.kept = Entries.join(parts)
 
     def taken(self, own: Entries, numel: int) -> Entries:
         """What leaves this site's s: its entries v, less the sums that it keeps. e is what is left."""
         if self.kept is None:
             return own
-        return kernels.add_up([own, self.kept._replace(values=-self.kept.values)], numel)
+        slices = slices_of(numel, self.across.size)
+        parts, mine = [own.cut(at) for at in slices], slices[self.across.rank]
+        less = self.kept._replace(values=-self.kept.values)
+        parts[self.across.rank] = kernels.add_up([parts[self.across.rank], less], mine.stop - mine.start)
+        return Entries.join(parts)
 
     def attempt(self, do: Callable[[], T]) -> T | None:
         """None if it failed, or something before it did."""

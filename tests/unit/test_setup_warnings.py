@@ -94,6 +94,20 @@ def test_an_outer_step_that_becomes_too_long_is_told_then(caplog: pytest.LogCapt
     assert text.startswith("round 3: an outer step of outer_lr 896 moves the weights by up to ")
 
 
+def test_what_was_withheld_for_long_is_no_long_step(caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    optimizer = loco.PulseLoCo(torch.optim.SGD(net.parameters(), lr=1e-6), sync_every=1, **loco.SMALLEST)
+    for _ in range(3000):
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        if optimizer.last_report is not None and optimizer.last_report.update_norms[0] * 1792 > 4.0:
+            break
+    else:
+        pytest.fail("the residual did not grow")
+    assert warnings_of(caplog) == []
+
+
 def test_a_resumed_run_is_not_judged_by_what_was_before(caplog: pytest.LogCaptureFixture) -> None:
     net = model()
     optimizer = loco.PulseLoCo(torch.optim.SGD(net.parameters(), lr=0.1), sync_every=1)

@@ -54,6 +54,29 @@ def test_a_sum_has_the_references_bits(home: cpu.Compiled, n: int, threads: int)
 
 
 @homes
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("margin", [0.5, 0.3, 8.0])
+def test_sums_are_split_as_by_the_reference(home: cpu.Compiled, margin: float, n: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    chance = torch.Generator().manual_seed(n)
+    anchor = torch.randn(n, generator=chance) * 10.0 ** torch.randint(-42, 38, (n,), generator=chance)
+    anchor[::7] = 0.0
+    ulps = kernels.reference.ulp(anchor)
+    for kind in KINDS:
+        sums = some(n, kind, 1)
+        # Multiples of an eighth of an ulp: some are the margin itself.
+        values = (sums.values * 8).round() / 8 * ulps[sums.indices()]
+        sums = sums._replace(values=values)
+        for found, expected in zip(
+            home.split_sums(sums, anchor, margin),
+            reference_entries.split_sums(sums, anchor, margin),
+            strict=True,
+        ):
+            same_bits(found, expected)
+
+
+@homes
 def test_a_sum_of_minus_zeros_is_plus_zero(home: cpu.Compiled) -> None:
     minus = torch.full((300,), -0.0)
     for one in (Entries.whole(minus), Entries.at(torch.arange(300), minus, 300)):
