@@ -118,7 +118,7 @@ static void *count_leaving_share(void *argument) {
         const float *theta = c->theta + b * BLOCK;
         for (int64_t k = first; k < last; k++) {
             float least = c->margin * (power_of(theta[c->sums.offsets[k]]) * 0x1p-7f);
-            count += c->leaves[k] = magnitude(c->sums.values[k]) > least;
+            count += c->leaves[k - c->sums.starts[0]] = magnitude(c->sums.values[k]) > least;
         }
         c->starts[0][b + 1] = last - first - count;
         c->starts[1][b + 1] = count;
@@ -132,7 +132,7 @@ static void *split_share(void *argument) {
     for (int64_t b = share->first; b < share->last; b++) {
         int64_t next[2] = {c->starts[0][b], c->starts[1][b]};
         for (int64_t k = c->sums.starts[b]; k < c->sums.starts[b + 1]; k++) {
-            int which = c->leaves[k];
+            int which = c->leaves[k - c->sums.starts[0]];
             c->offsets[which][next[which]] = c->sums.offsets[k];
             c->values[which][next[which]++] = c->sums.values[k];
         }
@@ -143,7 +143,7 @@ static void *split_share(void *argument) {
 /* Which entries leave, and `starts` of both parts. -> how many leave */
 int64_t loco_count_leaving(int64_t n, const Entries *sums, int threads, uint8_t *leaves, const float *theta,
                            float margin, int64_t *stay_starts, int64_t *leave_starts) {
-    Split call = {*sums, theta, margin, leaves - sums->starts[0], {stay_starts, leave_starts}, {NULL}, {NULL}};
+    Split call = {*sums, theta, margin, leaves, {stay_starts, leave_starts}, {NULL}, {NULL}};
     int64_t blocks = blocks_of(n);
     Share shares[MAX_THREADS];
     share_out(count_leaving_share, &call, blocks, threads, shares);
@@ -158,7 +158,7 @@ int64_t loco_count_leaving(int64_t n, const Entries *sums, int threads, uint8_t 
 void loco_split_sums(int64_t n, const Entries *sums, int threads, uint8_t *leaves, const Entries *stay,
                      const Entries *leave) {
     Split call = {
-        *sums, NULL, 0.0f, leaves - sums->starts[0],
+        *sums, NULL, 0.0f, leaves,
         {(int64_t *)stay->starts, (int64_t *)leave->starts},
         {(uint8_t *)stay->offsets, (uint8_t *)leave->offsets},
         {(float *)stay->values, (float *)leave->values},

@@ -14,6 +14,8 @@ void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_
 uint64_t loco_digest(const char *, int64_t, int);
 int64_t loco_count_union(int64_t, int64_t, const void *, int, int64_t *);
 void loco_add_up(int64_t, int64_t, const void *, int, int64_t *, uint8_t *, float *);
+int64_t loco_count_leaving(int64_t, const void *, int, uint8_t *, const float *, float, int64_t *, int64_t *);
+void loco_split_sums(int64_t, const void *, int, uint8_t *, const void *, const void *);
 int loco_check_blocks(int64_t, const char *, int, int64_t, const uint8_t *, const char *, int64_t, int, int64_t *);
 int64_t loco_pack_room(int64_t, int64_t);
 int64_t loco_pack(int64_t, const float *, const float *, const int64_t *, const uint8_t *, const float *, int, int, uint32_t,
@@ -82,6 +84,21 @@ static void exchange_of(int64_t n, int64_t k, int gate, const float *anchor, con
     loco_add_up(n, gathers, entries, threads, found, where, what);
     make_nans_equal(what, union_of);
     note(what, 4 * (size_t)union_of), note(where, (size_t)union_of), note(found, 8 * (size_t)(blocks + 1));
+    const void *sums[3] = {found, where, what}, *parts[2][3];
+    uint8_t *leaves = malloc((size_t)union_of);
+    for (int p = 0; p < 2; p++) parts[p][0] = malloc(8 * (size_t)(blocks + 1));
+    int64_t leaving = loco_count_leaving(n, sums, threads, leaves, anchor, 0.5f, (void *)parts[0][0], (void *)parts[1][0]);
+    for (int p = 0; p < 2; p++) {
+        size_t count = (size_t)(p ? leaving : union_of - leaving);
+        parts[p][1] = malloc(count), parts[p][2] = malloc(4 * count);
+    }
+    loco_split_sums(n, sums, threads, leaves, parts[0], parts[1]);
+    for (int p = 0; p < 2; p++) {
+        size_t count = (size_t)(p ? leaving : union_of - leaving);
+        note(parts[p][0], 8 * (size_t)(blocks + 1)), note(parts[p][1], count), note(parts[p][2], 4 * count);
+        for (int i = 0; i < 3; i++) free((void *)parts[p][i]);
+    }
+    free(leaves);
     free(where), free(what), free(found);
 
     for (int r = 0; r < gathers; r++) entries[r][0] = entries[r][1] = NULL, entries[r][2] = anchor;
