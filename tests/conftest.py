@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Half of all tests wait for other processes: for a limit to pass, a rank to be noticed. But each worker
-    collects all tests, which takes it 20 seconds: three for each core save nothing."""
+    collects all tests, which takes it ten seconds or more: three for each core save nothing."""
     return 2 * (os.cpu_count() or 1)
 
 
