@@ -34,7 +34,7 @@ DEMO: dict[str, dict[str, Any]] = {
     "PULSELoCo, SAVING": {"like": "SAVING"},
     "PULSELoCo, SMALLEST": {"like": "SMALLEST"},
 }
-NAMED = {"PAPER": loco.PAPER, "MATCHING": loco.MATCHING, "SAVING": loco.SAVING, "SMALLEST": loco.SMALLEST}
+LOCO_PRESETS = {name: getattr(loco, name) for name in ("PAPER", "MATCHING", "SAVING", "SMALLEST")}
 
 
 _GREEK = str.maketrans({"α": "alpha", "μ": "mu", "γ": "gamma"})  # for file names that any system takes
@@ -112,20 +112,20 @@ def choices(runs: dict[str, Any], seeds: int) -> list[tuple[int, str, dict[str, 
         count = changes.pop("seeds", seeds)
         if not isinstance(count, int) or count < 1:
             raise ExperimentError(f"{where}: seeds must be a whole number of at least 1, got {count!r}")
-        changes = _named(changes, where) | changes
+        changes = _like(changes, where) | changes
         for chosen in _spread(label, changes, where):
             found += [(seed, label, chosen, where) for seed in range(count)]
     return sorted(found, key=lambda one: one[0])
 
 
-def _named(changes: dict[str, Any], where: str) -> dict[str, Any]:
+def _like(changes: dict[str, Any], where: str) -> dict[str, Any]:
     """The settings of PULSELoCo whose name `like` gives."""
     like = changes.pop("like", None)
     if like is None:
         return {}
-    if like not in NAMED:
-        raise ExperimentError(f"{where}: like is one of {', '.join(NAMED)}, got {like!r}")
-    return {"method": "pulseloco", **NAMED[like]}
+    if like not in LOCO_PRESETS:
+        raise ExperimentError(f"{where}: like is one of {', '.join(LOCO_PRESETS)}, got {like!r}")
+    return {"method": "pulseloco", **LOCO_PRESETS[like]}
 
 
 def _spread(label: str, changes: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:

@@ -186,13 +186,14 @@ def compile_files(command: list[str], target: Path) -> None:
     Raises:
         BuildError: the compiler failed; quotes it.
     """
-    objects = {path: target.parent / f"{path.stem}.o" for path in SOURCES if path.suffix == ".c"}
+    objects = {path: str(target.parent / f"{path.stem}.o") for path in SOURCES if path.suffix == ".c"}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda path: _succeed([*command, "-c", "-o", str(objects[path]), str(path)]), objects))
-    _succeed([*command, "-o", str(target), *map(str, objects.values())])
+        commands = ([*command, "-c", "-o", made, str(source)] for source, made in objects.items())
+        list(pool.map(_run_or_fail, commands))
+    _run_or_fail([*command, "-o", str(target), *objects.values()])
 
 
-def _succeed(command: list[str]) -> None:
+def _run_or_fail(command: list[str]) -> None:
     done = run(command)
     if done.returncode:
         raise BuildError(f"{shlex.join(command)} failed: {done.stderr.strip()}")

@@ -17,6 +17,9 @@ static inline float power_of(float theta) {
 
 static inline float magnitude(float x) { return from_bits(bits(x) & 0x7FFFFFFF); }
 
+/* Whether |x| is more than `margin` ulps of a weight of this power. */
+static inline int is_above(float x, float margin, float power) { return magnitude(x) > margin * (power * 0x1p-7f); }
+
 /* s as the nearest multiple of power · fraction, ties to the even one; not 2^128, but the multiple before it. */
 static inline float in_steps(float s, float power, float fraction) {
     /* Where θ is large all is done 2^32 times smaller: 2^23 steps could be more than FP32 holds. */
@@ -41,7 +44,7 @@ static inline int economise(const float *theta, float margin, float fraction, in
         keep[k] = 1;
     }
     if (margin != 0.0f)
-        for (int k = 0; k < count; k++) keep[k] = magnitude(values[k]) > margin * (power[k] * 0x1p-7f);
+        for (int k = 0; k < count; k++) keep[k] = is_above(values[k], margin, power[k]);
     if (fraction != 0.0f)
         for (int k = 0; k < count; k++) {
             values[k] = in_steps(values[k], power[k], fraction);

@@ -79,15 +79,20 @@ static void *add_whole_share(void *argument) {
     return NULL;
 }
 
+/* From each block's count, behind the place of its start, to the starts. -> how many there are in all */
+static int64_t starts_from_counts(int64_t *starts, int64_t blocks) {
+    starts[0] = 0;
+    for (int64_t b = 0; b < blocks; b++) starts[b + 1] += starts[b];
+    return starts[blocks];
+}
+
 /* `starts` of the sum of some contributions, none of them whole. -> how many entries it has */
 int64_t loco_count_union(int64_t n, int64_t contributions, const Entries *contribution, int threads, int64_t *starts) {
     Sum call = {.n = n, .contributions = contributions, .contribution = contribution, .starts = starts};
     int64_t blocks = blocks_of(n);
     Share shares[MAX_THREADS];
     share_out(count_share, &call, blocks, threads, shares);
-    starts[0] = 0;
-    for (int64_t b = 0; b < blocks; b++) starts[b + 1] += starts[b];
-    return starts[blocks];
+    return starts_from_counts(starts, blocks);
 }
 
 /* The sum itself. Without `starts` all contributions are whole, and so is it. */
@@ -117,8 +122,8 @@ static void *count_leaving_share(void *argument) {
         int64_t first = c->sums.starts[b], last = c->sums.starts[b + 1], count = 0;
         const float *theta = c->theta + b * BLOCK;
         for (int64_t k = first; k < last; k++) {
-            float least = c->margin * (power_of(theta[c->sums.offsets[k]]) * 0x1p-7f);
-            count += c->leaves[k - c->sums.starts[0]] = magnitude(c->sums.values[k]) > least;
+            float power = power_of(theta[c->sums.offsets[k]]);
+            count += c->leaves[k - c->sums.starts[0]] = is_above(c->sums.values[k], c->margin, power);
         }
         c->starts[0][b + 1] = last - first - count;
         c->starts[1][b + 1] = count;
@@ -147,11 +152,8 @@ int64_t loco_count_leaving(int64_t n, const Entries *sums, int threads, uint8_t 
     int64_t blocks = blocks_of(n);
     Share shares[MAX_THREADS];
     share_out(count_leaving_share, &call, blocks, threads, shares);
-    for (int which = 0; which < 2; which++) {
-        call.starts[which][0] = 0;
-        for (int64_t b = 0; b < blocks; b++) call.starts[which][b + 1] += call.starts[which][b];
-    }
-    return leave_starts[blocks];
+    starts_from_counts(stay_starts, blocks);
+    return starts_from_counts(leave_starts, blocks);
 }
 
 /* The parts themselves. */

@@ -77,8 +77,8 @@ def test_an_outer_step_that_is_far_too_long_is_told_once(
     if not percent:
         assert said == ""
         return
-    step = rf"round 1: an outer step of outer_lr \d+ moves the weights by up to {percent}% of what they were"
-    assert re.fullmatch(rf"{step}[^\n]*", said)
+    step = rf"round 1: an outer step of outer_lr \d+ moves the weights by up to {percent}% of what they "
+    assert re.fullmatch(rf"{step}were at the start\. [^\n]*", said)
 
 
 def test_an_outer_step_that_becomes_too_long_is_told_then(caplog: pytest.LogCaptureFixture) -> None:
