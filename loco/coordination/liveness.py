@@ -181,6 +181,7 @@ class _Pulse:
     awake: float = 0.0  # seconds that this process was, as far as it can tell
     last: float = field(default_factory=lambda: time.monotonic())
     heard: dict[int, Beat] = field(default_factory=dict)  # the newest of each rank
+    begun: set[int] = field(default_factory=set)  # those whose keys the store was seen to have
     farewells: list[tuple[str, str]] = field(default_factory=list)  # links that were given up, and why
     confirmed: list[tuple[ref[object], str]] = field(default_factory=list)  # by voter: its latest vote
     watches: list["_Watch"] = field(default_factory=list)
@@ -222,8 +223,11 @@ class _Pulse:
     def read(self, ranks: Sequence[int]) -> list[Beat]:
         """The newest beat that was heard of each rank; a RuntimeError if the store does not answer."""
         keys = [self._key(rank) for rank in ranks]
-        if self.store.check(keys):  # the usual case: all have begun, and one request tells of all of them
+        # The usual case: all have begun, and one request tells of all of them.
+        if self.begun.issuperset(ranks) or self.store.check(keys):
+            self.begun.difference_update(ranks)  # unless the store has their keys still
             found = self.store.multi_get(keys)
+            self.begun.update(ranks)
         else:
             found = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
         for rank, key, value in zip(ranks, keys, found, strict=True):

@@ -105,7 +105,8 @@ class FixedSites:
         self._verdicts: dict[str, Verdicts] = {}  # over the links in use, by their owner
         # Those links' names, and keys that this rank wrote.
         self._linked: dict[str, tuple[str, list[str]]] = {}
-        name, limit, seals = self._session.hex(), self.dead_after, self._store_seals
+        # Heartbeats name their keys again and again: enough of the session to be nobody else's.
+        name, limit, seals = self._session.hex()[:12], self.dead_after, self._store_seals
         try:
             self.store = StoreClient(store, limit=limit)
             liveness = Liveness(store, name, ranks.rank, dead_after=limit, seals=seals)
@@ -122,7 +123,7 @@ class FixedSites:
         self.notes = Rendezvous(
             Party(
                 store=self.store,
-                root=f"loco/{self._session.hex()}/notes",
+                root=f"loco/{name}/notes",
                 seals=self._store_seals,
                 liveness=liveness,
                 rank=ranks.rank,

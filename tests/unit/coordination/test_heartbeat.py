@@ -67,6 +67,46 @@ def test_who_never_began_is_missed_too() -> None:
     assert loss.silent == (1,)
 
 
+class Counting(HashStore):
+    """A store that counts the requests that look for a rank's beats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = {"check": 0, "multi_get": 0}
+
+    def clone(self) -> "Counting":
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked["check"] += any("alive" in key for key in keys)
+        return super().check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.asked["multi_get"] += 1
+        return super().multi_get(keys)
+
+
+def test_once_a_rank_has_begun_a_look_is_one_request_for_its_beats() -> None:
+    store = Counting()
+    listener, _ = pair(store)
+    assert losses_while(listener, lambda: None) == []
+    assert store.asked["check"] == 1
+    assert store.asked["multi_get"] > 10
+
+
+def test_who_is_removed_from_the_store_and_falls_silent_is_missed() -> None:
+    store = HashStore()
+    listener, other = pair(store)
+    assert listener.last_words(1) == "starting"
+
+    def vanish() -> None:
+        fall_silent(other)
+        store.delete_key("loco/x/alive/1")
+
+    [loss] = losses_while(listener, vanish)
+    assert loss.silent == (1,) or loss.store  # a store need not answer for what it does not have
+
+
 def make_late(one: Liveness, seconds: float) -> None:
     beat = one._pulse.beat
 
