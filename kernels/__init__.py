@@ -14,15 +14,22 @@ Importing this package needs neither triton nor a C compiler: a home is loaded w
 """
 
 import hashlib
-import os
-import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from . import reference, reference_entries, reference_patch, reference_tight
+from . import reference, reference_entries, reference_tight
+from .homes import Home, compiled, home
+from .patches import (
+    digest_bits,
+    find_changes,
+    merge_changes,
+    pack_patch,
+    swap_bits,
+    unpack_patch,
+)
 from .reference_patch import FORMATS, PART, digest_terms, join_patches, split_patch
 from .streamed import Streamed
 from .types import (
@@ -34,12 +41,8 @@ from .types import (
     Known,
     MalformedError,
     OuterStep,
-    Ranked,
     all_finite,
 )
-
-if TYPE_CHECKING:
-    from .cpu import Compiled
 
 __all__ = [
     "BLOCK",
@@ -52,6 +55,7 @@ __all__ = [
     "Known",
     "MalformedError",
     "OuterStep",
+    "add_and_split",
     "add_up",
     "all_finite",
     "apply",
@@ -63,82 +67,19 @@ __all__ = [
     "digest_terms",
     "encode",
     "find_changes",
+    "home",
     "join_patches",
     "merge_changes",
     "pack",
     "pack_patch",
     "packs_fast",
+    "reference",
     "split_patch",
-    "split_sums",
     "swap_bits",
     "unpack",
     "unpack_patch",
     "write_weights",
 ]
-
-
-class Home(Protocol):
-    """The ops of a home, which `reference` specifies."""
-
-    def encode(
-        self,
-        anchor: Tensor,
-        weights: Sequence[Tensor],
-        residual: Tensor | None,
-        gate: Gate | None,
-    ) -> Encoded: ...
-
-    def apply(
-        self,
-        anchor: Tensor,
-        momentum: Tensor | None,
-        weights: Sequence[Tensor],
-        residual: Tensor | None,
-        own: Entries,
-        contributions: Sequence[Entries],
-        outer: OuterStep,
-    ) -> float: ...
-
-    def write_weights(self, anchor: Tensor, weights: Sequence[Tensor]) -> None: ...
-
-    def digest(self, data: Tensor) -> int: ...
-
-
-@cache
-def home(device: str) -> Home:
-    """The home for a type of device. If only the reference can be used, one rank of the machine warns why."""
-    if device == "cpu":
-        from . import cpu
-
-        try:
-            return cpu.best()
-        except cpu.BuildError as error:
-            why = f"{error}. Install gcc or clang, or name one in the environment variable CC"
-    elif device == "cuda":
-        try:
-            from . import triton
-        except ImportError as error:
-            why = str(error)
-        else:
-            return triton
-    else:
-        why = f"there are no kernels for {device}"
-    # What is missing is missing for all ranks of a machine. torchrun numbers them.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        warnings.warn(
-            f"loco: rounds use plain torch, with equal results but some 20 times slower: {why}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return reference
-
-
-def _compiled() -> "Compiled | None":
-    """The C home, if there is a compiler."""
-    from . import cpu
-
-    compiled = home("cpu")
-    return compiled if isinstance(compiled, cpu.Compiled) else None
 
 
 @cache
@@ -196,14 +137,16 @@ class _EntriesHome(Protocol):
 
     def add_up(self, contributions: Sequence[Entries], numel: int, out: Tensor | None = None) -> Entries: ...
 
-    def split_sums(self, sums: Entries, anchor: Tensor, margin: float) -> tuple[Entries, Entries]: ...
+    def add_and_split(
+        self, contributions: Sequence[Entries], anchor: Tensor, margin: float
+    ) -> tuple[Entries, Entries]: ...
 
     def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor: ...
 
 
 def _entries_home(values: Tensor) -> _EntriesHome:
     """C in host memory, if there is a compiler; torch on a GPU, where it is fast enough."""
-    return (_compiled() if values.device.type == "cpu" else None) or reference_entries
+    return (compiled() if values.device.type == "cpu" else None) or reference_entries
 
 
 def add_up(contributions: Sequence[Entries], numel: int, out: Tensor | None = None) -> Entries:
@@ -217,13 +160,14 @@ def add_up(contributions: Sequence[Entries], numel: int, out: Tensor | None = No
     return _entries_home(contributions[0].values).add_up(contributions, numel, out)
 
 
-def split_sums(sums: Entries, anchor: Tensor, margin: float) -> tuple[Entries, Entries]:
-    """The sums larger than F · ulp(θ), which go back to all sites, and the others, which their owner keeps.
+def add_and_split(contributions: Sequence[Entries], anchor: Tensor, margin: float) -> tuple[Entries, Entries]:
+    """As `add_up`, in two parts: the sums larger than F · ulp(θ), which go back to all sites, and the others,
+    which their owner keeps.
 
     Args:
         margin: F.
     """
-    return _entries_home(sums.values).split_sums(sums, anchor, margin)
+    return _entries_home(contributions[0].values).add_and_split(contributions, anchor, margin)
 
 
 def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
@@ -237,7 +181,7 @@ def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) ->
 
 def packs_fast() -> bool:
     """Whether the tight code is compiled here. Without a compiler it is some hundred times slower."""
-    return _compiled() is not None
+    return compiled() is not None
 
 
 def pack(entries: Entries, known: Known) -> Tensor | None:
@@ -245,7 +189,7 @@ def pack(entries: Entries, known: Known) -> Tensor | None:
 
     None: part of them differs so much from the rest that its code would be larger than plain bytes.
     """
-    return (_compiled() or reference_tight).pack(entries, known)
+    return (compiled() or reference_tight).pack(entries, known)
 
 
 def unpack(body: Tensor, count: int, known: Known) -> Entries:
@@ -258,101 +202,4 @@ def unpack(body: Tensor, count: int, known: Known) -> Entries:
     Raises:
         MalformedError: these are not the bytes of a frame.
     """
-    return (_compiled() or reference_tight).unpack(body, count, known)
-
-
-class _PatchHome(Protocol):
-    """The work on versions of weights, which `reference_patch` specifies."""
-
-    def find_changes(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Changes: ...
-
-    def swap_bits(self, weights: Sequence[Tensor], changes: Changes) -> list[int]: ...
-
-    def digest_bits(self, weights: Tensor) -> int: ...
-
-
-class _HostPatchHome(_PatchHome, Protocol):
-    """For weights in host memory, and the coder for weights anywhere."""
-
-    def pack_patch(self, old: Sequence[Tensor], changes: Changes) -> Tensor: ...
-
-    def unpack_patch(self, old: Sequence[Tensor], body: Tensor) -> Changes: ...
-
-    def merge_changes(self, old: Sequence[Tensor], earlier: Changes, later: Changes) -> Changes: ...
-
-    def code_ranked(self, ranked: Ranked) -> Tensor: ...
-
-    def decode_ranked(self, body: Tensor, numel: int) -> Ranked: ...
-
-
-class _DevicePatchHome(_PatchHome, Protocol):
-    """For weights on a device: what reads all of them."""
-
-    def rank_changes(self, old: Sequence[Tensor], changes: Changes) -> Ranked: ...
-
-    def place_ranked(self, old: Sequence[Tensor], ranked: Ranked) -> Changes: ...
-
-
-def _host_patches() -> _HostPatchHome:
-    compiled = _compiled()
-    return compiled.patches if compiled else reference_patch
-
-
-def _device_patches(weights: Sequence[Tensor]) -> _DevicePatchHome | None:
-    """The home of weights on a device, or None if they are in host memory.
-
-    Raises:
-        ValueError: nothing here can work on patches of weights on such a device.
-    """
-    device = weights[0].device.type if weights else "cpu"
-    if device == "cpu":
-        return None
-    if device != "cuda":
-        raise ValueError(f"patches are of weights on cpu or cuda, got weights on {device}")
-    from . import triton
-
-    return triton
-
-
-def find_changes(old: Sequence[Tensor], new: Sequence[Tensor]) -> Changes:
-    """The elements whose bits differ, with their new bits, on the device of the weights."""
-    return (_device_patches(old) or _host_patches()).find_changes(old, new)
-
-
-def swap_bits(weights: Sequence[Tensor], changes: Changes) -> list[int]:
-    """Write the bits of some elements, and leave what they held in `changes`. -> how each piece's digest
-    changes
-    """
-    return (_device_patches(weights) or _host_patches()).swap_bits(weights, changes)
-
-
-def merge_changes(old: Sequence[Tensor], earlier: Changes, later: Changes) -> Changes:
-    """What two changes, one after the other, change of old weights in host memory."""
-    return _host_patches().merge_changes(old, earlier, later)
-
-
-def digest_bits(weights: Tensor) -> int:
-    """A 64-bit digest of the elements of a 1-D tensor, which `swap_bits` keeps up to date."""
-    return (_device_patches([weights]) or _host_patches()).digest_bits(weights)
-
-
-def pack_patch(old: Sequence[Tensor], changes: Changes) -> Tensor:
-    """The changes of a vector, as a patch for those who have its old version. -> uint8, in host memory"""
-    device = _device_patches(old)
-    if device is None:
-        return _host_patches().pack_patch(old, changes)
-    return _host_patches().code_ranked(device.rank_changes(old, changes).to("cpu"))
-
-
-def unpack_patch(old: Sequence[Tensor], body: Tensor) -> Changes:
-    """The changes that a patch makes, on the device of the weights. `body` is in host memory, and untrusted:
-    it may be any bytes.
-
-    Raises:
-        MalformedError: these are not the bytes of a patch of this vector.
-    """
-    device = _device_patches(old)
-    if device is None:
-        return _host_patches().unpack_patch(old, body)
-    ranked = _host_patches().decode_ranked(body, sum(piece.numel() for piece in old))
-    return device.place_ranked(old, ranked.to(old[0].device))
+    return (compiled() or reference_tight).unpack(body, count, known)

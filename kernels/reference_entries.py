@@ -34,13 +34,14 @@ def add_up(contributions: Sequence[Entries], numel: int, out: Tensor | None = No
     return Entries.at(where, total[where], numel)
 
 
-def split_sums(sums: Entries, anchor: Tensor, margin: float) -> tuple[Entries, Entries]:
+def add_and_split(contributions: Sequence[Entries], anchor: Tensor, margin: float) -> tuple[Entries, Entries]:
     """The sums larger than F · ulp(θ), which go back to all sites, and the others, which their owner keeps.
 
     Args:
         margin: F.
     """
     numel = anchor.numel()
+    sums = add_up(contributions, numel)
     if sums.starts is None:
         small = sums.values.abs() <= margin * ulp(anchor)
         stay = (small & (sums.values != 0)).nonzero().view(-1)

@@ -64,6 +64,22 @@ class Entries(NamedTuple):
         first, last = int(starts[0]), int(starts[-1])
         return Entries(starts - first, self.offsets[first:last], self.values[first:last])
 
+    def placed(self, at: slice, numel: int) -> "Entries":
+        """A cut of some whole blocks as entries of the whole vector, which has none elsewhere; shares offsets
+        and values with `self`."""
+        assert self.starts is not None
+        before = at.start // BLOCK
+        behind = -(-numel // BLOCK) + 1 - before - self.starts.numel()
+        starts = [self.starts[:1].expand(before), self.starts, self.starts[-1:].expand(behind)]
+        return self._replace(starts=torch.cat(starts))
+
+    def filled(self) -> "Entries":
+        """Of room for more entries, those that `starts` tells of."""
+        assert self.starts is not None
+        assert self.offsets is not None
+        count = int(self.starts[-1])
+        return Entries(self.starts, self.offsets[:count], self.values[:count])
+
     @staticmethod
     def join(parts: Sequence["Entries"]) -> "Entries":
         """The entries of several vectors one after the other. All but the last non-empty one must be a whole

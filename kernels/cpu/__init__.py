@@ -48,16 +48,12 @@ class Compiled:
         library.loco_write_weights.argtypes = (c_int64, c_void_p, *pieces, c_int)
         library.loco_digest.restype = c_uint64
         library.loco_digest.argtypes = (c_void_p, c_int64, c_int)
-        library.loco_count_union.restype = c_int64
-        library.loco_count_union.argtypes = (c_int64, c_int64, c_void_p, c_int, c_void_p)
         library.loco_add_up.restype = None
-        library.loco_add_up.argtypes = (c_int64, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_void_p)
-        library.loco_count_leaving.restype = c_int64
-        library.loco_count_leaving.argtypes = (
-            *(c_int64, c_void_p, c_int, c_void_p, c_void_p, c_float, c_void_p, c_void_p),
+        library.loco_add_up.argtypes = (
+            *(c_int64, c_int64, c_void_p, c_int, c_void_p, c_float, c_void_p, c_void_p),
         )
-        library.loco_split_sums.restype = None
-        library.loco_split_sums.argtypes = (c_int64, c_void_p, c_int, c_void_p, c_void_p, c_void_p)
+        library.loco_add_whole.restype = None
+        library.loco_add_whole.argtypes = (c_int64, c_int64, c_void_p, c_int, c_void_p)
         library.loco_check_blocks.restype = c_int
         library.loco_check_blocks.argtypes = (
             *(c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64, c_int, c_void_p),
@@ -135,34 +131,43 @@ class Compiled:
         return self._library.loco_digest(_address(data), size, torch.get_num_threads())
 
     def add_up(self, contributions: Sequence[Entries], numel: int, out: Tensor | None = None) -> Entries:
-        some, threads = _addresses(contributions), torch.get_num_threads()
-        counted = (numel, len(contributions), some.ctypes.data, threads)
-        starts = offsets = None
-        count = numel
         if contributions[0].starts is not None:
-            assert all(entries.starts is not None for entries in contributions)
-            starts = recycled(-(-numel // BLOCK) + 1, torch.int64)
-            count = self._library.loco_count_union(*counted, _address(starts))
-            offsets = recycled(count, torch.uint8)
-        values = recycled(count, torch.float32) if out is None else out
-        self._library.loco_add_up(*counted, _address(starts), _address(offsets), _address(values))
-        return Entries(starts, offsets, values)
+            return self._sums(contributions, numel)[0]
+        some, threads = _addresses(contributions), torch.get_num_threads()
+        values = recycled(numel, torch.float32) if out is None else out
+        self._library.loco_add_whole(numel, len(contributions), some.ctypes.data, threads, _address(values))
+        return Entries.whole(values)
 
-    def split_sums(self, sums: Entries, anchor: Tensor, margin: float) -> tuple[Entries, Entries]:
-        if sums.starts is None:
-            return reference_entries.split_sums(sums, anchor, margin)
-        starts = [recycled(sums.starts.numel(), torch.int64) for _ in range(2)]
-        given, count = _addresses([sums]), int(sums.starts[-1] - sums.starts[0])
-        leaves = recycled(count, torch.uint8)
-        of = (anchor.numel(), given.ctypes.data, torch.get_num_threads(), _address(leaves))
-        leaving = self._library.loco_count_leaving(*of, _address(anchor), margin, *map(_address, starts))
-        stay, leave = (
-            Entries(begin, recycled(size, torch.uint8), recycled(size, torch.float32))
-            for begin, size in zip(starts, (count - leaving, leaving), strict=True)
-        )
-        rooms = [_addresses([part]) for part in (stay, leave)]
-        self._library.loco_split_sums(*of, *(room.ctypes.data for room in rooms))
+    def add_and_split(
+        self, contributions: Sequence[Entries], anchor: Tensor, margin: float
+    ) -> tuple[Entries, Entries]:
+        if contributions[0].starts is None:
+            return reference_entries.add_and_split(contributions, anchor, margin)
+        leave, stay = self._sums(contributions, anchor.numel(), anchor, margin)
         return leave, stay
+
+    def _sums(
+        self, contributions: Sequence[Entries], numel: int, anchor: Tensor | None = None, margin: float = 0.0
+    ) -> list[Entries]:
+        """The sums; or with an anchor those that leave, and those that stay."""
+        most = 0
+        for entries in contributions:
+            assert entries.starts is not None
+            most += int(entries.starts[-1] - entries.starts[0])
+        rooms = [
+            Entries(
+                recycled(-(-numel // BLOCK) + 1, torch.int64),
+                recycled(most, torch.uint8),
+                recycled(most, torch.float32),
+            )
+            for _ in range(1 if anchor is None else 2)
+        ]
+        some, places = _addresses(contributions), _addresses(rooms)
+        self._library.loco_add_up(
+            *(numel, len(contributions), some.ctypes.data, torch.get_num_threads(), _address(anchor), margin),
+            *(places[k].ctypes.data if k < len(rooms) else None for k in range(2)),
+        )
+        return [room.filled() for room in rooms]
 
     def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
         starts = torch.empty(counts.numel() + 1, dtype=torch.int64, device="cpu")
@@ -230,8 +235,8 @@ class Compiled:
             own = home.encode(theta, w, e, gates[-1]).entries
             home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer)
             entries = reference_entries if home is reference else self
-            results += (sums := entries.add_up([own, own], at.numel()))
-            results += [x for part in entries.split_sums(sums, anchor, 0.6) for x in part]
+            results += entries.add_up([own, own], at.numel())
+            results += [x for part in entries.add_and_split([own, own], anchor, 0.6) for x in part]
             tight, known = (reference_tight if home is reference else self), Known(anchor, residual, gates[0])
             results += [tight.pack(own, known)]
             found.append([*results, theta, m, e, *w])

@@ -1,64 +1,135 @@
-/* What an exchange does with entries, bit for bit as in ../reference_entries.py: adding up several sites', splitting
- * their sums, and checking a peer's. */
+/* What an exchange does with entries, bit for bit as in ../reference_entries.py: adding up several sites', and checking
+ * a peer's. */
 
 #include "economies.h"
 
-/* ---- adding up: counted first, so that the sum takes no more memory than it has entries ---- */
+/* ---- adding up ---- */
+
+/* Where entries go that are yet to be found. */
+typedef struct {
+    int64_t *starts;
+    uint8_t *offsets;
+    float *values;
+} Room;
 
 typedef struct {
     int64_t n, contributions;
     const Entries *contribution;
-    int64_t *starts;
-    uint8_t *offsets;
-    float *values;
+    const float *theta;
+    float margin;
+    int rooms;  /* 2: what is at most `margin` ulp(θ) goes to the second one */
+    Room room[2];
 } Sum;
 
-enum { WORDS = BLOCK / 64 };
-
-/* Which elements of a block any contribution has, a bit each. */
-static int64_t count_block(const Sum *c, int64_t block) {
-    uint64_t any[WORDS] = {0};
-    for (int64_t r = 0; r < c->contributions; r++) {
-        const Entries *e = &c->contribution[r];
-        for (int64_t k = e->starts[block]; k < e->starts[block + 1]; k++) any[e->offsets[k] >> 6] |= 1ull << (e->offsets[k] & 63);
-    }
+/* How many entries all contributions have before a block: what its sums need of a room begins there at the latest. */
+static int64_t entries_before(const Sum *c, int64_t block) {
     int64_t count = 0;
-    for (int w = 0; w < WORDS; w++) count += __builtin_popcountll(any[w]);
+    for (int64_t r = 0; r < c->contributions; r++) count += c->contribution[r].starts[block] - c->contribution[r].starts[0];
     return count;
 }
 
-/* Each block's count, to the place behind the one of its start. */
-static void *count_share(void *argument) {
-    Share *share = argument;
-    const Sum *c = share->call;
-    for (int64_t b = share->first; b < share->last; b++) c->starts[b + 1] = count_block(c, b);
-    return NULL;
+/* The marks, each 0 or 1, of eight elements as bits, the first one lowest; and no marks any more. */
+static inline uint32_t take_marks(uint8_t *marks) {
+    uint64_t eight;
+    memcpy(&eight, marks, 8);
+    memset(marks, 0, 8);
+    return (uint32_t)((eight * 0x0102040810204080u) >> 56);
+}
+
+/* The sums of a block. `total` and `marks` are all zeros, before and after. -> how many there are */
+static inline int add_block(const Sum *c, int64_t block, float *total, uint8_t *marks, uint8_t *offsets, float *values) {
+    const Entries *only = NULL;
+    int some = 0;
+    for (int64_t r = 0; r < c->contributions; r++) {
+        const Entries *e = &c->contribution[r];
+        if (e->starts[block] == e->starts[block + 1]) continue;
+        only = e;
+        some++;
+    }
+    if (!some) return 0;
+    if (some == 1) {
+        int64_t first = only->starts[block], count = only->starts[block + 1] - first;
+        memcpy(offsets, only->offsets + first, (size_t)count);
+        for (int64_t k = 0; k < count; k++) values[k] = 0.0f + only->values[first + k];
+        return (int)count;
+    }
+    for (int64_t r = 0; r < c->contributions; r++) {
+        const Entries *e = &c->contribution[r];
+        for (int64_t k = e->starts[block]; k < e->starts[block + 1]; k++) {
+            int i = e->offsets[k];
+            marks[i] = 1;
+            total[i] += e->values[k];
+        }
+    }
+    int count = 0;
+    for (int first = 0; first < BLOCK; first += 64) {
+        uint64_t left = 0;
+        for (int i = 0; i < 64; i += 8) left |= (uint64_t)take_marks(marks + first + i) << i;
+        for (; left; left &= left - 1) {
+            int i = first + __builtin_ctzll(left);
+            offsets[count] = (uint8_t)i;
+            values[count++] = total[i];
+            total[i] = 0.0f;
+        }
+    }
+    return count;
+}
+
+/* Each sum is written to the next place of both rooms, and one of them moves on. */
+static void split_block(const Sum *c, int64_t block, int count, const uint8_t *offsets, const float *values, int64_t *next) {
+    const float *theta = c->theta + block * BLOCK;
+    const Room *leave = &c->room[0], *stay = &c->room[1];
+    int64_t leaving = next[0], staying = next[1];
+    int above[BLOCK];
+    for (int k = 0; k < count; k++) above[k] = is_above(values[k], c->margin, power_of(theta[offsets[k]]));
+    for (int k = 0; k < count; k++) {
+        leave->offsets[leaving] = stay->offsets[staying] = offsets[k];
+        leave->values[leaving] = stay->values[staying] = values[k];
+        leaving += above[k];
+        staying += 1 - above[k];
+    }
+    next[0] = leaving, next[1] = staying;
 }
 
 static void *add_share(void *argument) {
     Share *share = argument;
     const Sum *c = share->call;
-    float total[BLOCK] = {0};
+    float total[BLOCK] = {0}, values[BLOCK];
+    uint8_t marks[BLOCK] = {0}, offsets[BLOCK];
+    int64_t begin = entries_before(c, share->first), next[2] = {begin, begin};
     for (int64_t b = share->first; b < share->last; b++) {
-        uint64_t any[WORDS] = {0};
-        for (int64_t r = 0; r < c->contributions; r++) {
-            const Entries *e = &c->contribution[r];
-            for (int64_t k = e->starts[b]; k < e->starts[b + 1]; k++) {
-                int i = e->offsets[k];
-                any[i >> 6] |= 1ull << (i & 63);
-                total[i] += e->values[k];
-            }
-        }
-        int64_t k = c->starts[b];
-        for (int w = 0; w < WORDS; w++)
-            for (uint64_t left = any[w]; left; left &= left - 1) {
-                int i = 64 * w + __builtin_ctzll(left);
-                c->offsets[k] = (uint8_t)i;
-                c->values[k++] = total[i];
-                total[i] = 0.0f;
-            }
+        if (c->rooms == 2) {
+            int count = add_block(c, b, total, marks, offsets, values);
+            split_block(c, b, count, offsets, values, next);
+            c->room[1].starts[b + 1] = next[1];
+        } else
+            next[0] += add_block(c, b, total, marks, c->room[0].offsets + next[0], c->room[0].values + next[0]);
+        c->room[0].starts[b + 1] = next[0];
     }
     return NULL;
+}
+
+/* Moves what each share found behind what the ones before it did. */
+static void close_up(const Sum *c, const Room *room, int shared, const Share *shares) {
+    room->starts[0] = 0;
+    for (int k = 1; k < shared; k++) {
+        int64_t first = shares[k].first, last = shares[k].last;
+        int64_t to = room->starts[first], from = entries_before(c, first), count = room->starts[last] - from;
+        memmove(room->offsets + to, room->offsets + from, (size_t)count);
+        memmove(room->values + to, room->values + from, 4 * (size_t)count);
+        for (int64_t b = first; b < last; b++) room->starts[b + 1] -= from - to;
+    }
+}
+
+/* The sums of some contributions, none of them whole. Both rooms are for as many entries as all of these have; what is
+ * at most `margin` ulp(θ) goes to `stay`. If there is no such room, nothing does, and θ is not read. */
+void loco_add_up(int64_t n, int64_t contributions, const Entries *contribution, int threads, const float *theta,
+                 float margin, const Room *leave, const Room *stay) {
+    Sum call = {n, contributions, contribution, theta, margin, stay ? 2 : 1, {*leave}};
+    Share shares[MAX_THREADS];
+    if (stay) call.room[1] = *stay;
+    int shared = share_out(add_share, &call, blocks_of(n), threads, shares);
+    for (int r = 0; r < call.rooms; r++) close_up(&call, &call.room[r], shared, shares);
 }
 
 /* The sum may lie where a contribution does. */
@@ -74,99 +145,15 @@ static void *add_whole_share(void *argument) {
             const float *values = c->contribution[r].values + first;
             for (int i = 0; i < n; i++) total[i] += values[i];
         }
-        memcpy(c->values + first, total, 4 * (size_t)n);
+        memcpy(c->room[0].values + first, total, 4 * (size_t)n);
     }
     return NULL;
 }
 
-/* From each block's count, behind the place of its start, to the starts. -> how many there are in all */
-static int64_t starts_from_counts(int64_t *starts, int64_t blocks) {
-    starts[0] = 0;
-    for (int64_t b = 0; b < blocks; b++) starts[b + 1] += starts[b];
-    return starts[blocks];
-}
-
-/* `starts` of the sum of some contributions, none of them whole. -> how many entries it has */
-int64_t loco_count_union(int64_t n, int64_t contributions, const Entries *contribution, int threads, int64_t *starts) {
-    Sum call = {.n = n, .contributions = contributions, .contribution = contribution, .starts = starts};
-    int64_t blocks = blocks_of(n);
+void loco_add_whole(int64_t n, int64_t contributions, const Entries *contribution, int threads, float *values) {
+    Sum call = {n, contributions, contribution, NULL, 0.0f, 1, {{NULL, NULL, values}}};
     Share shares[MAX_THREADS];
-    share_out(count_share, &call, blocks, threads, shares);
-    return starts_from_counts(starts, blocks);
-}
-
-/* The sum itself. Without `starts` all contributions are whole, and so is it. */
-void loco_add_up(int64_t n, int64_t contributions, const Entries *contribution, int threads, int64_t *starts,
-                 uint8_t *offsets, float *values) {
-    Sum call = {n, contributions, contribution, starts, offsets, values};
-    Share shares[MAX_THREADS];
-    share_out(starts ? add_share : add_whole_share, &call, blocks_of(n), threads, shares);
-}
-
-/* ---- splitting sums: those larger than some ulps leave, the others stay. Counted first, as above ---- */
-
-typedef struct {
-    Entries sums;
-    const float *theta;
-    float margin;
-    uint8_t *leaves;     /* whether, for each entry: θ is read once, since its lines are seldom in a cache */
-    int64_t *starts[2];  /* of what stays, and of what leaves */
-    uint8_t *offsets[2];
-    float *values[2];
-} Split;
-
-static void *count_leaving_share(void *argument) {
-    Share *share = argument;
-    const Split *c = share->call;
-    for (int64_t b = share->first; b < share->last; b++) {
-        int64_t first = c->sums.starts[b], last = c->sums.starts[b + 1], count = 0;
-        const float *theta = c->theta + b * BLOCK;
-        for (int64_t k = first; k < last; k++) {
-            float power = power_of(theta[c->sums.offsets[k]]);
-            count += c->leaves[k - c->sums.starts[0]] = is_above(c->sums.values[k], c->margin, power);
-        }
-        c->starts[0][b + 1] = last - first - count;
-        c->starts[1][b + 1] = count;
-    }
-    return NULL;
-}
-
-static void *split_share(void *argument) {
-    Share *share = argument;
-    const Split *c = share->call;
-    for (int64_t b = share->first; b < share->last; b++) {
-        int64_t next[2] = {c->starts[0][b], c->starts[1][b]};
-        for (int64_t k = c->sums.starts[b]; k < c->sums.starts[b + 1]; k++) {
-            int which = c->leaves[k - c->sums.starts[0]];
-            c->offsets[which][next[which]] = c->sums.offsets[k];
-            c->values[which][next[which]++] = c->sums.values[k];
-        }
-    }
-    return NULL;
-}
-
-/* Which entries leave, and `starts` of both parts. -> how many leave */
-int64_t loco_count_leaving(int64_t n, const Entries *sums, int threads, uint8_t *leaves, const float *theta,
-                           float margin, int64_t *stay_starts, int64_t *leave_starts) {
-    Split call = {*sums, theta, margin, leaves, {stay_starts, leave_starts}, {NULL}, {NULL}};
-    int64_t blocks = blocks_of(n);
-    Share shares[MAX_THREADS];
-    share_out(count_leaving_share, &call, blocks, threads, shares);
-    starts_from_counts(stay_starts, blocks);
-    return starts_from_counts(leave_starts, blocks);
-}
-
-/* The parts themselves. */
-void loco_split_sums(int64_t n, const Entries *sums, int threads, uint8_t *leaves, const Entries *stay,
-                     const Entries *leave) {
-    Split call = {
-        *sums, NULL, 0.0f, leaves,
-        {(int64_t *)stay->starts, (int64_t *)leave->starts},
-        {(uint8_t *)stay->offsets, (uint8_t *)leave->offsets},
-        {(float *)stay->values, (float *)leave->values},
-    };
-    Share shares[MAX_THREADS];
-    share_out(split_share, &call, blocks_of(n), threads, shares);
+    share_out(add_whole_share, &call, blocks_of(n), threads, shares);
 }
 
 /* ---- checking: of bytes that anybody may have made ---- */

@@ -60,13 +60,15 @@ class Transfer:
         Raises:
             NonFiniteError: finite values add up to infinity.
         """
-        room = None if self.sums is None else self.sums[at]
-        sums = kernels.add_up(contributions, at.stop - at.start, room)
-        if not kernels.all_finite(sums.values):
-            raise NonFiniteError(overflow_text(self.framing.round))
         if self.margin is None:
-            return sums, None
-        return kernels.split_sums(sums, self.framing.known.anchor[at], self.margin)
+            room = None if self.sums is None else self.sums[at]
+            sums, kept = kernels.add_up(contributions, at.stop - at.start, room), None
+        else:
+            anchor = self.framing.known.anchor[at]
+            sums, kept = kernels.add_and_split(contributions, anchor, self.margin)
+        if not all(kernels.all_finite(part.values) for part in (sums, kept) if part is not None):
+            raise NonFiniteError(overflow_text(self.framing.round))
+        return sums, kept
 
     def gathered(self, contributions: list[Entries], numel: int) -> list[Entries]:
         """All sites' entries as they came; or their sums, if small ones stay with their owners."""
@@ -85,11 +87,9 @@ class Transfer:
         """What leaves this site's s: its entries v, less the sums that it keeps. e is what is left."""
         if self.kept is None:
             return own
-        slices = slices_of(numel, self.across.size)
-        parts, mine = [own.cut(at) for at in slices], slices[self.across.rank]
+        mine = slices_of(numel, self.across.size)[self.across.rank]
         less = self.kept._replace(values=-self.kept.values)
-        parts[self.across.rank] = kernels.add_up([parts[self.across.rank], less], mine.stop - mine.start)
-        return Entries.join(parts)
+        return kernels.add_up([own, less.placed(mine, numel)], numel)
 
     def attempt(self, do: Callable[[], T]) -> T | None:
         """None if it failed, or something before it did."""

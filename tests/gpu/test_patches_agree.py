@@ -197,7 +197,7 @@ def test_patches_of_weights_on_a_device_are_those_of_weights_in_host_memory(
     old = [trained(3000, torch.bfloat16, rng)]
     new = [moved(old[0], 0.05, 3, rng)]
     changes = reference_patch.find_changes(old, new)
-    monkeypatch.setattr(kernels, "_device_patches", lambda _: home)
+    monkeypatch.setattr(kernels.patches, "_device_patches", lambda _: home)
     same_bits(kernels.find_changes(old, new), changes)
     body = kernels.pack_patch(old, changes)
     same_bits([body], [reference_patch.pack_patch(old, changes)])

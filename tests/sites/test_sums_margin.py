@@ -117,7 +117,7 @@ def test_a_sum_of_the_margin_itself_stays(is_whole: bool) -> None:
     sums = kernels.Entries.whole(values.clone())
     if not is_whole:
         sums = kernels.Entries.at(torch.arange(7), values, 7)
-    leave, stay = kernels.split_sums(sums, anchor, 0.5)
+    leave, stay = kernels.add_and_split([sums], anchor, 0.5)
     expected = torch.tensor([0.0, 2.0**-8 + 2.0**-20, 0.0, -(2.0**-7), 0.0, 0.0, 0.0])
     assert torch.equal(leave.values if is_whole else dense(leave, 7), expected)
     assert torch.equal(dense(stay, 7), values - expected)

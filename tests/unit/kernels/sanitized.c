@@ -12,10 +12,8 @@ double loco_apply(int64_t, float *, float *, float *, int64_t, const int64_t *, 
                   int64_t, const void *, float, float, float, int, int);
 void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int);
 uint64_t loco_digest(const char *, int64_t, int);
-int64_t loco_count_union(int64_t, int64_t, const void *, int, int64_t *);
-void loco_add_up(int64_t, int64_t, const void *, int, int64_t *, uint8_t *, float *);
-int64_t loco_count_leaving(int64_t, const void *, int, uint8_t *, const float *, float, int64_t *, int64_t *);
-void loco_split_sums(int64_t, const void *, int, uint8_t *, const void *, const void *);
+void loco_add_up(int64_t, int64_t, const void *, int, const float *, float, const void *, const void *);
+void loco_add_whole(int64_t, int64_t, const void *, int, float *);
 int loco_check_blocks(int64_t, const char *, int, int64_t, const uint8_t *, const char *, int64_t, int, int64_t *);
 int64_t loco_pack_room(int64_t, int64_t);
 int64_t loco_pack(int64_t, const float *, const float *, const int64_t *, const uint8_t *, const float *, int, int, uint32_t,
@@ -78,32 +76,26 @@ static void exchange_of(int64_t n, int64_t k, int gate, const float *anchor, con
 
     const void *entries[3][3];
     for (int r = 0; r < gathers; r++) entries[r][0] = starts, entries[r][1] = offsets, entries[r][2] = values;
-    int64_t union_of = loco_count_union(n, gathers, entries, threads, found);
-    if (union_of != k) abort();
-    where = malloc((size_t)union_of), what = malloc(4 * (size_t)union_of);
-    loco_add_up(n, gathers, entries, threads, found, where, what);
-    make_nans_equal(what, union_of);
-    note(what, 4 * (size_t)union_of), note(where, (size_t)union_of), note(found, 8 * (size_t)(blocks + 1));
-    const void *sums[3] = {found, where, what}, *parts[2][3];
-    uint8_t *leaves = malloc((size_t)union_of);
-    for (int p = 0; p < 2; p++) parts[p][0] = malloc(8 * (size_t)(blocks + 1));
-    int64_t leaving = loco_count_leaving(n, sums, threads, leaves, anchor, 0.5f, (void *)parts[0][0], (void *)parts[1][0]);
-    for (int p = 0; p < 2; p++) {
-        size_t count = (size_t)(p ? leaving : union_of - leaving);
-        parts[p][1] = malloc(count), parts[p][2] = malloc(4 * count);
+    free(found);
+    for (int splits = 0; splits < 2; splits++) {
+        size_t most = (size_t)(gathers * k), all = 0;
+        void *rooms[2][3];
+        for (int p = 0; p <= splits; p++)
+            rooms[p][0] = malloc(8 * (size_t)(blocks + 1)), rooms[p][1] = malloc(most), rooms[p][2] = malloc(4 * most);
+        loco_add_up(n, gathers, entries, threads, anchor, 0.5f, rooms[0], splits ? rooms[1] : NULL);
+        for (int p = 0; p <= splits; p++) {
+            size_t count = (size_t)((int64_t *)rooms[p][0])[blocks];
+            make_nans_equal(rooms[p][2], (int64_t)count);
+            note(rooms[p][0], 8 * (size_t)(blocks + 1)), note(rooms[p][1], count), note(rooms[p][2], 4 * count);
+            for (int i = 0; i < 3; i++) free(rooms[p][i]);
+            all += count;
+        }
+        if (all != (size_t)k) abort();
     }
-    loco_split_sums(n, sums, threads, leaves, parts[0], parts[1]);
-    for (int p = 0; p < 2; p++) {
-        size_t count = (size_t)(p ? leaving : union_of - leaving);
-        note(parts[p][0], 8 * (size_t)(blocks + 1)), note(parts[p][1], count), note(parts[p][2], 4 * count);
-        for (int i = 0; i < 3; i++) free((void *)parts[p][i]);
-    }
-    free(leaves);
-    free(where), free(what), free(found);
 
     for (int r = 0; r < gathers; r++) entries[r][0] = entries[r][1] = NULL, entries[r][2] = anchor;
     what = malloc(4 * (size_t)n);
-    loco_add_up(n, gathers, entries, threads, NULL, NULL, what);
+    loco_add_whole(n, gathers, entries, threads, what);
     make_nans_equal(what, n);
     note(what, 4 * (size_t)n);
     free(what);

@@ -63,17 +63,17 @@ def test_sums_are_split_as_by_the_reference(home: cpu.Compiled, margin: float, n
     anchor = torch.randn(n, generator=chance) * 10.0 ** torch.randint(-42, 38, (n,), generator=chance)
     anchor[::7] = 0.0
     ulps = kernels.reference.ulp(anchor)
-    for kind in KINDS:
-        sums = some(n, kind, 1)
-        # Multiples of an eighth of an ulp: some are the margin itself.
-        values = (sums.values * 8).round() / 8 * ulps[sums.indices()]
-        sums = sums._replace(values=values)
-        for found, expected in zip(
-            home.split_sums(sums, anchor, margin),
-            reference_entries.split_sums(sums, anchor, margin),
-            strict=True,
-        ):
-            same_bits(found, expected)
+    for sites in (1, 2, 3):
+        for first in range(len(KINDS)):
+            given = [some(n, KINDS[(first + i) % len(KINDS)], i) for i in range(sites)]
+            # Multiples of an eighth of an ulp: some sums are the margin itself.
+            given = [one._replace(values=(one.values * 8).round() / 8 * ulps[one.indices()]) for one in given]
+            for found, expected in zip(
+                home.add_and_split(given, anchor, margin),
+                reference_entries.add_and_split(given, anchor, margin),
+                strict=True,
+            ):
+                same_bits(found, expected)
 
 
 @homes
@@ -105,6 +105,16 @@ def test_parts_of_larger_vectors_add_up_too(home: cpu.Compiled) -> None:
     same_bits(got, reference_entries.add_up(given, at.stop - at.start))
     for site in given:
         assert set(site.indices().tolist()) <= set(got.indices().tolist())
+
+
+def test_a_cut_is_placed_where_it_was() -> None:
+    n, at = 20_000, slice(10 * 256, 50 * 256)
+    whole = some(n, "random", 1)
+    placed = whole.cut(at).placed(at, n)
+    indices = whole.indices()
+    inside = (indices >= at.start) & (indices < at.stop)
+    assert torch.equal(placed.indices(), indices[inside])
+    assert torch.equal(placed.values, whole.values[inside])
 
 
 def test_tensors_in_host_memory_go_to_the_compiled_home() -> None:
