@@ -109,8 +109,10 @@ def apply(
     own: Entries,
     contributions: Sequence[Entries],
     outer: OuterStep,
+    returned: Entries | None = None,
 ) -> float:
-    return _home_of(anchor, weights).apply(anchor, momentum, weights, residual, own, contributions, outer)
+    home = _home_of(anchor, weights)
+    return home.apply(anchor, momentum, weights, residual, own, contributions, outer, returned)
 
 
 def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:

@@ -35,6 +35,7 @@ class Home(Protocol):
         own: Entries,
         contributions: Sequence[Entries],
         outer: OuterStep,
+        returned: Entries | None = None,
     ) -> float: ...
 
     def write_weights(self, anchor: Tensor, weights: Sequence[Tensor]) -> None: ...

@@ -126,10 +126,11 @@ def apply(
     own: Entries,
     contributions: Sequence[Entries],
     outer: OuterStep,
+    returned: Entries | None = None,
 ) -> float:
     """Steps 5 to 8, in place: the residual, the mean, the outer step, the weights.
 
-    e = s − v where v was sent, s elsewhere
+    e = s − (v − r)                         v was sent, r came back to this site alone; s elsewhere
     g = ((0 + c_0) + c_1 + …) / R           contributions in site order
     m = μ·m + g
     θ = θ − α·(g + μ·m)                     Nesterov; θ − α·m plain; θ − α·g for μ = 0
@@ -145,8 +146,13 @@ def apply(
             if own.starts is None:
                 kept.zero_()
             else:
+                sent = torch.zeros_like(kept)
                 where, what = _within(own, at)
-                kept[where] -= what
+                sent[where] = what
+                if returned is not None:
+                    where, what = _within(returned, at)
+                    sent[where] -= what
+                kept -= sent
             residual[at] = kept
             squares += float(kept.double().square_().sum())
 

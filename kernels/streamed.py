@@ -73,6 +73,7 @@ class Streamed:
         own: Entries,
         contributions: Sequence[Entries],
         outer: OuterStep,
+        returned: Entries | None = None,
     ) -> float:
         squares = 0.0
         for chunk in self._chunks(weights, read=residual is not None):
@@ -85,6 +86,7 @@ class Streamed:
                 own.part(at),
                 [c.part(at) for c in contributions],
                 outer,
+                None if returned is None else returned.part(at),
             )
             chunk.send_back()
             squares += norm * norm

@@ -111,9 +111,10 @@ class Compiled:
         own: Entries,
         contributions: Sequence[Entries],
         outer: OuterStep,
+        returned: Entries | None = None,
     ) -> float:
         n, pieces = anchor.numel(), _Pieces(weights, anchor.numel())
-        entries = _addresses([own, *contributions])
+        entries = _addresses([own, returned or (), *contributions])
         squares = self._library.loco_apply(
             *(n, _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
             *(len(contributions), entries.ctypes.data, outer.num_sites, outer.lr, outer.momentum),
@@ -233,8 +234,9 @@ class Compiled:
                 encoded = home.encode(theta, w, e, gate)
                 results += [*encoded.entries, encoded.digest, encoded.first_nonfinite]
             own = home.encode(theta, w, e, gates[-1]).entries
-            home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer)
             entries = reference_entries if home is reference else self
+            returned = entries.add_and_split([own, own], anchor, 0.6)[1]
+            home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer, returned)
             results += entries.add_up([own, own], at.numel())
             results += [x for part in entries.add_and_split([own, own], anchor, 0.6) for x in part]
             tight, known = (reference_tight if home is reference else self), Known(anchor, residual, gates[0])
@@ -269,9 +271,9 @@ class _Pieces:
         self.arguments = (len(weights), *(column.ctypes.data for column in self._columns))
 
 
-def _addresses(entries: Sequence[Entries]) -> np.ndarray:
-    """The addresses of each one's starts, offsets and values."""
-    return np.array([[_address(t) or 0 for t in some] for some in entries], dtype=np.int64)
+def _addresses(entries: Sequence[Entries | tuple[()]]) -> np.ndarray:
+    """The addresses of each one's starts, offsets and values; zeros of none."""
+    return np.array([[_address(t) or 0 for t in some or (None,) * 3] for some in entries], dtype=np.int64)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -6,17 +6,25 @@ typedef struct {
     int64_t n;
     float *anchor, *momentum, *residual;
     Pieces pieces;
-    Entries own;
+    Entries own, returned;
     int64_t contributions;
     const Entries *contribution;
     float sites, lr, mu;
     int nesterov;
 } Apply;
 
-/* Step 5 of one block: what is sent does not stay. */
-static void take_sent(float *restrict s, const Entries *own, int64_t block, int n) {
+/* Step 5 of one block: what is sent does not stay, and what comes back to this site alone does. */
+static void take_sent(float *restrict s, const Entries *own, const Entries *returned, int64_t block, int n) {
     if (!own->starts) memset(s, 0, 4 * (size_t)n);
-    else for (int64_t k = own->starts[block]; k < own->starts[block + 1]; k++) s[own->offsets[k]] -= own->values[k];
+    else if (!returned->starts || returned->starts[block] == returned->starts[block + 1])
+        for (int64_t k = own->starts[block]; k < own->starts[block + 1]; k++) s[own->offsets[k]] -= own->values[k];
+    else {
+        float sent[BLOCK] = {0};
+        for (int64_t k = own->starts[block]; k < own->starts[block + 1]; k++) sent[own->offsets[k]] = own->values[k];
+        for (int64_t k = returned->starts[block]; k < returned->starts[block + 1]; k++)
+            sent[returned->offsets[k]] -= returned->values[k];
+        for (int i = 0; i < n; i++) s[i] -= sent[i];
+    }
 }
 
 /* Step 6 of one block and one site. Who did not send adds nothing, not even a zero. */
@@ -85,7 +93,7 @@ static void *apply_share(void *argument) {
         int n = (int)(last - first);
         if (c->residual) {
             update_block(s, c->anchor, c->residual, &c->pieces, &reading, first, last);
-            take_sent(s, &c->own, b, n);
+            take_sent(s, &c->own, &c->returned, b, n);
             memcpy(c->residual + first, s, 4 * (size_t)n);
             share->squares += sum_of_squares(s, n);
         }
@@ -99,13 +107,14 @@ static void *apply_share(void *argument) {
     return NULL;
 }
 
-/* `entries`: this site's own, then each contribution. -> the sum of the new residual's squares
+/* `entries`: this site's own, what is returned (with no starts: nothing), then each contribution.
+ * -> the sum of the new residual's squares
  * Nothing here can fail: the other sites already count on this round. */
 double loco_apply(int64_t n, float *anchor, float *momentum, float *residual, int64_t pieces, const int64_t *address,
                   const int64_t *start, const int32_t *dtype, int64_t contributions, const Entries *entries,
                   float sites, float lr, float mu, int nesterov, int threads) {
-    Apply call = {n, anchor, momentum, residual, {pieces, address, start, dtype}, entries[0], contributions,
-                  entries + 1, sites, lr, mu, nesterov};
+    Apply call = {n, anchor, momentum, residual, {pieces, address, start, dtype}, entries[0], entries[1],
+                  contributions, entries + 2, sites, lr, mu, nesterov};
     Share shares[MAX_THREADS];
     int count = share_out(apply_share, &call, blocks_of(n), threads, shares);
     double squares = 0;

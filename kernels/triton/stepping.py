@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import types
+from ..reference_entries import add_up
 from ..types import Entries, OuterStep
 from . import tiles
 from .pieces import store_weights, table_of, update_of
@@ -156,6 +157,7 @@ def apply(
     own: Entries,
     contributions: Sequence[Entries],
     outer: OuterStep,
+    returned: Entries | None = None,
 ) -> float:
     numel = anchor.numel()
     if not numel:
@@ -163,6 +165,8 @@ def apply(
     if residual is not None and own.starts is None:
         residual.zero_()  # everything was sent
         residual = None
+    if returned is not None:
+        own = add_up([own, returned._replace(values=-returned.values)], numel)
     rows = [(entries, ADDED.value) for entries in contributions]
     if residual is not None:
         mine = [i for i, entries in enumerate(contributions) if entries is own]

@@ -90,7 +90,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
 
     def join() -> list[Entries]:
         if stay:
-            work.keep(stay)
+            work.keep(stay, numel)
         if work.sums is not None:  # where they have been received
             return [Entries.whole(work.sums)]
         return [Entries.join([part for parts in found for part in parts])]

@@ -31,7 +31,7 @@ class Transfer:
         margin: F. Sums of at most this many ulp(θ) stay with their owner. None: none do.
 
     Attributes:
-        kept: such sums of this site's slice.
+        kept: such sums of this site's slice, as entries of the whole vector.
     """
 
     def __init__(
@@ -76,20 +76,13 @@ class Transfer:
             return contributions
         sums, kept = self.total(contributions, slice(0, numel))
         if kept is not None:
-            self.keep([kept.cut(slices_of(numel, self.across.size)[self.across.rank])])
+            self.keep([kept.cut(slices_of(numel, self.across.size)[self.across.rank])], numel)
         return [sums]
 
-    def keep(self, parts: Sequence[Entries]) -> None:
+    def keep(self, parts: Sequence[Entries], numel: int) -> None:
         """The sums that stay here, of this site's slice, part by part."""
-        self.kept = Entries.join(parts)
-
-    def taken(self, own: Entries, numel: int) -> Entries:
-        """What leaves this site's s: its entries v, less the sums that it keeps. e is what is left."""
-        if self.kept is None:
-            return own
         mine = slices_of(numel, self.across.size)[self.across.rank]
-        less = self.kept._replace(values=-self.kept.values)
-        return kernels.add_up([own, less.placed(mine, numel)], numel)
+        self.kept = Entries.join(parts).placed(mine, numel)
 
     def attempt(self, do: Callable[[], T]) -> T | None:
         """None if it failed, or something before it did."""

@@ -84,9 +84,7 @@ class Round:
         self._announced: list[Announcement] = []
         self._left_out: tuple[int, ...] = ()
         self._own: Entries | None = None  # what this rank really sends
-        self._taken: Entries | None = (
-            None  # of its s: what it sends, less the sums that come back to it alone
-        )
+        self._kept: Entries | None = None  # sums that come back to it alone
         self._contributions: Sequence[Entries] = ()
         self._exchange = ""
         self._payload_bytes = 0
@@ -177,7 +175,7 @@ class Round:
         seconds = time.perf_counter() - began
         self._payload_bytes = framing.coded_bytes
         self.problem = transfer.verdict()
-        self._taken = self._attempt(lambda: transfer.taken(own, numel))
+        self._kept = transfer.kept
         if self._attempt(lambda: adds_up_to_infinity(self._contributions, numel)):
             self.problem = Problem(Status.OVERFLOW, seen=NonFiniteError(overflow_text(self.number)))
         if self.problem is None and view.site not in self._left_out:
@@ -216,7 +214,7 @@ class Round:
         """5. e = what was not sent   6. g = Σ / R   7. m = μ·m + g, θ = θ − α·(g + μ·m)   8. w = cast(θ)"""
         state, view, settings = self.state, self.view, self.state.settings
         assert self.phase is Phase.COMMITTED
-        assert self._taken is not None
+        assert self._own is not None
         self._began["apply"] = time.perf_counter()
         view.liveness.say(f"round {self.number}, applying")
         step = OuterStep(
@@ -229,7 +227,9 @@ class Round:
             with state.rewriting():
                 with state.parameters.pieces(state.start, state.stop, write=True) as weights:
                     outer = (state.anchor, state.momentum, weights, state.residual)
-                    self._residual_norm = kernels.apply(*outer, self._taken, self._contributions, step)
+                    self._residual_norm = kernels.apply(
+                        *outer, self._own, self._contributions, step, self._kept
+                    )
                 self._ended = time.perf_counter()
                 state.took_part |= dict.fromkeys(view.site_names, self.number)
                 self.phase = Phase.APPLIED  # before the state counts as whole: no round is applied twice

@@ -117,13 +117,14 @@ def check_apply(
     own: Entries,
     contributions: list[Entries],
     outer: OuterStep,
+    returned: Entries | None = None,
 ) -> None:
     def run(ops: Any) -> tuple[float, list[Tensor | None]]:
         theta, m, e = (None if t is None else t.clone() for t in (anchor, momentum, residual))
         # Cloned by storage: an offset into it, and so an address, may be what is tested.
         pieces = [torch.empty(0, dtype=w.dtype).set_(w.untyped_storage().clone()) for w in weights]  # pyright: ignore
         pieces = [p[w.storage_offset() :][: w.numel()] for p, w in zip(pieces, weights, strict=True)]
-        norm = ops.apply(theta, m, pieces, e, own, contributions, outer)
+        norm = ops.apply(theta, m, pieces, e, own, contributions, outer, returned)
         return norm, [theta, m, e, *pieces]
 
     norm, results = run(home)
@@ -146,6 +147,8 @@ def test_a_round_at_every_edge(home: Any, n: int) -> None:
     check_encode(home, anchor, pieces, residual, None)
     contributions = [some(n, 0.12, 5), own, Entries.whole(normal(n, 6, 1e-5))]
     check_apply(home, anchor, normal(n, 7, 1e-5), pieces, residual, own, contributions, step(3))
+    for returned in (some(n, 0.3, 8), Entries.none(n, own.values.device)):
+        check_apply(home, anchor, None, pieces, residual, own, [own], step(2, 0.0), returned)
     home.write_weights(anchor, pieces)
     same(pieces[0], anchor)
     assert home.digest(anchor) == reference.digest(anchor)

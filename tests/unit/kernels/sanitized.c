@@ -144,8 +144,9 @@ static void round_of(int64_t n, int gate, int thrifty, int gathers, int has_resi
         exchange_of(n, k, gate, anchor, mu ? momentum : NULL, starts, offsets, values, gathers, wild, threads);
     }
     int64_t own[3] = {gate ? (int64_t)(intptr_t)starts : 0, gate ? (int64_t)(intptr_t)offsets : 0, (int64_t)(intptr_t)values};
-    int64_t *entries = malloc(24 * (size_t)(gathers + 1));
-    for (int r = 0; r <= gathers; r++) memcpy(entries + 3 * r, own, 24);
+    int64_t *entries = malloc(24 * (size_t)(gathers + 2));
+    for (int r = 0; r <= gathers + 1; r++) memcpy(entries + 3 * r, own, 24);
+    if (mu) memset(entries + 3, 0, 24);  /* nothing is returned */
     loco_apply(n, anchor, mu ? momentum : NULL, has_residual ? residual : NULL, count, address, start, dtype, gathers,
                entries, (float)gathers, 0.7f, 0.9f, mu == 2, threads);
     if (!wild) note(anchor, bytes), note(residual, bytes), note(momentum, bytes);

@@ -64,6 +64,21 @@ def test_plus_and_minus_zero_are_one_value() -> None:
     assert not reference.visible(theta, s, Gate()).any()
 
 
+@pytest.mark.parametrize("gain", [1e-9, 1.0, 1e9])
+def test_what_is_returned_stays_in_the_residual_too(gain: float) -> None:
+    n = 1003
+    anchor, weights, residual = state(n)
+    s = ((anchor - weights) + residual).numpy()
+    own = kernels.encode(anchor, [weights], residual, Gate(gain=gain)).entries
+    where = torch.arange(5, n, 3)  # what this site sent, and what it did not
+    returned = Entries.at(where, torch.from_numpy(s)[where] * 1.7, n)
+    kernels.apply(anchor.clone(), None, [weights.clone()], residual, own, [own], outer(1), returned)
+    sent = np.zeros(n, dtype=np.float32)
+    sent[own.indices().numpy()] = own.values.numpy()
+    sent[where.numpy()] -= returned.values.numpy()
+    np.testing.assert_array_equal(bits(residual.numpy()), bits(s - sent))
+
+
 @pytest.mark.parametrize(
     ("n", "chunk"), [(0, 64), (1, 1), (63, 1), (63, 64), (1003, 64), (1003, 1003), (1003, 1 << 18)]
 )
