@@ -28,7 +28,7 @@ from .members.sites import Sites
 from .members.topology import Topology
 from .members.view import SiteTopology
 from .optimizer import DiLoCo, PulseLoCo
-from .presets import MATCHING, PAPER, SAVING, SMALLEST
+from .presets import MATCHING, PAPER, SAVING, SMALLEST, holding_back
 from .report import SyncReport
 from .round.hooks import RoundProgress
 
@@ -59,6 +59,7 @@ __all__ = [
     "TransportError",
     "WireError",
     "attach",
+    "holding_back",
     "sync",
 ]
 __version__ = "0.1.0"

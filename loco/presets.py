@@ -1,42 +1,85 @@
 """Named settings of PulseLoCo, each a point on the measured frontier of learning against bytes.
 
     optimizer = loco.PulseLoCo(inner, **loco.SAVING)
-    optimizer = loco.PulseLoCo(inner, **loco.SAVING | {"sync_every": 16})  # the same but for one argument
+    optimizer = loco.PulseLoCo(inner, **loco.SAVING | {"wire": "tight"})  # the same but for one argument
+    optimizer = loco.PulseLoCo(inner, **loco.holding_back(0.25, lr=1e-5, sync_every=16))
 
 PAPER is the published setting. The others take long outer steps without momentum, which learn more. They
 differ in how much of a BF16 ulp they hold back until it has grown: MATCHING an eighth, and it sends values
 exactly; SAVING a quarter, and SMALLEST a whole one, and these two round values.
 
-Their outer_lr was chosen at inner learning rates near 1e-6, those of RL post-training. What counts is the
-product of the two: at 1e-5 divide outer_lr by ten. docs/frontier.md says what they were chosen by.
+They are for an inner learning rate of 1e-6, as in RL post-training, and rounds of 8 steps. Where weights move
+further in a round, as much is too little to hold back, and the outer step too long: `holding_back` says what
+goes with other learning rates and rounds. docs/frontier.md says what all this was chosen by.
 
 They can't be changed: `dict(loco.SAVING)` is a copy that can.
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+_LR, _STEPS = 1e-6, 8
+_PER_ULP = 448 * 8  # α that is borne, by what is held back
+_LONGEST, _SHORTEST = 1792, 224  # α that is borne, however much or little is held back
 
-def _holding_back(ulps: float, outer_lr: float) -> Mapping[str, Any]:
-    """What goes together: an update is sent once it is more than `ulps`, in steps of twice that (of an ulp at
-    most), and a sum is sent back once it is more than 2 · `ulps`."""
-    steps = max(1, round(1 / (2 * ulps)))
-    return MappingProxyType(
-        {
-            "outer_lr": outer_lr,
-            "outer_momentum": 0.0,
-            "gate_gain": float(steps),
-            "gate_margin": ulps,
-            "value_steps": steps,
-            "sums_margin": 2 * ulps,
-        }
-    )
+
+def _distance(lr: float, sync_every: int) -> float:
+    """How far weights move in a round, in units of what they do in one that the presets are for: an inner
+    optimizer like Adam moves a weight by about its learning rate in each step."""
+    return lr * sync_every / (_LR * _STEPS)
+
+
+def longest_outer_lr(margin: float, *, lr: float, sync_every: int) -> float:
+    """The longest outer step that is known to learn well while updates of up to `margin` are held back."""
+    distance = _distance(lr, sync_every)
+    return max(_SHORTEST, min(_PER_ULP * margin / distance, _LONGEST)) / distance
+
+
+def holding_back(
+    ulps: float, *, lr: float = _LR, sync_every: int = _STEPS, exact: bool = False
+) -> Mapping[str, Any]:
+    """Settings of PulseLoCo by one number, for an inner optimizer of Adam's kind.
+
+    An update is sent once it is more than `gate_margin`, which is `ulps`, or as many times more as weights
+    move further in a round. Values travel in steps of twice that (of an ulp at most), and a sum is sent back
+    once it is more than twice that.
+
+    Args:
+        ulps: how much is held back, of a BF16 weight, where lr is 1e-6 and a round has 8 steps: the more, the
+            fewer bytes. From 0.125 to 2 was tried.
+        lr: the inner optimizer's largest learning rate.
+        sync_every: H.
+        exact: values and sums are sent as they are, whole.
+    """
+    if not 2**-9 <= ulps <= 2:
+        raise ValueError(f"ulps must be from 1/512 to 2, got {ulps}")
+    if not 0 < lr < float("inf"):
+        raise ValueError(f"lr must be > 0 and finite, got {lr}")
+    if not (sync_every == int(sync_every) and sync_every >= 1):
+        raise ValueError(f"sync_every must be a whole number >= 1, got {sync_every}")
+    distance = _distance(lr, sync_every)
+    margin = ulps * distance
+    settings = {
+        "sync_every": sync_every,
+        "outer_lr": min(_PER_ULP * ulps, _LONGEST) / distance,
+        "outer_momentum": 0.0,
+        "gate_gain": max(1.0, 1 / (2 * ulps)) / distance,
+        "gate_margin": margin,
+    }
+    if not exact:
+        settings["value_steps"] = 2 ** min(max(0, round(math.log2(1 / (2 * margin)))), 8)
+        settings["sums_margin"] = 2 * margin
+    return MappingProxyType(settings)
+
+
+def _at_any_rounds(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """For who gives sync_every beside it."""
+    return MappingProxyType({name: value for name, value in settings.items() if name != "sync_every"})
 
 
 PAPER: Mapping[str, Any] = MappingProxyType({"outer_lr": 0.7, "outer_momentum": 0.9, "gate_gain": 1.0})
-MATCHING: Mapping[str, Any] = MappingProxyType(
-    {"outer_lr": 448.0, "outer_momentum": 0.0, "gate_gain": 4.0, "gate_margin": 0.125}
-)
-SAVING = _holding_back(0.25, outer_lr=896.0)
-SMALLEST = _holding_back(1.0, outer_lr=1792.0)
+MATCHING = _at_any_rounds(holding_back(0.125, exact=True))
+SAVING = _at_any_rounds(holding_back(0.25))
+SMALLEST = _at_any_rounds(holding_back(1.0))

@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from .logs import warn_once_per_machine
+from .presets import longest_outer_lr
 from .report import SyncReport
 from .round.outer_state import OuterState
 
@@ -43,6 +44,7 @@ class SetupWarnings:
         if not norms:
             return  # this site was given θ, and took no part
         self._look_at_norms(report.round, norms)
+        self._look_at_rounds(report.round, steps)
         self._look_at_reach(report, sum(norms) / len(norms), before)
         # Nothing is sent, and what is withheld is what was withheld before: no weight has moved.
         if steps and not any(norms) and report.residual_norm == before:
@@ -73,9 +75,36 @@ class SetupWarnings:
                 norms[0],
             )
 
+    def _look_at_rounds(self, round: int, steps: int) -> None:
+        """A preset's outer_lr at another inner learning rate, or in longer rounds, ruins the weights."""
+        settings = self._state.settings
+        adams = [group["lr"] for group in self._inner.param_groups if "betas" in group]
+        if settings.outer_lr <= 1 or settings.outer_momentum or not settings.gate_margin:
+            return  # not of that family
+        lr = float(max(adams, default=0.0))
+        if not steps or lr <= 0:
+            return  # nothing is known of how far its inner steps go
+        longest = longest_outer_lr(settings.gate_margin, lr=lr, sync_every=steps)
+        if settings.outer_lr > 1.5 * longest:
+            self._say(
+                "reach",
+                "round %d: outer_lr %g is %.2g times the longest that is known to learn well with "
+                "gate_margin %g, an inner learning rate of %g and %d steps in a round. For these there is "
+                "**loco.holding_back(%g, lr=%g, sync_every=%d)",
+                round,
+                settings.outer_lr,
+                settings.outer_lr / longest,
+                settings.gate_margin,
+                lr,
+                steps,
+                settings.gate_margin,
+                lr,
+                steps,
+            )
+
     def _look_at_reach(self, report: SyncReport, update_norm: float, withheld: float | None) -> None:
-        """A preset's outer_lr at another inner learning rate ruins the weights in the first rounds, or once
-        a warm-up of the learning rate has come far enough."""
+        """An outer step that is far too long ruins the weights in the first rounds, or once a warm-up of the
+        inner learning rate has come far enough."""
         settings = self._state.settings
         if settings.outer_lr <= 1 or withheld is None:
             return  # the step is no longer than the sites' own; or it is not known what is new
@@ -89,8 +118,9 @@ class SetupWarnings:
             self._say(
                 "reach",
                 "round %d: an outer step of outer_lr %g moves the weights by up to %.0f%% of what they were "
-                "at the start. loco.MATCHING, SAVING and SMALLEST are for inner learning rates near 1e-6: at "
-                "ten times the inner learning rate divide outer_lr by ten",
+                "at the start. Outer steps of that length are for inner learning rates near 1e-6: at ten "
+                "times the inner learning rate, or in rounds of ten times as many steps, divide outer_lr by "
+                "ten",
                 report.round,
                 settings.outer_lr,
                 100 * moved / self._weight,

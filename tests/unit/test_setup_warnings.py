@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -57,12 +58,15 @@ def test_small_steps_that_are_withheld_are_steps(caplog: pytest.LogCaptureFixtur
     assert "no weight of this one has moved" in text
 
 
+LONG = {"outer_lr": 896.0, "outer_momentum": 0.0}
+
+
 @pytest.mark.parametrize(
     ("lr", "outer", "percent"),
     [
-        (1e-3, loco.SAVING, r"\d{4}"),  # a thousand times what it is made for
-        (1e-4, loco.SAVING, r"\d{3}"),
-        (1e-6, loco.SAVING, ""),
+        (1e-3, LONG, r"\d{4}"),
+        (1e-4, LONG, r"\d{3}"),
+        (1e-6, LONG, ""),
         (1e-3, {}, ""),
         (10.0, {}, ""),  # that the inner steps are too long is seen without loco
     ],
@@ -81,6 +85,40 @@ def test_an_outer_step_that_is_far_too_long_is_told_once(
     assert re.fullmatch(rf"{step}were at the start\. [^\n]*", said)
 
 
+@pytest.mark.parametrize(
+    ("preset", "lr", "steps", "times"),
+    [
+        (loco.SAVING, 1e-6, 8, ""),
+        (loco.SMALLEST, 1e-6, 8, ""),
+        (loco.SAVING, 1e-6, 9, ""),  # not far from what was tried
+        (loco.SAVING, 1e-6, 16, "4"),
+        (loco.MATCHING, 1e-5, 8, "20"),
+        (loco.SMALLEST, 1e-6, 32, "8"),
+        (loco.holding_back(0.25, lr=1e-5, sync_every=32), 1e-5, 32, ""),
+        (loco.holding_back(0.125, lr=4e-6, exact=True), 4e-6, 8, ""),
+        (loco.PAPER, 1e-3, 32, ""),  # no longer than the sites' own
+    ],
+)
+def test_a_presets_step_at_another_rate_or_in_longer_rounds_is_told_once(
+    preset: Mapping[str, Any], lr: float, steps: int, times: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=lr)
+    settings: dict[str, Any] = dict(preset) | {"sync_every": steps}
+    optimizer = loco.PulseLoCo(inner, **settings)
+    train(net, optimizer, 3 * steps)
+    said = "\n".join(warnings_of(caplog))
+    if not times:
+        assert said == ""
+        return
+    f = preset["gate_margin"]
+    assert re.fullmatch(
+        rf"round 1: outer_lr {preset['outer_lr']:g} is {times} times the longest [^\n]*"
+        rf"\*\*loco\.holding_back\({f:g}, lr={lr:g}, sync_every={steps}\)",
+        said,
+    )
+
+
 def test_an_outer_step_that_becomes_too_long_is_told_then(caplog: pytest.LogCaptureFixture) -> None:
     """After a warm-up of the inner learning rate."""
     net = model()
@@ -91,7 +129,7 @@ def test_an_outer_step_that_becomes_too_long_is_told_then(caplog: pytest.LogCapt
     inner.param_groups[0]["lr"] = 1e-3
     train(net, optimizer, 8)
     (text,) = warnings_of(caplog)
-    assert text.startswith("round 3: an outer step of outer_lr 896 moves the weights by up to ")
+    assert text.startswith("round 3: outer_lr 896 is 4e+03 times the longest ")
 
 
 def test_what_was_withheld_for_long_is_no_long_step(caplog: pytest.LogCaptureFixture) -> None:
