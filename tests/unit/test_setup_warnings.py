@@ -97,6 +97,7 @@ def test_an_outer_step_that_is_far_too_long_is_told_once(
         (loco.holding_back(0.25, lr=1e-5, sync_every=32), 1e-5, 32, ""),
         (loco.holding_back(0.125, lr=4e-6, exact=True), 4e-6, 8, ""),
         (loco.PAPER, 1e-3, 32, ""),  # no longer than the sites' own
+        ({"outer_lr": 2.0, "outer_momentum": 0.0, "gate_margin": 0.2}, 1e-4, 32, ""),
     ],
 )
 def test_a_presets_step_at_another_rate_or_in_longer_rounds_is_told_once(
