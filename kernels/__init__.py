@@ -111,8 +111,9 @@ def apply(
     outer: OuterStep,
     returned: Entries | None = None,
 ) -> float:
-    home = _home_of(anchor, weights)
-    return home.apply(anchor, momentum, weights, residual, own, contributions, outer, returned)
+    return _home_of(anchor, weights).apply(
+        anchor, momentum, weights, residual, own, contributions, outer, returned
+    )
 
 
 def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:

@@ -21,8 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 _LR, _STEPS = 1e-6, 8
-_PER_ULP = 448 * 8  # α that is borne, by what is held back
-_LONGEST, _SHORTEST = 1792, 224  # α that is borne, however much or little is held back
+_SHORTEST = 224  # α that is borne, however little is held back
 
 
 def _distance(lr: float, sync_every: int) -> float:
@@ -31,10 +30,15 @@ def _distance(lr: float, sync_every: int) -> float:
     return lr * sync_every / (_LR * _STEPS)
 
 
+def _borne(ulps: float) -> float:
+    """The longest α that is known to learn well in such a round while so much is held back."""
+    return min(448 * 8 * ulps, 1792)
+
+
 def longest_outer_lr(margin: float, *, lr: float, sync_every: int) -> float:
     """The longest outer step that is known to learn well while updates of up to `margin` are held back."""
     distance = _distance(lr, sync_every)
-    return max(_SHORTEST, min(_PER_ULP * margin / distance, _LONGEST)) / distance
+    return max(_SHORTEST, _borne(margin / distance)) / distance
 
 
 def holding_back(
@@ -59,11 +63,15 @@ def holding_back(
         raise ValueError(f"lr must be > 0 and finite, got {lr}")
     if not (sync_every == int(sync_every) and sync_every >= 1):
         raise ValueError(f"sync_every must be a whole number >= 1, got {sync_every}")
-    distance = _distance(lr, sync_every)
+    settings = _holding_back(ulps, exact=exact, distance=_distance(lr, sync_every))
+    return MappingProxyType({"sync_every": sync_every, **settings})
+
+
+def _holding_back(ulps: float, *, exact: bool = False, distance: float = 1.0) -> Mapping[str, Any]:
+    """As `holding_back`, in rounds of any number of steps in which weights move as far as this."""
     margin = ulps * distance
     settings = {
-        "sync_every": sync_every,
-        "outer_lr": min(_PER_ULP * ulps, _LONGEST) / distance,
+        "outer_lr": _borne(ulps) / distance,
         "outer_momentum": 0.0,
         "gate_gain": max(1.0, 1 / (2 * ulps)) / distance,
         "gate_margin": margin,
@@ -74,12 +82,7 @@ def holding_back(
     return MappingProxyType(settings)
 
 
-def _at_any_rounds(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """For who gives sync_every beside it."""
-    return MappingProxyType({name: value for name, value in settings.items() if name != "sync_every"})
-
-
 PAPER: Mapping[str, Any] = MappingProxyType({"outer_lr": 0.7, "outer_momentum": 0.9, "gate_gain": 1.0})
-MATCHING = _at_any_rounds(holding_back(0.125, exact=True))
-SAVING = _at_any_rounds(holding_back(0.25))
-SMALLEST = _at_any_rounds(holding_back(1.0))
+MATCHING = _holding_back(0.125, exact=True)
+SAVING = _holding_back(0.25)
+SMALLEST = _holding_back(1.0)

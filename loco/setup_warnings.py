@@ -78,10 +78,9 @@ class SetupWarnings:
     def _look_at_rounds(self, round: int, steps: int) -> None:
         """A preset's outer_lr at another inner learning rate, or in longer rounds, ruins the weights."""
         settings = self._state.settings
-        adams = [group["lr"] for group in self._inner.param_groups if "betas" in group]
         if settings.outer_lr <= 2 or settings.outer_momentum or not settings.gate_margin:
             return  # not of that family, or hardly longer than the sites' own steps
-        lr = float(max(adams, default=0.0))
+        lr = float(max((group["lr"] for group in self._inner.param_groups if "betas" in group), default=0.0))
         if not steps or lr <= 0:
             return  # nothing is known of how far its inner steps go
         longest = longest_outer_lr(settings.gate_margin, lr=lr, sync_every=steps)

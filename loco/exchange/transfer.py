@@ -76,13 +76,15 @@ class Transfer:
             return contributions
         sums, kept = self.total(contributions, slice(0, numel))
         if kept is not None:
-            self.keep([kept.cut(slices_of(numel, self.across.size)[self.across.rank])], numel)
+            self.keep([kept.cut(self._mine(numel))], numel)
         return [sums]
 
     def keep(self, parts: Sequence[Entries], numel: int) -> None:
         """The sums that stay here, of this site's slice, part by part."""
-        mine = slices_of(numel, self.across.size)[self.across.rank]
-        self.kept = Entries.join(parts).placed(mine, numel)
+        self.kept = Entries.join(parts).placed(self._mine(numel), numel)
+
+    def _mine(self, numel: int) -> slice:
+        return slices_of(numel, self.across.size)[self.across.rank]
 
     def attempt(self, do: Callable[[], T]) -> T | None:
         """None if it failed, or something before it did."""
