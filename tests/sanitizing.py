@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,16 @@ import pytest
 from loco.kernels.cpu import build
 
 
-def compile_with(flags: tuple[str, ...], source: Path, folder: Path, kernels: str = "*.c") -> Path:
+def compile_with(
+    flags: tuple[str, ...], source: Path, folder: Path, kernels: Sequence[str] = ("*.c",)
+) -> Path:
     """The program in one C file, and the kernels' files of these names. Without a compiler skips the test."""
     program = folder / source.stem
     try:
         command = [*build.find_compiler(), *build.FLAGS, *flags, "-g", "-pthread", str(source)]
     except build.BuildError as error:
         pytest.skip(str(error))
-    files = [str(path) for path in build.SOURCES if path.suffix == ".c" and path.match(kernels)]
+    files = [str(path) for path in build.SOURCES if any(path.match(name) for name in kernels)]
     done = build.run([*command, "-o", str(program), *files])
     assert not done.returncode, done.stderr
     return program
@@ -28,7 +31,7 @@ def fuzz(
     variant: str,
     cases: int,
     flags: tuple[str, ...] = (),
-    kernels: str = "*.c",
+    kernels: Sequence[str] = ("*.c",),
 ) -> tuple[list[int], str]:
     """Run a program that reads so many hostile inputs, under the sanitizers of addresses and undefined
     behaviour.

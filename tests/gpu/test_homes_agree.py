@@ -138,7 +138,7 @@ def step(sites: int = 1, mu: float = 0.9, *, nesterov: bool = True) -> OuterStep
     return OuterStep(num_sites=sites, lr=0.7, momentum=mu, nesterov=nesterov)
 
 
-@pytest.mark.check(ALL_VALUES, sample=r"(?!16895|8192-triton).*")
+@pytest.mark.check(ALL_VALUES, sample=r"(?!16895|819[23]-triton).*")
 @pytest.mark.parametrize("n", EDGES)
 def test_a_round_at_every_edge(home: Any, n: int) -> None:
     anchor, weights, residual = state(n)
@@ -170,6 +170,7 @@ def test_gates_and_densities(home: Any, gate: Gate | None, gain: float, keeps: b
         assert density > 0.5
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(?!(0\.0|6e-06)-.*triton).*")
 @pytest.mark.parametrize(("scale", "low", "high"), [(0.0, 0.0, 0.0), (4e-7, 0.002, 0.02), (6e-6, 0.05, 0.25)])
 def test_densities_of_real_rounds(home: Any, scale: float, low: float, high: float) -> None:
     anchor = normal(8000, 0, 0.02)
@@ -353,7 +354,7 @@ def test_digests_of_any_bytes(home: Any, n: int) -> None:
         assert home.digest(data[shift : shift + n]) == reference.digest(data[shift : shift + n].clone())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)  # the interpreter takes a second for each
 @given(st.data())
 def test_any_round(home: Any, data: st.DataObject) -> None:
     n = data.draw(st.integers(0, 1300), label="n")

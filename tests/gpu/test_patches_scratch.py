@@ -17,7 +17,7 @@ from loco.kernels.reference_patch import bits_of
 
 home = interpreted(PATCH_OPS)
 TILE = 2048
-N = 40 * TILE
+N = 20 * TILE
 OF_TILE = 16 * 4 + 5 * 8  # bytes: counts of classes, running sums, in which piece it begins
 OF_CHANGE = 2 * 8  # its term of the digest, summed up
 OF_PART = 512 * 16 * 4 + 4096  # there is only one here: counts of classes for tiles that it does not have

@@ -52,7 +52,7 @@ def test_no_data_race(tmp_path: Path, variant: str, expected: str) -> None:
 def test_no_data_race_between_the_parts_of_a_patch(tmp_path: Path, variant: str) -> None:
     flags = ("-fsanitize=thread",)
     sanitizer_or_skip(tmp_path, flags, tuple(STILL))
-    program = compile_with((*build.BUILDS[variant], *flags), PATCHES, tmp_path, kernels="patch_*.c")
+    program = compile_with((*build.BUILDS[variant], *flags), PATCHES, tmp_path, kernels=("patch_*.c",))
     every_second = [str(program), "40", "1", "2"]
     done = subprocess.run([*STILL, *every_second], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

@@ -250,13 +250,13 @@ VARIANTS = build.builds_for_this_cpu()
 @pytest.mark.parametrize(
     ("variant", "cases", "more"),
     [
-        pytest.param(VARIANTS[0], FEW, ("-O1",), id="few"),
+        pytest.param(VARIANTS[0], FEW, ("-O0",), id="few"),
         *(pytest.param(name, CASES, (), id=name, marks=pytest.mark.check(HOSTILE)) for name in VARIANTS),
     ],
 )
 def test_fuzzed_patches_end_well_under_the_sanitizers(
     tmp_path: Path, variant: str, cases: int, more: tuple[str, ...]
 ) -> None:
-    (counted, unpacked), what = fuzz(FUZZER, tmp_path, variant, cases, more, kernels="patch_*.c")
+    (counted, unpacked), what = fuzz(FUZZER, tmp_path, variant, cases, more, kernels=("patch_*.c",))
     assert counted > cases // 4, what
     assert unpacked > cases // 10, what  # damage that goes deep
