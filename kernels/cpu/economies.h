@@ -1,7 +1,7 @@
 /* The gate's economies, bit for bit as in ../reference.py: a margin, and values in steps.
  *
- * They concern only what is visible, a small part of all. So they are a second pass over a block's packed entries, and
- * the pass that finds those need not know of them.
+ * They concern only what is visible, a small part of all. So they are a second pass over a block's packed entries
+ * (economise.h), and the pass that finds those need not know of them.
  */
 
 #ifndef LOCO_ECONOMIES_H
@@ -31,32 +31,6 @@ static inline float in_steps(float s, float power, float fraction) {
     float many = step * 0x1p23f, nearest = (size + many) - many, largest = 0x1p96f - step;
     nearest = from_bits(choose(nearest > largest, bits(largest), bits(nearest))) * up;
     return from_bits(choose(size < many, bits(nearest), bits(magnitude(s))) | (bits(s) & 0x80000000));
-}
-
-/* Of a block's packed entries keeps those above `margin` ulps (0: all), in steps of `fraction` · 2^(E − 127) (0: as
- * they are), if that leaves anything of them. -> how many */
-static inline int economise(const float *theta, float margin, float fraction, int count, float *values,
-                            uint8_t *offsets) {
-    float power[BLOCK];
-    uint32_t keep[BLOCK];
-    for (int k = 0; k < count; k++) {
-        power[k] = power_of(theta[offsets[k]]);
-        keep[k] = 1;
-    }
-    if (margin != 0.0f)
-        for (int k = 0; k < count; k++) keep[k] = is_above(values[k], margin, power[k]);
-    if (fraction != 0.0f)
-        for (int k = 0; k < count; k++) {
-            values[k] = in_steps(values[k], power[k], fraction);
-            keep[k] &= values[k] != 0.0f;
-        }
-    int kept = 0;
-    for (int k = 0; k < count; k++) {
-        values[kept] = values[k];
-        offsets[kept] = offsets[k];
-        kept += (int)keep[k];
-    }
-    return kept;
 }
 
 #endif

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-#include "economies.h"
+#include "economise.h"
 #include "flat.h"
 #include "usual_block.h"
 
@@ -120,7 +120,7 @@ static int64_t place_for(const Encode *c, int64_t block, int64_t stop, int64_t c
 static void *encode_share(void *argument) {
     Share *share = argument;
     const Encode *c = share->call;
-    size_t room = (size_t)c->chunk * BLOCK + USUAL_ROOM;
+    size_t room = (size_t)c->chunk * BLOCK + PACK_ROOM;
     float *values = malloc(5 * room);  /* touched as far as there are entries */
     uint8_t *offsets = (uint8_t *)(values + room);
     int64_t blocks = blocks_of(c->n);

@@ -7,22 +7,9 @@
 #define LOCO_USUAL_BLOCK_H
 
 #include "flat.h"
-
-enum { USUAL_ROOM = 16 };  /* places past the last entry that may be written */
+#include "packing.h"
 
 #if defined(__AVX2__)
-#include <immintrin.h>
-
-static uint64_t places_of_bits[256];  /* for each mask of 8 bits the places of those that are set, a byte each */
-
-__attribute__((constructor)) static void fill_places(void) {
-    for (int mask = 0; mask < 256; mask++)
-        for (int bit = 0, k = 0; bit < 8; bit++)
-            if (mask >> bit & 1) places_of_bits[mask] |= (uint64_t)bit << 8 * k++;
-}
-
-static inline __m256i all(uint32_t word) { return _mm256_set1_epi32((int)word); }
-
 /* Bits of FP32 numbers, rounded to nearest even at bit `shift`, where a sign or larger exponent rides along. */
 static inline __m256i round_at(__m256i u, int shift) {
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, shift), all(1));
