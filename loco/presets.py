@@ -2,15 +2,16 @@
 
     optimizer = loco.PulseLoCo(inner, **loco.SAVING)
     optimizer = loco.PulseLoCo(inner, **loco.SAVING | {"wire": "tight"})  # the same but for one argument
-    optimizer = loco.PulseLoCo(inner, **loco.holding_back(0.25, lr=1e-5, sync_every=16))
+    optimizer = loco.PulseLoCo(inner, **loco.holding_back(0.25, width=4096, lr=1e-6))
 
 PAPER is the published setting. The others take long outer steps without momentum, which learn more. They
 differ in how much of a BF16 ulp they hold back until it has grown: MATCHING an eighth, and it sends values
 exactly; SAVING a quarter, and SMALLEST a whole one, and these two round values.
 
-They are for an inner learning rate of 1e-6, as in RL post-training, and rounds of 8 steps. Where weights move
-further in a round, as much is too little to hold back, and the outer step too long: `holding_back` says what
-goes with other learning rates and rounds. docs/frontier.md says what all this was chosen by.
+They are for models of a width of up to 128, an inner learning rate of 1e-6, as in RL post-training, and rounds
+of 8 steps. A wider model does not bear as long an outer step. Where weights move further in a round, the step is
+too long, too, and too little is held back. `holding_back` says what goes with other widths, learning rates and
+rounds. docs/frontier.md says what all this was chosen by.
 
 They can't be changed: `dict(loco.SAVING)` is a copy that can.
 """
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-_LR, _STEPS = 1e-6, 8
+_WIDTH, _LR, _STEPS = 128, 1e-6, 8
 _SHORTEST = 224  # α that is borne, however little is held back
 
 
@@ -35,14 +36,20 @@ def _borne(ulps: float) -> float:
     return min(448 * 8 * ulps, 1792)
 
 
-def longest_outer_lr(margin: float, *, lr: float, sync_every: int) -> float:
+def _times_as_wide(width: int) -> float:
+    """What all weights that meet in an activation do to it together grows with their number, while each moves
+    as far as before. What narrower models bear was not tried."""
+    return max(1.0, width / _WIDTH)
+
+
+def longest_outer_lr(margin: float, *, width: int, lr: float, sync_every: int) -> float:
     """The longest outer step that is known to learn well while updates of up to `margin` are held back."""
     distance = _distance(lr, sync_every)
-    return max(_SHORTEST, _borne(margin / distance)) / distance
+    return max(_SHORTEST, _borne(margin / distance)) / distance / _times_as_wide(width)
 
 
 def holding_back(
-    ulps: float, *, lr: float = _LR, sync_every: int = _STEPS, exact: bool = False
+    ulps: float, *, width: int, lr: float = _LR, sync_every: int = _STEPS, exact: bool = False
 ) -> Mapping[str, Any]:
     """Settings of PulseLoCo by one number, for an inner optimizer of Adam's kind.
 
@@ -53,25 +60,30 @@ def holding_back(
     Args:
         ulps: how much is held back, of a BF16 weight, where lr is 1e-6 and a round has 8 steps: the more, the
             fewer bytes. From 0.125 to 2 was tried.
+        width: of the model, its hidden size: the wider, the shorter the outer step. 128 and 256 were tried.
         lr: the inner optimizer's largest learning rate.
         sync_every: H.
         exact: values and sums are sent as they are, whole.
     """
     if not 2**-9 <= ulps <= 2:
         raise ValueError(f"ulps must be from 1/512 to 2, got {ulps}")
+    if not (width == int(width) and width >= 1):
+        raise ValueError(f"width must be a whole number >= 1, got {width}")
     if not 0 < lr < float("inf"):
         raise ValueError(f"lr must be > 0 and finite, got {lr}")
     if not (sync_every == int(sync_every) and sync_every >= 1):
         raise ValueError(f"sync_every must be a whole number >= 1, got {sync_every}")
-    settings = _holding_back(ulps, exact=exact, distance=_distance(lr, sync_every))
+    settings = _holding_back(ulps, width=width, exact=exact, distance=_distance(lr, sync_every))
     return MappingProxyType({"sync_every": sync_every, **settings})
 
 
-def _holding_back(ulps: float, *, exact: bool = False, distance: float = 1.0) -> Mapping[str, Any]:
+def _holding_back(
+    ulps: float, *, width: int = _WIDTH, exact: bool = False, distance: float = 1.0
+) -> Mapping[str, Any]:
     """As `holding_back`, in rounds of any number of steps in which weights move as far as this."""
     margin = ulps * distance
     settings = {
-        "outer_lr": _borne(ulps) / distance,
+        "outer_lr": _borne(ulps) / distance / _times_as_wide(width),
         "outer_momentum": 0.0,
         "gate_gain": max(1.0, 1 / (2 * ulps)) / distance,
         "gate_margin": margin,

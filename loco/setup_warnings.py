@@ -27,7 +27,9 @@ class SetupWarnings:
         self._residual_norm: float | None = 0.0  # after the last round; None: not known
         self._equal_rounds = 0  # one after the other, in which all sites' norms were the same
         self._weight = float(torch.linalg.vector_norm(state.anchor)) / max(state.anchor.numel(), 1) ** 0.5
+        self._width = _width(state.parameters.params)
         self._look_at_formats()
+        self._look_at_step("", state.settings.sync_every)  # before it is taken
 
     def forget(self) -> None:
         """The state was replaced: nothing is known of what was before the next round."""
@@ -44,7 +46,7 @@ class SetupWarnings:
         if not norms:
             return  # this site was given θ, and took no part
         self._look_at_norms(report.round, norms)
-        self._look_at_rounds(report.round, steps)
+        self._look_at_step(f"round {report.round}: ", steps)
         self._look_at_reach(report, sum(norms) / len(norms), before)
         # Nothing is sent, and what is withheld is what was withheld before: no weight has moved.
         if steps and not any(norms) and report.residual_norm == before:
@@ -75,30 +77,25 @@ class SetupWarnings:
                 norms[0],
             )
 
-    def _look_at_rounds(self, round: int, steps: int) -> None:
-        """A preset's outer_lr at another inner learning rate, or in longer rounds, ruins the weights."""
+    def _look_at_step(self, when: str, steps: int) -> None:
+        """A preset's outer_lr ruins the weights of a wider model, and at another inner learning rate or in longer
+        rounds any model's."""
         settings = self._state.settings
         if settings.outer_lr <= 2 or settings.outer_momentum or not settings.gate_margin:
             return  # not of that family, or hardly longer than the sites' own steps
         lr = float(max((group["lr"] for group in self._inner.param_groups if "betas" in group), default=0.0))
         if not steps or lr <= 0:
             return  # nothing is known of how far its inner steps go
-        longest = longest_outer_lr(settings.gate_margin, lr=lr, sync_every=steps)
+        margin, width = settings.gate_margin, self._width
+        longest = longest_outer_lr(margin, width=width, lr=lr, sync_every=steps)
         if settings.outer_lr > 1.5 * longest:
             self._say(
                 "reach",
-                "round %d: outer_lr %g is %.2g times the longest that is known to learn well with "
-                "gate_margin %g, an inner learning rate of %g and %d steps in a round. For these there is "
-                "**loco.holding_back(%g, lr=%g, sync_every=%d)",
-                round,
-                settings.outer_lr,
-                settings.outer_lr / longest,
-                settings.gate_margin,
-                lr,
-                steps,
-                settings.gate_margin,
-                lr,
-                steps,
+                "%souter_lr %g is %.2g times the longest that is known to learn well with gate_margin %g, a model of "
+                "width %d, an inner learning rate of %g and %d steps in a round, and may ruin the model. For "
+                "these there is **loco.holding_back(%g, width=%d, lr=%g, sync_every=%d)",
+                *(when, settings.outer_lr, settings.outer_lr / longest, margin, width, lr, steps),
+                *(margin, width, lr, steps),
             )
 
     def _look_at_reach(self, report: SyncReport, update_norm: float, withheld: float | None) -> None:
@@ -155,3 +152,19 @@ class SetupWarnings:
         if what not in self._said:
             self._said.add(what)
             warn_once_per_machine(_logger, message, *args)
+
+
+def _width(params: Sequence[torch.Tensor]) -> int:
+    """The smaller side of the matrices that hold most weights, which is a language model's hidden size."""
+    sides: list[tuple[int, int]] = []
+    for p in params:
+        if p.ndim >= 2 and p.numel():
+            # Experts are stacked matrices; of a convolution all but the first dimension is one side.
+            rows, columns = p.shape[-2:] if p.ndim == 3 else (p.shape[0], p.numel() // p.shape[0])
+            sides.append((min(rows, columns), p.numel()))
+    half = sum(numel for _, numel in sides) / 2
+    for side, numel in sorted(sides):
+        half -= numel
+        if half <= 0:
+            return side
+    return 1

@@ -332,9 +332,9 @@ def test_what_is_held_back_is_counted_in_what_a_round_moves() -> None:
         (loco.SAVING, 0.25, False),
         (loco.SMALLEST, 1.0, False),
     ):
-        assert loco.holding_back(ulps, exact=exact) == dict(preset) | {"sync_every": 8}
+        assert loco.holding_back(ulps, width=128, exact=exact) == dict(preset) | {"sync_every": 8}
         # Weights that move eight times as far.
-        other = dict(loco.holding_back(ulps, lr=4e-6, sync_every=16, exact=exact))
+        other = dict(loco.holding_back(ulps, width=64, lr=4e-6, sync_every=16, exact=exact))
         assert other.pop("sync_every") == 16
         assert other.pop("value_steps", 1) == 1  # whole ulps, since all that is sent is larger
         for name, times in (
@@ -346,22 +346,26 @@ def test_what_is_held_back_is_counted_in_what_a_round_moves() -> None:
             if name in preset:
                 assert other.pop(name) == pytest.approx(preset[name] * times)
         assert other == {"outer_momentum": 0.0}
-        loco.PulseLoCo(torch.optim.Adam(model().parameters()), **loco.holding_back(ulps, lr=1e-3))
-    assert loco.holding_back(0.25, lr=1e-7)["value_steps"] == 16
-    assert loco.holding_back(0.3)["value_steps"] == 2  # a power of two
+        loco.PulseLoCo(torch.optim.Adam(model().parameters()), **loco.holding_back(ulps, width=8, lr=1e-3))
+        wider = dict(loco.holding_back(ulps, width=4096, exact=exact))
+        assert wider.pop("outer_lr") == preset["outer_lr"] / 32
+        assert wider.items() <= (dict(preset) | {"sync_every": 8}).items()
+    assert loco.holding_back(0.25, width=128, lr=1e-7)["value_steps"] == 16
+    assert loco.holding_back(0.3, width=128)["value_steps"] == 2  # a power of two
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"ulps": 0.0}, "ulps must be from 1/512 to 2"),
+        ({"ulps": 0.25, "width": 0}, "width must be a whole number"),
         ({"ulps": 0.25, "lr": 0.0}, "lr must be > 0"),
         ({"ulps": 0.25, "sync_every": 0.5}, "sync_every must be a whole number"),
     ],
 )
 def test_holding_back_refuses_what_can_mean_nothing(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        loco.holding_back(**arguments)
+        loco.holding_back(**{"width": 128} | arguments)
 
 
 @pytest.mark.parametrize("preset", [loco.PAPER, loco.MATCHING, loco.SAVING, loco.SMALLEST])

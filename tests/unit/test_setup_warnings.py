@@ -94,8 +94,8 @@ def test_an_outer_step_that_is_far_too_long_is_told_once(
         (loco.SAVING, 1e-6, 16, "4"),
         (loco.MATCHING, 1e-5, 8, "20"),
         (loco.SMALLEST, 1e-6, 32, "8"),
-        (loco.holding_back(0.25, lr=1e-5, sync_every=32), 1e-5, 32, ""),
-        (loco.holding_back(0.125, lr=4e-6, exact=True), 4e-6, 8, ""),
+        (loco.holding_back(0.25, width=3, lr=1e-5, sync_every=32), 1e-5, 32, ""),
+        (loco.holding_back(0.125, width=3, lr=4e-6, exact=True), 4e-6, 8, ""),
         (loco.PAPER, 1e-3, 32, ""),  # no longer than the sites' own
         ({"outer_lr": 2.0, "outer_momentum": 0.0, "gate_margin": 0.2}, 1e-4, 32, ""),
     ],
@@ -114,10 +114,34 @@ def test_a_presets_step_at_another_rate_or_in_longer_rounds_is_told_once(
         return
     f = preset["gate_margin"]
     assert re.fullmatch(
-        rf"round 1: outer_lr {preset['outer_lr']:g} is {times} times the longest [^\n]*"
-        rf"\*\*loco\.holding_back\({f:g}, lr={lr:g}, sync_every={steps}\)",
+        rf"outer_lr {preset['outer_lr']:g} is {times} times the longest [^\n]*"
+        rf"\*\*loco\.holding_back\({f:g}, width=\d+, lr={lr:g}, sync_every={steps}\)",
         said,
     )
+
+
+WIDE = [
+    (nn.Linear(512, 2048), 512),
+    (nn.Sequential(nn.Embedding(9000, 300), nn.Linear(300, 1200), nn.Linear(1200, 300), nn.Linear(300, 4)), 300),
+    (nn.ParameterList([torch.zeros(8, 640, 1500), torch.zeros(640)]), 640),  # stacked experts
+    (nn.Conv2d(1024, 700, 3), 700),
+]
+
+
+@pytest.mark.parametrize(("wide", "width"), WIDE)
+def test_a_presets_step_for_a_wider_model_is_told_before_it_is_taken(
+    wide: nn.Module, width: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(settings: Mapping[str, Any]) -> list[str]:
+        caplog.clear()
+        loco.PulseLoCo(torch.optim.AdamW(wide.parameters(), lr=1e-6), **settings)
+        return warnings_of(caplog)
+
+    (text,) = build(loco.SAVING)
+    assert text.startswith(f"outer_lr 896 is {width / 128:.2g} times the longest that is known ")
+    assert text.endswith(f"**loco.holding_back(0.25, width={width}, lr=1e-06, sync_every=8)")
+    assert build(loco.holding_back(0.25, width=width)) == []
+    assert build(loco.PAPER) == build({}) == []
 
 
 def test_an_outer_step_that_becomes_too_long_is_told_then(caplog: pytest.LogCaptureFixture) -> None:
