@@ -8,10 +8,10 @@ PAPER is the published setting. The others take long outer steps without momentu
 differ in how much of a BF16 ulp they hold back until it has grown: MATCHING an eighth, and it sends values
 exactly; SAVING a quarter, and SMALLEST a whole one, and these two round values.
 
-They are for models of a width of up to 128, an inner learning rate of 1e-6, as in RL post-training, and rounds
-of 8 steps. A wider model does not bear as long an outer step. Where weights move further in a round, the step is
-too long, too, and too little is held back. `holding_back` says what goes with other widths, learning rates and
-rounds. docs/frontier.md says what all this was chosen by.
+They are for models of a width of up to 128, an inner learning rate of 1e-6, as in RL post-training, and
+rounds of 8 steps. A wider model does not bear as long an outer step. Where weights move further in a round,
+the step is too long, too, and too little is held back. `holding_back` says what goes with other widths,
+learning rates and rounds. docs/frontier.md says what all this was chosen by.
 
 They can't be changed: `dict(loco.SAVING)` is a copy that can.
 """

@@ -78,8 +78,8 @@ class SetupWarnings:
             )
 
     def _look_at_step(self, when: str, steps: int) -> None:
-        """A preset's outer_lr ruins the weights of a wider model, and at another inner learning rate or in longer
-        rounds any model's."""
+        """A preset's outer_lr ruins the weights of a wider model, and at another inner learning rate or in
+        longer rounds any model's."""
         settings = self._state.settings
         if settings.outer_lr <= 2 or settings.outer_momentum or not settings.gate_margin:
             return  # not of that family, or hardly longer than the sites' own steps
@@ -91,9 +91,9 @@ class SetupWarnings:
         if settings.outer_lr > 1.5 * longest:
             self._say(
                 "reach",
-                "%souter_lr %g is %.2g times the longest that is known to learn well with gate_margin %g, a model of "
-                "width %d, an inner learning rate of %g and %d steps in a round, and may ruin the model. For "
-                "these there is **loco.holding_back(%g, width=%d, lr=%g, sync_every=%d)",
+                "%souter_lr %g is %.2g times the longest that is known to learn well with gate_margin %g, a "
+                "model of width %d, an inner learning rate of %g and %d steps in a round, and may ruin the "
+                "model. For these there is **loco.holding_back(%g, width=%d, lr=%g, sync_every=%d)",
                 *(when, settings.outer_lr, settings.outer_lr / longest, margin, width, lr, steps),
                 *(margin, width, lr, steps),
             )

@@ -364,8 +364,9 @@ def test_what_is_held_back_is_counted_in_what_a_round_moves() -> None:
     ],
 )
 def test_holding_back_refuses_what_can_mean_nothing(arguments: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {"width": 128, **arguments}
     with pytest.raises(ValueError, match=text):
-        loco.holding_back(**{"width": 128} | arguments)
+        loco.holding_back(**given)
 
 
 @pytest.mark.parametrize("preset", [loco.PAPER, loco.MATCHING, loco.SAVING, loco.SMALLEST])

@@ -122,7 +122,10 @@ def test_a_presets_step_at_another_rate_or_in_longer_rounds_is_told_once(
 
 WIDE = [
     (nn.Linear(512, 2048), 512),
-    (nn.Sequential(nn.Embedding(9000, 300), nn.Linear(300, 1200), nn.Linear(1200, 300), nn.Linear(300, 4)), 300),
+    (
+        nn.Sequential(nn.Embedding(9000, 300), nn.Linear(300, 1200), nn.Linear(1200, 300), nn.Linear(300, 4)),
+        300,
+    ),
     (nn.ParameterList([torch.zeros(8, 640, 1500), torch.zeros(640)]), 640),  # stacked experts
     (nn.Conv2d(1024, 700, 3), 700),
 ]
