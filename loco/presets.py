@@ -25,10 +25,16 @@ _WIDTH, _LR, _STEPS = 128, 1e-6, 8
 _SHORTEST = 224  # α that is borne, however little is held back
 
 
-def _distance(lr: float, sync_every: int) -> float:
-    """How far weights move in a round, in units of what they do in one that the presets are for: an inner
-    optimizer like Adam moves a weight by about its learning rate in each step."""
-    return lr * sync_every / (_LR * _STEPS)
+def _times_as_wide(width: int) -> float:
+    """As the models that the presets are for. What narrower ones bear was not tried."""
+    return max(1.0, width / _WIDTH)
+
+
+def _distance(width: int, lr: float, sync_every: int) -> float:
+    """How many ulps weights move in a round, in units of what they do in one that the presets are for: an
+    inner optimizer like Adam moves a weight by about its learning rate in each step, and the weights of a
+    model that is four times as wide are half as large."""
+    return math.sqrt(_times_as_wide(width)) * lr * sync_every / (_LR * _STEPS)
 
 
 def _borne(ulps: float) -> float:
@@ -36,15 +42,9 @@ def _borne(ulps: float) -> float:
     return min(448 * 8 * ulps, 1792)
 
 
-def _times_as_wide(width: int) -> float:
-    """What all weights that meet in an activation do to it together grows with their number, while each moves
-    as far as before. What narrower models bear was not tried."""
-    return max(1.0, width / _WIDTH)
-
-
 def longest_outer_lr(margin: float, *, width: int, lr: float, sync_every: int) -> float:
     """The longest outer step that is known to learn well while updates of up to `margin` are held back."""
-    distance = _distance(lr, sync_every)
+    distance = _distance(width, lr, sync_every)
     return max(_SHORTEST, _borne(margin / distance)) / distance / _times_as_wide(width)
 
 
@@ -58,8 +58,8 @@ def holding_back(
     once it is more than twice that.
 
     Args:
-        ulps: how much is held back, of a BF16 weight, where lr is 1e-6 and a round has 8 steps: the more, the
-            fewer bytes. From 0.125 to 2 was tried.
+        ulps: how much is held back, of a BF16 weight, where width is 128, lr is 1e-6 and a round has 8 steps:
+            the more, the fewer bytes. From 0.125 to 2 was tried.
         width: of the model, its hidden size: the wider, the shorter the outer step. 128 and 256 were tried.
         lr: the inner optimizer's largest learning rate.
         sync_every: H.
@@ -73,17 +73,18 @@ def holding_back(
         raise ValueError(f"lr must be > 0 and finite, got {lr}")
     if not (sync_every == int(sync_every) and sync_every >= 1):
         raise ValueError(f"sync_every must be a whole number >= 1, got {sync_every}")
-    settings = _holding_back(ulps, width=width, exact=exact, distance=_distance(lr, sync_every))
+    distance = _distance(width, lr, sync_every)
+    settings = dict(_holding_back(ulps, exact=exact, distance=distance))
+    # What all weights of an activation do to it together grows with their number.
+    settings["outer_lr"] /= _times_as_wide(width)
     return MappingProxyType({"sync_every": sync_every, **settings})
 
 
-def _holding_back(
-    ulps: float, *, width: int = _WIDTH, exact: bool = False, distance: float = 1.0
-) -> Mapping[str, Any]:
+def _holding_back(ulps: float, *, exact: bool = False, distance: float = 1.0) -> Mapping[str, Any]:
     """As `holding_back`, in rounds of any number of steps in which weights move as far as this."""
     margin = ulps * distance
     settings = {
-        "outer_lr": _borne(ulps) / distance / _times_as_wide(width),
+        "outer_lr": _borne(ulps) / distance,
         "outer_momentum": 0.0,
         "gate_gain": max(1.0, 1 / (2 * ulps)) / distance,
         "gate_margin": margin,

@@ -141,7 +141,7 @@ def test_a_presets_step_for_a_wider_model_is_told_before_it_is_taken(
         return warnings_of(caplog)
 
     (text,) = build(loco.SAVING)
-    assert text.startswith(f"outer_lr 896 is {width / 128:.2g} times the longest that is known ")
+    assert text.startswith(f"outer_lr 896 is {(width / 128) ** 2:.2g} times the longest that is known ")
     assert text.endswith(f"**loco.holding_back(0.25, width={width}, lr=1e-06, sync_every=8)")
     assert build(loco.holding_back(0.25, width=width)) == []
     assert build(loco.PAPER) == build({}) == []
