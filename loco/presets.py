@@ -23,6 +23,7 @@ from typing import Any
 
 _WIDTH, _LR, _STEPS = 128, 1e-6, 8
 _SHORTEST = 224  # α that is borne, however little is held back
+_PUBLISHED = 7.0  # α / (1 − μ) of the published outer optimizer, which models of any width bear
 
 
 def _times_as_wide(width: int) -> float:
@@ -45,7 +46,8 @@ def _borne(ulps: float) -> float:
 def longest_outer_lr(margin: float, *, width: int, lr: float, sync_every: int) -> float:
     """The longest outer step that is known to learn well while updates of up to `margin` are held back."""
     distance = _distance(width, lr, sync_every)
-    return max(_SHORTEST, _borne(margin / distance)) / distance / _times_as_wide(width)
+    longest = max(_SHORTEST, _borne(margin / distance)) / distance / _times_as_wide(width)
+    return max(longest, _PUBLISHED / _distance(_WIDTH, lr, sync_every))
 
 
 def holding_back(
@@ -76,7 +78,8 @@ def holding_back(
     distance = _distance(width, lr, sync_every)
     settings = dict(_holding_back(ulps, exact=exact, distance=distance))
     # What all weights of an activation do to it together grows with their number.
-    settings["outer_lr"] /= _times_as_wide(width)
+    shorter = settings["outer_lr"] / _times_as_wide(width)
+    settings["outer_lr"] = max(shorter, _PUBLISHED / _distance(_WIDTH, lr, sync_every))
     return MappingProxyType({"sync_every": sync_every, **settings})
 
 
