@@ -62,7 +62,7 @@ def holding_back(
     Args:
         ulps: how much is held back, of a BF16 weight, where width is 128, lr is 1e-6 and a round has 8 steps:
             the more, the fewer bytes. From 0.125 to 2 was tried.
-        width: of the model, its hidden size: the wider, the shorter the outer step. 128 and 256 were tried.
+        width: of the model, its hidden size: the wider, the shorter the outer step. 128 to 512 were tried.
         lr: the inner optimizer's largest learning rate.
         sync_every: H.
         exact: values and sums are sent as they are, whole.
