@@ -154,7 +154,7 @@ def _damage_frame(_: loco.PulseLoCo) -> None:
     plain = Framing.seal
 
     def seal(self: Framing, *args: Any) -> Frame:
-        header, body = plain(self, *args)
+        header, body, _ = plain(self, *args)
         setattr(Framing, "seal", plain)  # noqa: B010  (a type checker has it that methods are not replaced)
         body = body.clone()
         body[-1] ^= 0x40

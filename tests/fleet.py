@@ -257,7 +257,8 @@ class _Site:
         if shards:
             fully_shard(self.net, mesh=init_device_mesh("cpu", (topology.ranks_per_site,)))
         inner = torch.optim.AdamW(self.net.parameters(), lr=1e-4)
-        self.optimizer = loco.PulseLoCo(inner, topology=topology, **{"sync_every": 10_000, **options})
+        options = {"sync_every": 10_000, "exchange": "gather", **options}  # a model whose entries are few
+        self.optimizer = loco.PulseLoCo(inner, topology=topology, **options)
         self.gave_up: list[Snapshot] = []
         self.checkpoints: dict[str, loco.Checkpoints] = {}  # by folder
         self.saved_in_doubt: list[Any] = []

@@ -20,7 +20,7 @@ def announcing(forge: Callable[[Announcement], Announcement]) -> Lie:
     announce = one_round.announce
 
     def lie(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(one_round, "announce", lambda view, mine: announce(view, forge(mine)))
+        patch.setattr(one_round, "announce", lambda view, mine, *frame: announce(view, forge(mine), *frame))
 
     return lie
 
@@ -30,8 +30,8 @@ def framing(forge: Callable[[FrameHeader], FrameHeader]) -> Lie:
     seal = Framing.seal
 
     def forged(self: Framing, *args: Any) -> Frame:
-        header, body = seal(self, *args)
-        return Frame(forge(header), body)
+        frame = seal(self, *args)
+        return frame._replace(header=forge(frame.header))
 
     return lambda patch: patch.setattr(Framing, "seal", forged)
 

@@ -40,12 +40,14 @@ from lies import LIES
 from scripted import Scripted, bits, parameters
 from sites import context
 from states import assert_same, snapshot
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import loco
-from loco.exchange.stream import Stream
+from loco.exchange.transfer import Transfer
 from loco.round.round import Round
 from loco.wire.framing import Framing
+from loco.wire.records import FrameHeader
 
 NUMEL, STEPS = 2003, 2
 DEAD_AFTER = 1.0  # seconds, where processes are stopped
@@ -195,7 +197,8 @@ def _train(rank: int, plan: Plan, folder: str, link: Connection) -> Told:
     repeats = 0 if plan.lies else 2  # who lies does so in every repeat
     dead_after = DEAD_AFTER if plan.stops else CALM
     topology = loco.Topology(timeout=30.0, patience=30.0, dead_after=dead_after, repeats=repeats)
-    optimizer = loco.PulseLoCo(inner, sync_every=STEPS, topology=topology)
+    exchange = "gather" if plan.lies else "auto"  # a site can't lie about an exchange of which there is none
+    optimizer = loco.PulseLoCo(inner, sync_every=STEPS, exchange=exchange, topology=topology)
     checkpoints = loco.Checkpoints(folder)
     resumed = checkpoints.load(optimizer)
     inner.count = resumed.extra["count"] if resumed else 0
@@ -266,22 +269,19 @@ def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection, moment: fl
     """One attempt of a round, in which `kind` happens to this site; what comes at any moment, after `moment`
     seconds."""
     anchor, weight = optimizer.outer_state.anchor, optimizer.outer_state.parameters.params[-1].data
-    arrived, vote = Stream.arrived, Round.vote
+    opened, verdict, vote = Transfer.open, Transfer.verdict, Round.vote
     confirmed = False
 
     def fail(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("no memory left (injected)")
 
-    def damage(self: Stream) -> Any:
-        frames = arrived(self)
-        for _, body in frames.values():
-            body[-1] ^= 0x40
-        return frames
+    def damaged(self: Transfer, site: int, header: FrameHeader, body: Tensor, at: slice) -> Any:
+        body[-1] ^= 0x40
+        return opened(self, site, header, body, at)
 
-    def lose(self: Stream) -> Any:
-        if arrived(self):
-            raise loco.TransportError("lost a link (injected)")
-        return {}
+    def lose(self: Transfer) -> Any:
+        verdict(self)
+        raise loco.TransportError("lost a link (injected)")
 
     def last_vote(sent: bool, error: BaseException) -> Callable[..., None]:
         def cut(self: Round) -> None:
@@ -301,9 +301,9 @@ def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection, moment: fl
             place = np.random.default_rng(optimizer.round).choice(["seal", "open"])
             patch.setattr(Framing, str(place), fail)
         elif kind == "unread":
-            patch.setattr(Stream, "arrived", damage)
+            patch.setattr(Transfer, "open", damaged)
         elif kind == "hang up":
-            patch.setattr(Stream, "arrived", lose)
+            patch.setattr(Transfer, "verdict", lose)
         elif kind == "last vote sent":
             patch.setattr(Round, "vote", last_vote(True, loco.TransportError("lost a link (injected)")))
         elif kind == "last vote not sent":
@@ -335,16 +335,20 @@ def _befallen(kind: str, optimizer: loco.PulseLoCo, link: Connection, moment: fl
 @contextmanager
 def _conservation_checked(told: Told, optimizer: loco.PulseLoCo) -> Iterator[None]:
     """Around every round that is applied: what was sent and what is withheld are s, bit for bit."""
-    update = torch.zeros(0)
+    update, seen = (
+        torch.zeros(0),
+        0,
+    )  # of the round with this number; Ctrl-C may come while this hook looks at it
 
     def check(progress: loco.RoundProgress) -> None:
-        nonlocal update
+        nonlocal update, seen
         state = progress.state
         assert state.residual is not None
         if progress.phase == "committed":
             w = torch.cat([p.detach().reshape(-1).float() for p in state.parameters.params])
             update = (state.anchor - w) + state.residual
-        elif progress.phase == "applied":
+            seen = progress.number
+        elif progress.phase == "applied" and seen == progress.number:
             assert progress.entries is not None
             sent = torch.zeros_like(update)
             sent[progress.entries.indices()] = progress.entries.values

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from loco.kernels import Entries
 
+from .enclosed import open_enclosed
 from .gather import gather
 from .owner_reduce import owner_reduce
 from .transfer import Transfer
@@ -17,4 +18,4 @@ Exchange = Callable[[Transfer, Entries, int], list[Entries]]
 # By name. Dense is the owner's exchange with every element: the transfer's code says which.
 EXCHANGES: dict[str, Exchange] = {"gather": gather, "owner": owner_reduce, "dense": owner_reduce}
 
-__all__ = ["EXCHANGES", "Exchange", "Transfer"]
+__all__ = ["EXCHANGES", "Exchange", "Transfer", "open_enclosed"]

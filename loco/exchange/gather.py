@@ -29,7 +29,9 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         frame = work.seal(lambda: own.cut(at), at, number, Kind.ENTRIES)
         return dict.fromkeys(peers, frame)
 
-    stream = Stream(work.across, frames.count, check, phase=work.phase("entries"))
+    stream = Stream(
+        work.across, frames.count, check, phase=work.phase("entries"), most=work.framing.most_room
+    )
     found: dict[int, list[Entries]] = {site: [] for site in peers}
     flying: deque[PendingMessages] = deque()
     arrived: Arrived = {}

@@ -9,7 +9,7 @@ from loco.kernels import Entries
 from ..net.transport import PendingMessages, as_bytes
 from ..wire.framing import Frame, Frames, slices_of
 from ..wire.records import FrameHeader, Kind
-from .stream import AHEAD, Arrived, Stream
+from .stream import AHEAD, Arrived, Check, Room, Stream
 from .transfer import Transfer
 
 
@@ -60,8 +60,12 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         return framing.room(at) if work.sums is None else as_bytes(work.sums[at])
 
     rooms = (room_for_entries, room_for_sums) if framing.sizes_are_known else (None, None)
-    entries = Stream(across, frames.count, check_entries, phase=work.phase("entries"), room=rooms[0])
-    sums = Stream(across, frames.count, check_sums, phase=work.phase("sums"), room=rooms[1])
+
+    def stream(what: str, check: Check, room: Room | None) -> Stream:
+        return Stream(across, frames.count, check, phase=work.phase(what), most=framing.most_room, room=room)
+
+    entries = stream("entries", check_entries, rooms[0])
+    sums = stream("sums", check_sums, rooms[1])
     found: list[list[Entries]] = [[] for _ in slices]
     stay: list[Entries] = []  # sums of this site's slice that it keeps
     flying: deque[tuple[PendingMessages, list[Stream]]] = deque()

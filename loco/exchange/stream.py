@@ -9,13 +9,13 @@ from torch import Tensor
 from loco.kernels.recycle import recycled
 
 from ..errors import WireError
-from ..net.transport import Transport
+from ..net.transport import Transport, to_bytes
 from ..wire.framing import Frame
 from ..wire.records import RECORD_BYTES, FrameHeader
 from ..wire.refusal import unreadable
 
 # Ticks that fly at once, so that neither a slow peer nor the network's latency leaves the link idle; and so
-# how many ticks a header is ahead of its body.
+# how many ticks a header that travels alone is ahead of its body.
 AHEAD = 2
 
 Messages = list[tuple[int, Tensor]]
@@ -25,26 +25,38 @@ Arrived = dict[int, tuple[FrameHeader, Tensor]]  # frames by peer
 
 
 class Stream:
-    """`frames` frames to and from every peer. Tick t carries the headers of frames t and the bodies of frames
-    t − `lead`, so that both ends know the size of a body before it travels. At most AHEAD ticks may fly.
+    """`frames` frames to and from every peer, in ticks. At most AHEAD ticks may fly.
+
+    Where a message may be shorter than the room for it, a frame is one message, with its header in front.
+    Otherwise both ends must know the size of a body before it travels: tick t carries the headers of frames t
+    and the bodies of frames t − `lead`.
 
     Args:
         across: the link to the peers.
         frames: how many each sends to each.
         check: raises a WireError for a header that is not the expected one.
         phase: what errors call it.
-        room: where each body is received, if all sizes are known beforehand: then a body travels with its
-            header. None: a header says how much room its body needs, and is AHEAD of it.
+        most: makes room for any frame of the vector.
+        room: where each body is received, if all sizes are known beforehand: then header and body are two
+            messages of one tick.
     """
 
     def __init__(
-        self, across: Transport, frames: int, check: Check, *, phase: str, room: Room | None = None
+        self,
+        across: Transport,
+        frames: int,
+        check: Check,
+        *,
+        phase: str,
+        most: Callable[[], Tensor],
+        room: Room | None = None,
     ) -> None:
         self.across = across
         self.frames = frames
-        self.lead = AHEAD if room is None else 0
+        self.lead = 0 if room is not None or across.takes_less else AHEAD
         self.ticks = frames + self.lead
         self._check = check
+        self._most = most
         self._room = room
         self._phase = phase
         self._posted = 0  # ticks
@@ -54,21 +66,23 @@ class Stream:
 
     def messages(self, frames: Mapping[int, Frame]) -> tuple[Messages, Messages]:
         """What to send in the next tick, and where to receive. `frames`: the next one for each peer."""
-        device, tick = self.across.device, self._posted
+        tick = self._posted
         self._posted += 1
+        peers = self.across.peers if tick < self.frames else []
+        headers = {peer: self._room_for_header() for peer in peers}
+        if self._room is None and self.across.takes_less:
+            self._flying.append((tick, headers, headers))
+            return [(p, frame.in_one_piece()) for p, frame in frames.items()], list(headers.items())
         self._leaving[tick] = frames
         leaving = self._leaving.pop(tick - self.lead, {})
         sent = [(peer, frame.body) for peer, frame in leaving.items()]
         announced = [(p, self.across.message(frame.header.pack())) for p, frame in frames.items()]
-
-        peers = self.across.peers if tick < self.frames else []
-        headers = {p: torch.empty(RECORD_BYTES, dtype=torch.uint8, device=device) for p in peers}
         if self._room is not None:
             bodies = {peer: self._room(peer, tick) for peer in peers}
             self._flying.append((tick, bodies, headers))
             return announced + sent, [*headers.items(), *bodies.items()]
         bodies = {
-            peer: recycled(header.body_bytes, torch.uint8, device)
+            peer: recycled(header.body_bytes, torch.uint8, self.across.device)
             for peer, header in self._expected.get(tick - self.lead, {}).items()
         }
         self._flying.append((tick, bodies, headers))
@@ -83,12 +97,22 @@ class Stream:
         """
         tick, bodies, headers = self._flying.popleft()
         expected = self._expected.setdefault(tick, {})
-        for peer, raw in headers.items():
+        for peer, room in headers.items():
             try:
-                header = FrameHeader.unpack(raw.cpu().numpy().tobytes())
+                header = FrameHeader.unpack(to_bytes(room[:RECORD_BYTES]))
                 self._check(header, peer, tick)
             except WireError as error:
                 raise unreadable(self._phase, peer, error) from error
             expected[peer] = header
+            inside = header.body_bytes if bodies is headers else 0
+            headers[peer] = self.across.cut(room, RECORD_BYTES + inside)
         announced = self._expected.pop(tick - self.lead, {})
+        if bodies is headers:
+            bodies = {peer: message[RECORD_BYTES:] for peer, message in headers.items()}
         return {peer: (announced[peer], body) for peer, body in bodies.items()}
+
+    def _room_for_header(self) -> Tensor:
+        """And for a whole frame, which a peer sends that takes the exchange for another one."""
+        if self.across.takes_less:
+            return self._most()
+        return torch.empty(RECORD_BYTES, dtype=torch.uint8, device=self.across.device)

@@ -127,7 +127,7 @@ class ExchangeTuner:
         self,
         codec: Codec,
         framing: Framing,
-        seconds: float,
+        seconds: float | None,
         contributions: Sequence[Entries],
         own: Entries,
     ) -> None:
@@ -136,7 +136,8 @@ class ExchangeTuner:
         Args:
             framing: with which this site's entries were coded.
             seconds: of the whole exchange. The first frame is coded before anything is sent, and the last one
-                read when all has come; with few frames that is most of the work.
+                read when all has come; with few frames that is most of the work. None: there was no exchange,
+                the entries came with the announcements.
             contributions: all sites' entries, or their sums alone.
         """
         with _only_logged("learn from a round"):
@@ -144,7 +145,7 @@ class ExchangeTuner:
                 return
             if not own.values.numel():
                 return  # how long it took says nothing of an entry
-            if framing.coded_entries:  # a site that is alone exchanges nothing
+            if framing.coded_entries and seconds is not None:  # a site that is alone exchanges nothing
                 self._seconds[codec.name].append(seconds / own.values.numel())
             if framing.coded_entries >= ENOUGH:
                 self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries

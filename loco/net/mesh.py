@@ -24,12 +24,13 @@ class Mesh(Protocol):
     Attributes:
         name: of these links, the same on all members, and no others'.
         device: where messages lie.
-        waits_in_thread: another thread may wait for messages, so that a wait can be given up.
+        is_gloo: another thread may wait for messages, so that a wait can be given up; and a message may be
+            shorter than the room for it.
     """
 
     name: str
     device: torch.device
-    waits_in_thread: bool
+    is_gloo: bool
 
     def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
         """Start to send and to receive -> one work for each message, the receives first; or one for all.
@@ -59,7 +60,7 @@ class GroupMesh:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, owned: bool) -> None:
         self.name: str = group.group_name
         self.device = device
-        self.waits_in_thread = backends_of(group).get(device.type) == "gloo"
+        self.is_gloo = backends_of(group).get(device.type) == "gloo"
         self._group: dist.ProcessGroup | None = group
         self._peers = [peer for peer in range(group.size()) if peer != group.rank()]
         self._end = weakref.finalize(self, _destroy, group) if owned else None
@@ -79,7 +80,7 @@ class GroupMesh:
         group = self._group
         if group is None:
             return
-        if self.waits_in_thread:
+        if self.is_gloo:
             _close_pairs(group, self._peers)
         else:
             with suppress(RuntimeError, ValueError):
@@ -101,7 +102,7 @@ class Pairs:
     """
 
     device = torch.device("cpu")  # gloo sends no other memory
-    waits_in_thread = True
+    is_gloo = True
 
     def __init__(self, pairs: Any, name: str, member: int, size: int) -> None:
         self.name = name
@@ -138,7 +139,7 @@ class Subset:
     """
 
     def __init__(self, mesh: Mesh, members: Sequence[int], *, close: Callable[[], object]) -> None:
-        self.name, self.device, self.waits_in_thread = mesh.name, mesh.device, mesh.waits_in_thread
+        self.name, self.device, self.is_gloo = mesh.name, mesh.device, mesh.is_gloo
         self._mesh = mesh
         self._members = list(members)
         self._close = close
@@ -159,7 +160,7 @@ class NoLinks:
 
     name = ""
     device = torch.device("cpu")
-    waits_in_thread = True
+    is_gloo = True
 
     def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
         raise RuntimeError("this site has no links")

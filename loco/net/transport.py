@@ -23,6 +23,7 @@ from .cancellable_wait import Alarm, CancellableWait
 from .mesh import Mesh
 
 CHUNK = 1 << 20  # elements of one message of a long tensor: 4 MiB
+RECORD_ROOM = 1 << 14  # bytes: gloo ends the process if a message is longer than the room for it
 # What a peer can make this rank take in before it is known what it says: names and shapes of all parameters.
 MOST_BLOB_BYTES = 1 << 28
 _MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -69,6 +70,21 @@ class Transport:
         self._waiter = CancellableWait()
         self.sent_bytes = 0
         self.received_bytes = 0
+
+    @property
+    def takes_less(self) -> bool:
+        """Whether a message may be shorter than the room for it. (A seal is of all that was received.)"""
+        return self.mesh.is_gloo and self._seals is None
+
+    def room(self, size: int) -> Tensor:
+        """For a short message of this many bytes, or for another one if its sender is at another point."""
+        size = max(size, RECORD_ROOM) if self.takes_less else size
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def cut(self, room: Tensor, size: int) -> Tensor:
+        """What a message of this many bytes has left of the room it was received in."""
+        self.received_bytes -= room.numel() - size
+        return room[:size]
 
     @property
     def peers(self) -> list[int]:
@@ -121,9 +137,12 @@ class Transport:
     def swap_records(self, record: bytes, *, phase: str, limit: float | None = None) -> list[bytes]:
         """Every member's record, in order; all records have the same size."""
         mine = self.message(record)
-        incoming = {peer: torch.empty_like(mine) for peer in self.peers}
+        incoming = {peer: self.room(mine.numel()) for peer in self.peers}
         self.swap(dict.fromkeys(self.peers, mine), incoming, phase=phase, limit=limit)
-        return [record if p == self.rank else to_bytes(incoming[p]) for p in range(self.size)]
+        return [
+            record if p == self.rank else to_bytes(self.cut(incoming[p], len(record)))
+            for p in range(self.size)
+        ]
 
     def swap_blobs(self, blob: bytes, *, phase: str, limit: float | None = None) -> list[bytes]:
         """Every member's bytes, in order; sizes may differ and travel first."""
@@ -224,7 +243,7 @@ class Transport:
 
     def await_all(self, wait: Callable[[], object], alarm: Alarm) -> None:
         """Call `wait`, which waits for messages of this group, unless `alarm` is raised first."""
-        if self.mesh.waits_in_thread:
+        if self.mesh.is_gloo:
             self._waiter.wait(wait, alarm)
         else:
             wait()  # NCCL has the caller's stream wait, so it must be the caller's

@@ -2,18 +2,83 @@
 why it refuses the round.
 
 All ranks that exchange entries with each other hear the same, so none of them sends any if one refuses.
+Few entries follow their announcement in the same message: then no exchange is needed.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loco.kernels import Encoded
 
 from ..errors import ReplicaError, WireError
+from ..exchange.enclosed import enclose
+from ..exchange.tuning import ExchangeTuner
 from ..members.view import View
-from ..wire.records import KIND_AT, Announcement, Kind, Status, Vote
+from ..net.transport import RECORD_ROOM, to_bytes
+from ..wire.framing import Framing
+from ..wire.records import KIND_AT, RECORD_BYTES, Announcement, Kind, Status, Vote, fp32_bits
 from ..wire.refusal import Problem, unreadable
 
 
-def announce(view: View, mine: Announcement | Vote) -> list[Announcement | Vote]:
-    """-> what each site says, by site.
+class Opening(NamedTuple):
+    """What a site says first. `frame`: of all its entries, if they are few."""
+
+    record: Announcement | Vote
+    frame: Tensor | None = None
+    framing: Framing | None = None
+
+
+class Said(NamedTuple):
+    """By all sites. `enclosed`: the frames that followed, by site."""
+
+    records: list[Announcement | Vote]
+    enclosed: dict[int, Tensor]
+
+
+def opening(encoded: Encoded, framing: Framing, tuner: ExchangeTuner, norm: float, most: int) -> Opening:
+    """
+    Args:
+        most: bytes of a frame that may follow the announcement.
+    """
+    entries, numel, codec = encoded.entries, framing.known.anchor.numel(), framing.codec
+    if entries.starts is None:
+        payload = sums = codec.most_bytes(numel, numel)
+    else:
+        payload, sums = tuner.announced(codec, entries.values.numel(), numel)
+    frame = enclose(framing, entries) if payload <= most else None
+    if frame is not None and frame.numel() > most:
+        frame = None
+    record = Announcement(
+        site=framing.site,
+        round=framing.round,
+        norm_bits=fp32_bits(norm),
+        codec=codec.id,
+        lean=tuner.lean(),
+        enclosed_bytes=0 if frame is None else frame.numel(),
+        numel=numel,
+        entries=entries.values.numel(),
+        payload_bytes=payload,
+        sums_bytes=sums,
+        digest=encoded.digest,
+    )
+    return Opening(record, frame, framing)
+
+
+def most_enclosed(view: View) -> int:
+    """Bytes of a frame that may follow its announcement: all peers together are sent at most RECORD_ROOM."""
+    across = view.across
+    if not across.peers or not across.takes_less:
+        return 0
+    return max(0, RECORD_ROOM // len(across.peers) - RECORD_BYTES)
+
+
+def announce(view: View, mine: Announcement | Vote, frame: Tensor | None = None) -> Said:
+    """
+    Args:
+        frame: follows this site's announcement, if that says so.
 
     Raises:
         TransportError: a link is lost.
@@ -22,14 +87,25 @@ def announce(view: View, mine: Announcement | Vote) -> list[Announcement | Vote]
     """
     across = view.across
     phase = f"round {mine.round}, announcement"
-    said: list[Announcement | Vote] = []
-    for site, raw in enumerate(across.swap_records(mine.pack(), phase=phase, limit=across.patience)):
+    message = across.message(mine.pack())
+    if frame is not None and isinstance(mine, Announcement) and mine.enclosed_bytes:
+        message = torch.cat([message, frame])
+    incoming = {peer: across.room(RECORD_BYTES) for peer in across.peers}
+    across.swap(dict.fromkeys(across.peers, message), incoming, phase=phase, limit=across.patience)
+    said = Said([], {})
+    for site in range(across.size):
+        room = incoming.get(site, message)
         try:
-            theirs = _read(raw)
-            _check(theirs, mine, site)
+            theirs = _read(to_bytes(room[:RECORD_BYTES]))
+            _check(theirs, mine, site, most_enclosed(view))
         except WireError as error:
             raise unreadable(f"round {mine.round}", site, error) from error
-        said.append(theirs)
+        said.records.append(theirs)
+        enclosed = theirs.enclosed_bytes if isinstance(theirs, Announcement) else 0
+        if site in incoming:
+            room = across.cut(room, RECORD_BYTES + enclosed)
+            if enclosed:
+                said.enclosed[site] = room[RECORD_BYTES:]
     return said
 
 
@@ -37,7 +113,7 @@ def _read(raw: bytes) -> Announcement | Vote:
     return Vote.unpack(raw) if raw[KIND_AT] == Kind.VOTE else Announcement.unpack(raw)
 
 
-def _check(theirs: Announcement | Vote, mine: Announcement | Vote, site: int) -> None:
+def _check(theirs: Announcement | Vote, mine: Announcement | Vote, site: int, most: int) -> None:
     """Refuse what is not that site's. Rounds and digests are compared once all are known."""
     if theirs.site != site:
         raise WireError(f"an announcement of site {theirs.site} on the link of site {site}")
@@ -49,6 +125,8 @@ def _check(theirs: Announcement | Vote, mine: Announcement | Vote, site: int) ->
         raise WireError(f"a vector of {theirs.numel} elements, not {mine.numel}")
     if theirs.entries > theirs.numel:
         raise WireError(f"{theirs.entries} entries of {theirs.numel} elements")
+    if theirs.enclosed_bytes > most:
+        raise WireError(f"{theirs.enclosed_bytes} bytes that are said to follow, where at most {most} do")
 
 
 def replica_problem(said: Sequence[Announcement | Vote]) -> Problem | None:

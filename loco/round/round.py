@@ -15,21 +15,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from torch import Tensor
+
 from loco import kernels
 from loco.kernels import Encoded, Entries, Known, OuterStep
 
 from ..coordination.commit import COMMIT
 from ..errors import NonFiniteError
-from ..exchange import EXCHANGES, Transfer
+from ..exchange import EXCHANGES, Transfer, open_enclosed
 from ..exchange.overflow import adds_up_to_infinity
 from ..exchange.wire_config import WireConfig
 from ..members.view import View
 from ..report import SyncReport
 from ..wire.codecs import DENSE, WHOLE, Codec
 from ..wire.framing import Framing
-from ..wire.records import Announcement, Status, Vote, fp32_bits, fp32_of
+from ..wire.records import Announcement, Status, Vote, fp32_of
 from ..wire.refusal import Problem, Refused, overflow_text
-from .announcements import announce, replica_problem
+from .announcements import Opening, announce, most_enclosed, opening, replica_problem
 from .handshake import check_denormals
 from .hooks import Hooks, Phase, RoundProgress
 from .inside_site import compare, share_anchor
@@ -82,6 +84,8 @@ class Round:
         self._codec: Codec = WHOLE
         self._norm = 0.0  # of what this rank would send
         self._announced: list[Announcement] = []
+        self._opening: Opening | None = None
+        self._enclosed: dict[int, Tensor] | None = None  # by peer, if all sites enclosed theirs
         self._left_out: tuple[int, ...] = ()
         self._own: Entries | None = None  # what this rank really sends
         self._kept: Entries | None = None  # sums that come back to it alone
@@ -136,14 +140,19 @@ class Round:
         view.register.prepare(self.number)
         norm, drift = compare(view.inside, state, self._norm, self.number, encoded=self._own is not None)
         self.problem = self.problem or drift
-        mine = self._attempt(lambda: self._announcement(norm))
-        said = announce(view, mine or vote_of(view, self.problem, self.number))
-        self._announced = [one for one in said if isinstance(one, Announcement)]
-        self.problem = self.problem or replica_problem(said)
-        votes = [one for one in said if isinstance(one, Vote)]
+        self._opening = self._attempt(lambda: self._open(norm))
+        mine = self._opening or Opening(vote_of(view, self.problem, self.number))
+        said = announce(view, mine.record, mine.frame)
+        self._announced = [one for one in said.records if isinstance(one, Announcement)]
+        self.problem = self.problem or replica_problem(said.records)
+        votes = [one for one in said.records if isinstance(one, Vote)]
         refuse(view, self.problem, votes, round=self.number, name_of=state.parameters.name_of)
         state.tuner.hear(self._announced)
         self._left_out = outliers(self.norms, state.settings.outlier_factor)
+        if all(one.enclosed_bytes for one in self._announced):
+            self._enclosed = {
+                site: frame for site, frame in said.enclosed.items() if site not in self._left_out
+            }
         self._enter(Phase.ANNOUNCED)
 
     def receive(self) -> None:
@@ -157,22 +166,19 @@ class Round:
         self._exchange = self._chosen_exchange(own)
         if self._exchange == "dense" and self._codec.name not in DENSE:
             self._codec = WHOLE
-        framing = Framing(
-            view.site,
-            view.across.device,
-            self._codec,
-            Known(state.anchor, state.momentum, state.gate or kernels.Gate()),
-            round=self.number,
-            digest=encoded.digest,
-        )
+        enclosed = self._opening.framing if self._opening and self._enclosed is not None else None
+        framing = enclosed or self._framing(encoded)
         # What is sent as it lies in memory gives way to the sums, frame by frame.
         in_place = own.starts is None and self._codec is WHOLE and view.across.device == state.device
         sums = own.values if in_place else None
         margin = state.settings.sums_margin
         transfer = Transfer(view.across, framing, problem=self.problem, sums=sums, margin=margin)
         began = time.perf_counter()
-        self._contributions = EXCHANGES[self._exchange](transfer, own, numel)
-        seconds = time.perf_counter() - began
+        if self._enclosed is None:
+            self._contributions = EXCHANGES[self._exchange](transfer, own, numel)
+        else:
+            self._contributions = open_enclosed(transfer, own, numel, self._enclosed)
+        seconds = time.perf_counter() - began if self._enclosed is None else None
         self._payload_bytes = framing.coded_bytes
         self.problem = transfer.verdict()
         self._kept = transfer.kept
@@ -285,34 +291,29 @@ class Round:
             seconds={what: end - began for (what, began), end in zip(self._began.items(), ends, strict=True)},
         )
 
-    def _announcement(self, norm: float) -> Announcement:
-        """This site's, once the code of its frames is chosen."""
-        encoded, numel, tuner = self._encoded, self.state.numel, self.state.tuner
+    def _open(self, norm: float) -> Opening:
+        """This site's announcement, once the code of its frames is chosen."""
+        state, encoded = self.state, self._encoded
         assert encoded is not None
-        entries = encoded.entries
-        if entries.starts is None:
-            self._codec = DENSE.get(self._wire.codec, WHOLE)
-            payload = sums = self._codec.most_bytes(numel, numel)
-        else:
-            self._codec = tuner.codec()
-            payload, sums = tuner.announced(self._codec, entries.values.numel(), numel)
-        return Announcement(
-            site=self.view.site,
-            round=self.number,
-            norm_bits=fp32_bits(norm),
-            codec=self._codec.id,
-            lean=tuner.lean(),
-            numel=numel,
-            entries=entries.values.numel(),
-            payload_bytes=payload,
-            sums_bytes=sums,
-            digest=encoded.digest,
+        is_dense = encoded.entries.starts is None
+        self._codec = DENSE.get(self._wire.codec, WHOLE) if is_dense else state.tuner.codec()
+        framing = self._framing(encoded)
+        may_enclose = self._codec.exact and (is_dense or self._wire.exchange == "auto")
+        return opening(encoded, framing, state.tuner, norm, most_enclosed(self.view) if may_enclose else 0)
+
+    def _framing(self, encoded: Encoded) -> Framing:
+        state, view = self.state, self.view
+        known = Known(state.anchor, state.momentum, state.gate or kernels.Gate())
+        return Framing(
+            view.site, view.across.device, self._codec, known, round=self.number, digest=encoded.digest
         )
 
     def _chosen_exchange(self, own: Entries) -> str:
         """The same on all sites: by what the user said, or by all sites' announcements."""
         if own.starts is None:
             return "dense"  # DiLoCo, or an open gate
+        if self._enclosed is not None:
+            return "gather"  # they have all
         if self._wire.exchange != "auto":
             return self._wire.exchange
         return self.state.tuner.exchange(self._announced)

@@ -96,8 +96,8 @@ def _reported(vote: Vote, name_of: NameOf) -> LocoError:
     where = f"round {vote.round}, site {vote.site}"
     if vote.status == Status.NON_FINITE:
         return NonFiniteError(
-            f"{where}: the update of {name_of(vote.subject)} is infinite or NaN. Nothing was "
-            f"sent and no state has changed; look at that site's loss, gradients and learning rate"
+            f"{where}: the update of {name_of(vote.subject)} is infinite or NaN. Nothing of it "
+            f"was sent and no state has changed; look at that site's loss, gradients and learning rate"
         )
     if vote.status == Status.OVERFLOW:
         return NonFiniteError(overflow_text(vote.round))

@@ -5,6 +5,7 @@ Decoding trusts nothing: what no encoder would have written is a WireError, and 
 a whole run of elements needs.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from loco import kernels
 from loco.kernels import BLOCK, Entries, Known, MalformedError
-from loco.kernels.recycle import joined
 
 from ..errors import WireError
+
+Parts = Sequence[Tensor]  # uint8, one after the other
 
 
 class Codec(Protocol):
@@ -22,8 +24,8 @@ class Codec(Protocol):
     name: str
     exact: bool  # whether what is decoded is what was encoded, bit for bit
 
-    def encode(self, entries: Entries, known: Known) -> Tensor | None:
-        """None: these entries are not for this codec."""
+    def encode(self, entries: Entries, known: Known) -> Parts | None:
+        """The body, in parts. None: these entries are not for this codec."""
         ...
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries: ...
@@ -38,8 +40,8 @@ class Whole:
 
     id, name, exact = 0, "float32", True
 
-    def encode(self, entries: Entries, known: Known) -> Tensor:
-        return _whole_values(entries, known.anchor.numel()).view(torch.uint8)
+    def encode(self, entries: Entries, known: Known) -> Parts:
+        return [_whole_values(entries, known.anchor.numel()).view(torch.uint8)]
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         _check_size(body, 4 * count, count, known)
@@ -58,13 +60,13 @@ class Fast:
 
     id, name, exact = 1, "fast", True
 
-    def encode(self, entries: Entries, known: Known) -> Tensor:
+    def encode(self, entries: Entries, known: Known) -> Parts:
         assert entries.starts is not None
         assert entries.offsets is not None
         counts = entries.starts.diff()
         width = torch.int16 if counts.numel() and int(counts.max()) > 255 else torch.uint8
         parts = (entries.values, entries.offsets, counts.to(width))
-        return joined([part.view(torch.uint8) for part in parts])
+        return [part.view(torch.uint8) for part in parts]
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         numel = known.anchor.numel()
@@ -95,11 +97,11 @@ class Tight:
 
     id, name, exact = 2, "tight", True
 
-    def encode(self, entries: Entries, known: Known) -> Tensor | None:
+    def encode(self, entries: Entries, known: Known) -> Parts | None:
         body = kernels.pack(entries.to("cpu"), known.to("cpu"))
         if body is None or body.numel() > self.most_bytes(entries.values.numel(), known.anchor.numel()):
             return None  # so few entries that they are not worth the tables, or so odd that there was no room
-        return body.to(entries.values.device)
+        return [body.to(entries.values.device)]
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         try:
@@ -116,9 +118,9 @@ class Bfloat16:
 
     id, name, exact = 3, "bfloat16", False
 
-    def encode(self, entries: Entries, known: Known) -> Tensor:
+    def encode(self, entries: Entries, known: Known) -> Parts:
         values = _whole_values(entries, known.anchor.numel())
-        return kernels.reference.cast(values, torch.bfloat16).view(torch.uint8)
+        return [kernels.reference.cast(values, torch.bfloat16).view(torch.uint8)]
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         _check_size(body, 2 * count, count, known)
@@ -134,14 +136,14 @@ class Int8:
 
     id, name, exact = 4, "int8", False
 
-    def encode(self, entries: Entries, known: Known) -> Tensor:
+    def encode(self, entries: Entries, known: Known) -> Parts:
         values = _whole_values(entries, known.anchor.numel())
         blocks = -(-values.numel() // BLOCK)
         padded = torch.nn.functional.pad(values, (0, blocks * BLOCK - values.numel())).view(blocks, BLOCK)
         largest = padded.abs().amax(1) if blocks else values
         steps = torch.where(largest > 0, largest, 1.0)[:, None]
         scaled = (padded / steps * 127).round_().to(torch.int8)
-        return torch.cat([largest.view(torch.uint8), scaled.view(-1)[: values.numel()].view(torch.uint8)])
+        return [largest.view(torch.uint8), scaled.view(-1)[: values.numel()].view(torch.uint8)]
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         blocks = -(-count // BLOCK)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from loco import kernels
 from loco.kernels import BLOCK, Entries, Known
-from loco.kernels.recycle import recycled
+from loco.kernels.recycle import joined, recycled
 
 from ..errors import WireError
 from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec
@@ -21,6 +21,14 @@ FEW, MANY = 8, 32  # frames
 class Frame(NamedTuple):
     header: FrameHeader
     body: Tensor  # uint8, on the transport's device
+    room: Tensor | None = None  # of which the body is all but the first bytes: the header's place
+
+    def in_one_piece(self) -> Tensor:
+        room = self.room
+        if room is None:
+            room = torch.cat([self.body.new_empty(RECORD_BYTES), self.body])
+        room[:RECORD_BYTES] = torch.frombuffer(bytearray(self.header.pack()), dtype=torch.uint8)
+        return room
 
 
 @dataclass(frozen=True)
@@ -79,9 +87,15 @@ class Framing:
         """A frame of the entries of the elements `at`."""
         codec = self.codec
         known = self._known(at, codec)
-        body = codec.encode(entries, known)
-        if body is None:
-            codec, body = FAST, FAST.encode(entries, known)
+        parts = codec.encode(entries, known)
+        if parts is None:
+            codec, parts = FAST, FAST.encode(entries, known)
+        room = None
+        if codec.name in DENSE:
+            body = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        else:  # which is copied anyway
+            room = joined([parts[0].new_empty(RECORD_BYTES), *parts])
+            body = room[RECORD_BYTES:]
         header = FrameHeader(
             kind=kind,
             codec=codec.id,
@@ -97,7 +111,10 @@ class Framing:
         if kind != Kind.SUMS:
             self.coded_entries += header.entries
             self.coded_bytes += RECORD_BYTES + body.numel()
-        return Frame(header, body.to(self.device))
+        if room is None:
+            return Frame(header, body.to(self.device))
+        room = room.to(self.device)
+        return Frame(header, room[RECORD_BYTES:], room)
 
     @property
     def sizes_are_known(self) -> bool:
@@ -108,6 +125,12 @@ class Framing:
         """For the body of a frame of these elements, where sizes are known."""
         numel = at.stop - at.start
         return recycled(self.codec.most_bytes(numel, numel), torch.uint8, self.device)
+
+    def most_room(self) -> Tensor:
+        """For any frame of this vector in one piece. Only the pages that are written take memory."""
+        numel = self.known.anchor.numel()
+        numel = min(numel, Frames.of(numel).size)
+        return recycled(RECORD_BYTES + FAST.most_bytes(numel, numel), torch.uint8, self.device)
 
     def failed(self, at: slice, number: int, kind: Kind) -> Frame:
         """In the place of a frame that this site can't make; its vote will say why. The peers wait for a body
@@ -168,9 +191,9 @@ class Framing:
         if self.codec.exact and (entries.starts is None) == (self.codec.name in DENSE):
             return entries
         known = self.known.part(at)
-        body = self.codec.encode(entries, known)
-        assert body is not None
-        return self.codec.decode(body, known.anchor.numel(), known)
+        parts = self.codec.encode(entries, known)
+        assert parts is not None
+        return self.codec.decode(torch.cat(list(parts)), known.anchor.numel(), known)
 
     def _known(self, at: slice, codec: Codec) -> Known:
         """What a codec is told of the elements `at`."""

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 from ..errors import WireError
 
 MAGIC = b"LOCO"
-VERSION = 7
+VERSION = 8
 
 # magic, version, kind, site, round, CRC
 _OPENING = struct.Struct("<4s B B H I I")
@@ -107,6 +107,7 @@ class Announcement(Record):
 
     codec: of its frames.
     lean: how long its exchanges take in one code, compared with the other (`exchange/tuning.py`).
+    enclosed_bytes: of the frame of all its entries, if they are few and follow in the same message; else 0.
     norm_bits: its update's norm, as an FP32's bits.
     numel: elements of the vector.
     entries: that it will send.
@@ -116,11 +117,12 @@ class Announcement(Record):
     """
 
     KINDS = (Kind.ANNOUNCEMENT,)
-    NUMBERS = struct.Struct("<B b 2x I Q Q Q Q Q")
+    NUMBERS = struct.Struct("<B b H I Q Q Q Q Q")
 
     kind: Kind = Kind.ANNOUNCEMENT
     codec: int = 0
     lean: int = 0
+    enclosed_bytes: int = 0
     norm_bits: int = 0
     numel: int = 0
     entries: int = 0

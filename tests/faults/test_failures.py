@@ -28,9 +28,9 @@ from loco.wire.framing import Frame, Framing
 from loco.wire.records import Kind
 
 
-def build_scripted(rank: int) -> loco.PulseLoCo:
+def build_scripted(rank: int, exchange: str = "gather") -> loco.PulseLoCo:
     inner = Scripted(parameters(3, 1003), 3, rank)
-    return loco.PulseLoCo(inner, sync_every=2, topology=loco.Topology(repeats=0))
+    return loco.PulseLoCo(inner, sync_every=2, exchange=exchange, topology=loco.Topology(repeats=0))
 
 
 def hurt_in_round_2(
@@ -40,7 +40,11 @@ def hurt_in_round_2(
     topology = loco.Topology(repeats=0)
     clean, hurt = (
         getattr(loco, kind)(
-            Scripted(parameters(3, 1003), 3, rank), sync_every=2, topology=topology, **options
+            # So many elements that all of them do not follow an announcement.
+            Scripted(parameters(3, 3003), 3, rank),
+            sync_every=2,
+            topology=topology,
+            **options,
         )
         for _ in "ab"
     )
@@ -144,7 +148,7 @@ def one_rank_out_of_memory(rank: int, kind: str, where: str, options: dict[str, 
     ("kind", "where", "options"),
     [
         ("PulseLoCo", "loco.kernels.encode", {}),
-        ("PulseLoCo", "loco.round.round.fp32_bits", {}),
+        ("PulseLoCo", "loco.round.announcements.fp32_bits", {}),
         *(
             ("PulseLoCo", where, {"exchange": exchange})
             for exchange in ("gather", "owner", "dense")
@@ -181,8 +185,8 @@ def repeated_while_handling(rank: int) -> tuple[float, int]:
             seal = Framing.seal
 
             def forge(self: Framing, *args: Any) -> Frame:
-                header, body = seal(self, *args)
-                return Frame(replace(header, round=9), body)
+                frame = seal(self, *args)
+                return frame._replace(header=replace(frame.header, round=9))
 
             patch.setattr(Framing, "seal", forge)
         try:
@@ -230,12 +234,13 @@ def non_finite(rank: int, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
-def test_non_finite_is_refused_on_every_site_before_anything_is_sent(kind: str) -> None:
-    for result in run_ranks(3, non_finite, kind):
+def test_non_finite_is_refused_on_every_site_before_anything_of_it_is_sent(kind: str) -> None:
+    for rank, result in enumerate(run_ranks(3, non_finite, kind)):
         name, text = result["error"]
         assert name == "NonFiniteError"
         assert text.startswith("round 2, site 2: the update of 2.weight is infinite or NaN")
-        assert result["sent"] == 2 * 64  # an announcement, or a vote in its place, to each of two peers
+        # A vote in the place of an announcement, to each of two peers; few entries follow an announcement.
+        assert result["sent"] == 2 * 64 if rank == 2 else result["sent"] > 2 * 64
         assert_same(result["before"], result["after"])
         assert result["next"] == 2
 

@@ -26,7 +26,7 @@ from loco.net.transport import PendingMessages
 
 
 def built(rank: int) -> loco.PulseLoCo:
-    return loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=1)
+    return loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=1, exchange="gather")
 
 
 def through(optimizer: loco.PulseLoCo, rounds: int) -> None:

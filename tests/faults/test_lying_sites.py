@@ -13,9 +13,9 @@ from loco.round import votes
 from loco.wire.records import Vote
 
 
-def lied_to(rank: int, lie: str) -> tuple[tuple[str, str], int]:
+def lied_to(rank: int, lie: str, exchange: str = "gather") -> tuple[tuple[str, str], int]:
     """Site 1 sends what is not of this run."""
-    optimizer = build_scripted(rank)
+    optimizer = build_scripted(rank, exchange)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             LIES[lie](patch)
@@ -41,6 +41,16 @@ def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(lie: str) -> N
     assert results[0][0][0] == "WireError"
     assert "the message of site 1 can't be read: a " in results[0][0][1]
     assert results[1][0][0] == "TransportError"
+    assert [rounds for _, rounds in results] == [1, 1]
+
+
+@pytest.mark.parametrize("lie", FRAMES)
+def test_a_foreign_frame_behind_an_announcement_is_refused_and_costs_no_link(lie: str) -> None:
+    """Where it ends the announcement has said, so that the sites can vote on it."""
+    results = run_ranks(2, lied_to, lie, "auto")
+    assert results[0][0][0] == "WireError"
+    assert "the message of site 1 can't be read: a " in results[0][0][1]
+    assert results[1][0] == ("WireError", "round 1, site 0 could not read the message of site 1")
     assert [rounds for _, rounds in results] == [1, 1]
 
 
