@@ -85,18 +85,17 @@ def gather_seconds(code: Code, at: Setting) -> float:
 
     def ticks(frames: int) -> float:
         seconds = seal
-        for tick in range(frames + 2):
-            coding = seal * (tick + 1 < frames) + peers * read * (tick >= 2)
-            moved = peers * (RECORD_BYTES * (tick < frames) + body * (1 <= tick <= frames))
-            seconds += max(coding, at.transfer(moved) if tick <= frames else 0.0)
+        for tick in range(frames + 1):
+            coding = seal * (tick + 1 < frames) + peers * read * (tick >= 1)
+            seconds += max(coding, at.transfer(peers * (RECORD_BYTES + body)) if tick < frames else 0.0)
         return seconds
 
     return _steadily(ticks, count) + _announcement_and_vote(at)
 
 
 def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
-    """Each site sums a slice and sends the sums, whose headers come three ticks after the entries'."""
-    peers, behind = at.sites - 1, 3
+    """Each site sums a slice and sends the sums, which leave two ticks after the entries."""
+    peers, behind = at.sites - 1, 2
     count = _frames(at.numel / at.sites)
     numel = at.numel / at.sites / count
     entries, sums = code.body(numel, at.density), code.body(numel, at.union)
@@ -114,15 +113,12 @@ def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
 
     def ticks(frames: int) -> float:
         seconds = peers * seal
-        for tick in range(frames + behind + 2):
+        for tick in range(frames + behind + 1):
             coding = peers * seal * (tick + 1 < frames)
-            coding += add_up * (0 <= tick - 2 < frames) + peers * read_sums * (tick - behind - 2 >= 0)
-            moved = 0.0
-            for first, body in ((0, entries), (behind, sums)):
-                moved += RECORD_BYTES * (first <= tick < first + frames)
-                moved += body * (first + 1 <= tick <= first + frames)
-            posted = tick <= frames + behind and (tick <= frames or tick >= behind)
-            seconds += max(coding, at.transfer(peers * moved) if posted else 0.0)
+            coding += add_up * (0 <= tick - 1 < frames) + peers * read_sums * (tick - behind - 1 >= 0)
+            bodies = [body for first, body in ((0, entries), (behind, sums)) if first <= tick < first + frames]
+            moved = sum(RECORD_BYTES + body for body in bodies)
+            seconds += max(coding, at.transfer(peers * moved) if bodies else 0.0)
         return seconds
 
     return _steadily(ticks, count) + _announcement_and_vote(at)

@@ -91,7 +91,7 @@ def compiled(name: str, target: str) -> Any:
     return compile_launch(VARIANTS[name](), target)
 
 
-@pytest.mark.check(GPU_TARGETS, sample=rf"({SAMPLE})-sm_90|rank-gfx942")
+@pytest.mark.check(GPU_TARGETS, sample=r"(find|place)-sm_90|rank-gfx942")
 @pytest.mark.parametrize(("name", "target"), COMPILED)
 def test_every_kernel_compiles_and_keeps_its_values_in_registers(name: str, target: str) -> None:
     kernel = compiled(name, target)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scripted import bits
+from selection import PRODUCTS
 from sites import error_of, hear, run_ranks, tell
 from states import Snapshot, assert_same, small_model, snapshot, train
 from torch import nn
@@ -97,6 +98,7 @@ def adopted(rank: int, each: int, when: int) -> tuple[Any, ...]:
     return refused, at, rounds, bits(theta), zero, snapshot(fresh), snapshot(optimizer)
 
 
+@pytest.mark.check(PRODUCTS, sample=r"(0|3)-2-1|5-4-2")
 @pytest.mark.parametrize(("world", "each"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("when", [0, 3, 5])
 def test_adopted_weights_are_a_new_start_from_site_0s(world: int, each: int, when: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import COMMANDS
 from sites import run_ranks
 
 from experiments import compare, session
@@ -66,6 +67,7 @@ def test_what_is_there_is_kept_and_what_is_missing_trained(
     assert again == then
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_changed_setting_or_a_damaged_file_is_trained_anew(
     kept: tuple[Path, dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

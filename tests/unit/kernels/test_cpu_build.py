@@ -102,6 +102,7 @@ def test_one_that_stands_still_while_it_compiles_does_not_hold_up_the_others(
     assert len(compiles) == 1
 
 
+@pytest.mark.check(C_BUILDS)
 def test_other_flags_and_other_sources_are_other_libraries(
     compiles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ def in_new_process(**environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.check(C_BUILDS)
 def test_without_a_compiler_the_reference_serves_and_one_warning_says_so(tmp_path: Path) -> None:
     done = in_new_process(PATH="", XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout == "module\n", done.stderr

@@ -53,6 +53,7 @@ def test_a_sum_has_the_references_bits(home: cpu.Compiled, n: int, threads: int)
             same_bits(home.add_up(whole, n), reference_entries.add_up(whole, n))
 
 
+@pytest.mark.pairs
 @homes
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("n", SIZES)

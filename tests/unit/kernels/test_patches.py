@@ -80,6 +80,7 @@ def check(
 SIZES = [(), (0,), (1, 0, 61), (0, 0, 255, 0, 3, 257)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [*SIZES, (70_000, 1, 30_001)])
 @pytest.mark.parametrize("shares", [(0.0, 0.5), (0.5, 0.0), (1.0, 1.0), (0.3, 0.3), (0.001, 0.9)])

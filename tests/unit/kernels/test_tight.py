@@ -76,7 +76,7 @@ def test_the_most_contexts() -> None:
     assert frame[9:11].tolist() == [0, 3]  # all levels, all pulls
 
 
-@pytest.mark.pairs
+@pytest.mark.check(ALL_VALUES, sample=r".*(bfloat16.*|gain=1\.0, margin=0\.0.*)")
 @pytest.mark.parametrize("gate", [*GATES, *MARGINS], ids=str)
 @pytest.mark.parametrize("values", VALUES)
 def test_any_values_beside_any_weights(gate: Gate, values: str) -> None:
