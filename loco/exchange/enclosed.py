@@ -45,12 +45,9 @@ def open_enclosed(work: Transfer, own: Entries, numel: int, frames: Mapping[int,
     opened = {site: read(site, frame) for site, frame in frames.items()}
 
     def join() -> list[Entries]:
-        everyones = [
-            own if site == work.across.rank else opened.get(site) or Entries.none(numel, own.values.device)
-            for site in range(work.across.size)
-        ]
-        if own.starts is None:
-            return [work.total(everyones, everything)[0]]
+        found = opened | {work.across.rank: own}
+        nothing = Entries.none(numel, own.values.device)
+        everyones = [found.get(site) or nothing for site in range(work.across.size)]
         return work.gathered(everyones, numel)
 
     return work.attempt(join) or []

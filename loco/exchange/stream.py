@@ -53,7 +53,8 @@ class Stream:
     ) -> None:
         self.across = across
         self.frames = frames
-        self.lead = 0 if room is not None or across.takes_less else AHEAD
+        self._in_one_piece = room is None and across.takes_less
+        self.lead = 0 if room is not None or self._in_one_piece else AHEAD
         self.ticks = frames + self.lead
         self._check = check
         self._most = most
@@ -70,7 +71,7 @@ class Stream:
         self._posted += 1
         peers = self.across.peers if tick < self.frames else []
         headers = {peer: self._room_for_header() for peer in peers}
-        if self._room is None and self.across.takes_less:
+        if self._in_one_piece:
             self._flying.append((tick, headers, headers))
             return [(p, frame.in_one_piece()) for p, frame in frames.items()], list(headers.items())
         self._leaving[tick] = frames
@@ -104,10 +105,10 @@ class Stream:
             except WireError as error:
                 raise unreadable(self._phase, peer, error) from error
             expected[peer] = header
-            inside = header.body_bytes if bodies is headers else 0
+            inside = header.body_bytes if self._in_one_piece else 0
             headers[peer] = self.across.cut(room, RECORD_BYTES + inside)
         announced = self._expected.pop(tick - self.lead, {})
-        if bodies is headers:
+        if self._in_one_piece:
             bodies = {peer: message[RECORD_BYTES:] for peer, message in headers.items()}
         return {peer: (announced[peer], body) for peer, body in bodies.items()}
 
