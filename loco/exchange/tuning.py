@@ -25,6 +25,7 @@ TRIED, REMEMBERED = 2, 3  # rounds of each code: at first, and of which the quic
 # tight one, in sixteenths of a factor of two; or one of these.
 NEEDS_TIGHT, NEEDS_FAST, NO_OPINION = -128, 127, 126
 _STEPS, _MOST = 16, 120
+_OF_GLOO = 144  # bytes that it adds to each message
 EXCHANGES = ("auto", "gather", "owner", "dense")
 
 
@@ -34,12 +35,19 @@ def predicted_bytes(announcements: Sequence[Announcement]) -> dict[str, float]:
     payload = sum(announced.payload_bytes for announced in announcements) / sites
     sums = announcements[0].sums_bytes
     frames, of_slice = Frames.of(numel).count, Frames.of(slices_of(numel, sites)[0].stop).count
-    peers = sites - 1
+    peers, frame = sites - 1, RECORD_BYTES + _OF_GLOO
     return {
-        "gather": peers * (payload + frames * RECORD_BYTES),
-        "owner": peers * ((payload + sums) / sites + 2 * of_slice * RECORD_BYTES),
-        "dense": peers * (2 * 4 * numel / sites + 2 * of_slice * RECORD_BYTES),
+        "gather": peers * (payload + frames * frame),
+        "owner": peers * ((payload + sums) / sites + 2 * of_slice * frame),
+        "dense": peers * (2 * 4 * numel / sites + 2 * of_slice * frame),
     }
+
+
+def is_worth_enclosing(mine: Announcement, sites: int) -> bool:
+    """Whether all entries, in the message of the announcement, are fewer bytes than an exchange of them, as
+    far as one site can tell."""
+    enclosed = (sites - 1) * (mine.payload_bytes + RECORD_BYTES)
+    return enclosed <= min(predicted_bytes([mine] * sites).values())
 
 
 def next_codec(announcements: Sequence[Announcement]) -> Codec | None:

@@ -6,6 +6,7 @@ Few entries follow their announcement in the same message: then no exchange is n
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from loco.kernels import Encoded
 
 from ..errors import ReplicaError, WireError
 from ..exchange.enclosed import enclose
-from ..exchange.tuning import ExchangeTuner
+from ..exchange.tuning import ExchangeTuner, is_worth_enclosing
 from ..members.view import View
 from ..net.transport import RECORD_ROOM, to_bytes
 from ..wire.framing import Framing
@@ -38,33 +39,32 @@ class Said(NamedTuple):
     enclosed: dict[int, Tensor]
 
 
-def opening(encoded: Encoded, framing: Framing, tuner: ExchangeTuner, norm: float, most: int) -> Opening:
-    """
-    Args:
-        most: bytes of a frame that may follow the announcement.
-    """
+def opening(
+    view: View, encoded: Encoded, framing: Framing, tuner: ExchangeTuner, norm: float, *, may_enclose: bool
+) -> Opening:
     entries, numel, codec = encoded.entries, framing.known.anchor.numel(), framing.codec
     if entries.starts is None:
         payload = sums = codec.most_bytes(numel, numel)
     else:
         payload, sums = tuner.announced(codec, entries.values.numel(), numel)
-    frame = enclose(framing, entries) if payload <= most else None
-    if frame is not None and frame.numel() > most:
-        frame = None
     record = Announcement(
         site=framing.site,
         round=framing.round,
         norm_bits=fp32_bits(norm),
         codec=codec.id,
         lean=tuner.lean(),
-        enclosed_bytes=0 if frame is None else frame.numel(),
         numel=numel,
         entries=entries.values.numel(),
         payload_bytes=payload,
         sums_bytes=sums,
         digest=encoded.digest,
     )
-    return Opening(record, frame, framing)
+    most = most_enclosed(view)
+    if may_enclose and payload <= most and is_worth_enclosing(record, view.num_sites):
+        frame = enclose(framing, entries)
+        if frame is not None and frame.numel() <= most:
+            return Opening(replace(record, enclosed_bytes=frame.numel()), frame, framing)
+    return Opening(record)
 
 
 def most_enclosed(view: View) -> int:

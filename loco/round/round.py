@@ -31,7 +31,7 @@ from ..wire.codecs import DENSE, WHOLE, Codec
 from ..wire.framing import Framing
 from ..wire.records import Announcement, Status, Vote, fp32_of
 from ..wire.refusal import Problem, Refused, overflow_text
-from .announcements import Opening, announce, most_enclosed, opening, replica_problem
+from .announcements import Opening, announce, opening, replica_problem
 from .handshake import check_denormals
 from .hooks import Hooks, Phase, RoundProgress
 from .inside_site import compare, share_anchor
@@ -299,7 +299,7 @@ class Round:
         self._codec = DENSE.get(self._wire.codec, WHOLE) if is_dense else state.tuner.codec()
         framing = self._framing(encoded)
         may_enclose = self._codec.exact and (is_dense or self._wire.exchange == "auto")
-        return opening(encoded, framing, state.tuner, norm, most_enclosed(self.view) if may_enclose else 0)
+        return opening(self.view, encoded, framing, state.tuner, norm, may_enclose=may_enclose)
 
     def _framing(self, encoded: Encoded) -> Framing:
         state, view = self.state, self.view

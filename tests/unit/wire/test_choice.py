@@ -13,6 +13,7 @@ from loco.exchange.tuning import (
     SPENT,
     TRIED,
     ExchangeTuner,
+    is_worth_enclosing,
     next_codec,
     predicted_bytes,
 )
@@ -182,3 +183,25 @@ def test_a_site_that_sends_nothing_or_is_alone_learns_nothing_of_how_long_an_ent
     for _ in range(TRIED):
         tuner.learn(TIGHT, framing, 9.0, [own], own)
     assert tuner.lean() == NEEDS_TIGHT
+
+
+@pytest.mark.parametrize(
+    ("entries", "sums", "sites", "worth"),
+    [
+        (300, 500, 2, True),
+        (
+            300,
+            900,
+            4,
+            True,
+        ),  # four messages of 144 bytes and two headers are more than a second half of 600 bytes
+        (3000, 5000, 2, True),
+        (3000, 300, 4, False),  # an owner keeps most sums, so that hardly any come back
+        (3000, 6000, 16, False),
+    ],
+)
+def test_few_entries_follow_their_announcement_if_that_is_fewer_bytes(
+    entries: int, sums: int, sites: int, worth: bool
+) -> None:
+    mine = Announcement(site=0, round=1, numel=50_000, payload_bytes=2 * entries, sums_bytes=2 * sums)
+    assert is_worth_enclosing(mine, sites) == worth
