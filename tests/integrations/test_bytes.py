@@ -43,7 +43,9 @@ def test_the_kernel_counts_the_rounds_bytes_and_heartbeats(tmp_path: Any) -> Non
     dense = 4 * sum(p.numel() for p in llama().parameters())
     for [noted] in launch_worlds(counted_site, str(tmp_path)):
         assert sum(reported > 0 for *_, reported in noted) >= STEPS // H
-        for (began, before, _), (ended, after, reported) in pairwise(noted):
+        # At the end of the last round the other site may have closed its connections to this one's store, and
+        # the kernel has forgotten what was sent over them.
+        for (began, before, _), (ended, after, reported) in pairwise(noted[:-1]):
             other = (after - before).sent - reported
             # Around a round gloo's words before each message, the verdict, and what a heartbeat takes.
             assert 0 <= other < (4000 if reported else 0) + 1000 * (1 + ended - began)
