@@ -116,7 +116,8 @@ def owner_seconds(code: Code, at: Setting, adding: Work | None = None) -> float:
         for tick in range(frames + behind + 1):
             coding = peers * seal * (tick + 1 < frames)
             coding += add_up * (0 <= tick - 1 < frames) + peers * read_sums * (tick - behind - 1 >= 0)
-            bodies = [body for first, body in ((0, entries), (behind, sums)) if first <= tick < first + frames]
+            both = ((0, entries), (behind, sums))
+            bodies = [body for first, body in both if first <= tick < first + frames]
             moved = sum(RECORD_BYTES + body for body in bodies)
             seconds += max(coding, at.transfer(peers * moved) if bodies else 0.0)
         return seconds
