@@ -23,7 +23,8 @@ from loco.errors import TransportError
 from loco.exchange.transfer import Transfer
 from loco.members import fixed
 from loco.net.linking import PatientStore
-from loco.net.transport import PendingMessages, Transport
+from loco.net.pending import PendingMessages
+from loco.net.transport import Transport
 from loco.round.round import Round
 from loco.wire.framing import Frame, Framing
 

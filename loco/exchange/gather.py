@@ -4,7 +4,7 @@ from collections import deque
 
 from loco.kernels import Entries
 
-from ..net.transport import PendingMessages
+from ..net.pending import PendingMessages
 from ..wire.framing import Frame, Frames
 from ..wire.records import FrameHeader, Kind
 from .stream import AHEAD, Arrived, Stream

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from loco.kernels import Entries
 
-from ..net.transport import PendingMessages, as_bytes
+from ..net.pending import PendingMessages
+from ..net.transport import as_bytes
 from ..wire.framing import Frame, Frames, slices_of
 from ..wire.records import FrameHeader, Kind
 from .stream import AHEAD, Arrived, Check, Room, Stream

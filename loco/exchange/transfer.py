@@ -9,7 +9,8 @@ from loco import kernels
 from loco.kernels import Entries
 
 from ..errors import NonFiniteError, WireError
-from ..net.transport import PendingMessages, Transport
+from ..net.pending import PendingMessages
+from ..net.transport import Transport
 from ..wire.framing import Frame, Framing, slices_of
 from ..wire.records import FrameHeader, Kind, Status
 from ..wire.refusal import Problem, overflow_text, unreadable

@@ -5,11 +5,8 @@ unequal sizes, and what it is handed is what goes on the wire, so the counts nee
 """
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +18,7 @@ from ..coordination.heartbeats import Heartbeats
 from ..errors import AuthenticationError, TransportError, WireError, first_line
 from .cancellable_wait import Alarm, CancellableWait
 from .mesh import Mesh
+from .pending import PendingMessages, SealedMessage
 
 CHUNK = 1 << 20  # elements of one message of a long tensor: 4 MiB
 RECORD_ROOM = 1 << 14  # bytes: gloo ends the process if a message is longer than the room for it
@@ -107,7 +105,7 @@ class Transport:
 
     def post(
         self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], *, phase: str
-    ) -> "PendingMessages":
+    ) -> PendingMessages:
         """Begin to send and to receive; what is sent must not change until `wait` of the result has returned.
 
         Tensors are contiguous uint8; sizes are known to both ends, and empty messages are not sent. Several
@@ -118,10 +116,12 @@ class Transport:
         """
         sends = [(p, t) for p, t in outgoing if t.numel()]
         receives = [(p, t) for p, t in incoming if t.numel()]
-        sealed: list[_Sealed] = []
+        sealed: list[SealedMessage] = []
         if self._seals is not None:  # each message's seal follows it, as a message of its own
             sends = [m for p, t in sends for m in ((p, t), (p, self._seals.seal(t, p)))]
-            sealed = [_Sealed(p, t, t.new_empty(SEAL_BYTES), self._seals.expect(p)) for p, t in receives]
+            sealed = [
+                SealedMessage(p, t, t.new_empty(SEAL_BYTES), self._seals.expect(p)) for p, t in receives
+            ]
             receives = [m for s in sealed for m in ((s.sender, s.message), (s.sender, s.seal))]
         works: list[dist.Work] = []
         if sends or receives:
@@ -268,7 +268,7 @@ class Transport:
         who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
         return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
 
-    def check_seals(self, messages: Sequence["_Sealed"], *, phase: str) -> None:
+    def check_seals(self, messages: Sequence[SealedMessage], *, phase: str) -> None:
         for sender, message, seal, number in messages:
             assert self._seals is not None
             if not self._seals.is_genuine(message, seal, sender, number):
@@ -284,74 +284,6 @@ class Transport:
     def message(self, data: bytes) -> Tensor:
         """Bytes as a tensor that `swap` takes."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-
-
-class PendingMessages:
-    """Messages on their way."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        works: list[dist.Work],
-        order: list[int],
-        sent: int,
-        received: int,
-        sealed: list["_Sealed"],
-        phase: str,
-    ) -> None:
-        self._transport = transport
-        self._works = works
-        self._order = order
-        self._sealed = sealed
-        self._phase = phase
-        self.sent, self.received = sent, received  # bytes
-
-    def wait(self, limit: float | None = None, *, watching: Sequence[int] = ()) -> None:
-        """
-        Args:
-            limit: seconds from now, the transport's timeout by default.
-            watching: members on whom these messages depend, beside those who send or receive them.
-
-        Raises:
-            TransportError: a peer is dead, stopped, cut off or gone, or alive but not here in time; names it,
-                the phase and the limit.
-            AuthenticationError: a message is not genuine.
-        """
-        if not self._works:
-            return
-        transport, peer = self._transport, -1
-        limit = transport.timeout if limit is None else limit
-        deadline = time.monotonic() + limit
-
-        def all_of_them() -> None:
-            nonlocal peer
-            for k, work in enumerate(self._works):
-                peer = self._order[k] if len(self._works) == len(self._order) else -1
-                left = max(deadline - time.monotonic(), 0.001)
-                work.wait(timedelta(seconds=left))
-
-        try:
-            with transport.vigil(sorted({*self._order, *watching}), phase=self._phase) as alarm:
-                transport.await_all(all_of_them, alarm)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, TransportError):
-                raise
-            # torch cuts timeouts to whole milliseconds, so a wait can end a little before the deadline.
-            late = time.monotonic() >= deadline - 0.01
-            who = transport.not_here(peer, limit if late else None)
-            raise TransportError(f"{self._phase}: {who} ({first_line(error)})", lasting=late) from error
-        transport.check_seals(self._sealed, phase=self._phase)
-        transport.sent_bytes += self.sent
-        transport.received_bytes += self.received
-
-
-class _Sealed(NamedTuple):
-    """A message on its way to this rank, and what will prove that it is the expected one."""
-
-    sender: int
-    message: Tensor
-    seal: Tensor
-    number: int
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from loco.kernels import BLOCK, Entries, Known
 from loco.kernels.recycle import joined, recycled
 
 from ..errors import WireError
-from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec
+from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec, Parts
 from .records import RECORD_BYTES, FrameHeader, Kind
 
 LEAST, MOST = 1 << 20, 1 << 23  # elements: some 300 kB to 2.4 MB at a density of 6%
@@ -92,7 +92,7 @@ class Framing:
             codec, parts = FAST, FAST.encode(entries, known)
         room = None
         if codec.name in DENSE:
-            body = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+            body = _whole(parts)
         else:  # which is copied anyway
             room = joined([parts[0].new_empty(RECORD_BYTES), *parts])
             body = room[RECORD_BYTES:]
@@ -193,7 +193,7 @@ class Framing:
         known = self.known.part(at)
         parts = self.codec.encode(entries, known)
         assert parts is not None
-        return self.codec.decode(torch.cat(list(parts)), known.anchor.numel(), known)
+        return self.codec.decode(_whole(parts), known.anchor.numel(), known)
 
     def _known(self, at: slice, codec: Codec) -> Known:
         """What a codec is told of the elements `at`."""
@@ -207,3 +207,8 @@ class Framing:
                 kept.pop(next(iter(kept)))
             kept[key] = part.to("cpu")
         return kept[key]
+
+
+def _whole(parts: Parts) -> Tensor:
+    """A body; one that is in one part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,10 +1,9 @@
 """What the sites say to each other in a round, beside the entries: three records, little-endian, versioned.
 
-An announcement opens the round, or in its place a vote against it; a frame header travels ahead of the body
-of its frame, so that nothing is received, and no memory taken, for what was not expected; and a vote closes
-the round. All are 64 bytes long: gloo ends the process if a message is longer than the one expected, and so a
-rank that is at another point of the round than its peer gets an error that says so. docs/wire.md gives the
-same to the byte.
+An announcement opens the round, or in its place a vote against it; a frame header stands before the body of
+its frame and says what it must be; and a vote closes the round. All are 64 bytes long, so that a rank at
+another point of the round than its peer reads a record of another kind, and gets an error that says so.
+docs/wire.md gives the same to the byte.
 """
 
 import ctypes

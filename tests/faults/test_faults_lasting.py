@@ -22,7 +22,7 @@ import loco
 from loco.coordination import heartbeats, liveness
 from loco.errors import TransportError
 from loco.exchange.stream import Stream
-from loco.net.transport import PendingMessages
+from loco.net.pending import PendingMessages
 
 
 def built(rank: int) -> loco.PulseLoCo:

@@ -19,7 +19,8 @@ from loco.coordination.commit import ABORT, COMMIT, Verdicts, decide
 from loco.coordination.heartbeats import NoHeartbeats
 from loco.coordination.liveness import Liveness
 from loco.errors import AuthenticationError
-from loco.net.transport import PendingMessages, Transport
+from loco.net.pending import PendingMessages
+from loco.net.transport import Transport
 
 KEY = b"sixteen bytes and a few"
 
