@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 import loco
 from experiments.config import SparseLoCoConfig
 from experiments.topk import pack, plan_chunks, quantise, top_k, unpack
-from loco.round.handshake import agree_on_setup
-from loco.round.parameters import FlatParameters
-from loco.wrapper import Wrapper
+from loco.inner.wrapper import Wrapper
+from loco.parameters.flat_parameters import FlatParameters
+from loco.round.joining.handshake import agree_on_setup
 
 _built = count()  # alike on all ranks
 

@@ -7,14 +7,14 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .init_step import only_initialises
+from .inner.init_step import only_initialises
+from .inner.several import each_of
+from .inner.wrapper import ATTACHED
 from .logs import warn_once_per_machine
 from .low_communication import LowCommunicationOptimizer
 from .optimizer import PulseLoCo
 from .report import SyncReport
-from .several import each_of
 from .surface import RoundSurface
-from .wrapper import ATTACHED
 
 _logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from torch.optim import Optimizer
 
 from .config import Settings
 from .exchange.wire_config import WireConfig
-from .init_step import only_initialises
+from .inner.init_step import only_initialises
+from .inner.wrapper import Wrapper
 from .members.sites import default_topology
 from .members.view import SiteTopology
 from .outer_optimizer import OuterOptimizer
 from .surface import RoundSurface
-from .wrapper import Wrapper
 
 
 class LowCommunicationOptimizer(RoundSurface, Wrapper):

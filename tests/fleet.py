@@ -26,9 +26,9 @@ from torch.distributed.fsdp import fully_shard
 import loco
 from loco.errors import TransportError
 from loco.exchange import EXCHANGES
-from loco.members import quorum_membership
-from loco.members.elastic import ElasticSites
-from loco.round import recovery
+from loco.members.elastic import quorum_membership
+from loco.members.elastic.elastic_sites import ElasticSites
+from loco.round.joining import recovery
 from loco.round.round import Round
 
 PATIENCE = 90.0  # seconds; no test is about time

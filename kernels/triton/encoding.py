@@ -22,8 +22,7 @@ from .. import types
 from ..types import Encoded, Entries, Gate
 from . import tiles
 from .digesting import digest_terms, unsigned
-from .economies import beyond_margin, in_steps
-from .gates import NAMES, visible
+from .gates import NAMES, beyond_margin, in_steps, visible
 from .pieces import Pieces, table_of, update_of
 from .tiles import load
 

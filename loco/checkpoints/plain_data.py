@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..round.placements import describe_placement, placement_of
-from ..round.sharding import is_sharded, local
+from ..parameters.placements import describe_placement, placement_of
+from ..parameters.sharding import is_sharded, local
 from .formats import mapped
 
 PART, WRAPPED = "loco.dtensor", "loco.wrapped"

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..parameters.placements import held_elements
+from ..parameters.sharding import is_sharded, layout_of
 from ..round.outer_state import OuterState
-from ..round.placements import held_elements
-from ..round.sharding import is_sharded, layout_of
 from ..round.state import identity
 from .plain_data import PART, WRAPPED
 

@@ -33,8 +33,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from loco import PeerError
 from loco.sync import Prepared, Subscriber
 
-from .vllm_ranks import from_all_ranks, last_rank_raises, on_all_ranks
-from .vllm_weights import Weights, checkpoint_of, weights_of
+from .engines.vllm_ranks import from_all_ranks, last_rank_raises, on_all_ranks
+from .engines.vllm_weights import Weights, checkpoint_of, weights_of
 
 
 def register() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..coordination.rendezvous import Agreement
 from ..net.transport import Transport
-from .elastic import ElasticSites
+from .elastic.elastic_sites import ElasticSites
 from .fixed import FixedSites
 from .joined_worlds import JoinedWorlds
 from .topology import Topology, check_limits

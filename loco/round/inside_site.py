@@ -9,11 +9,11 @@ from loco import kernels
 
 from ..members.view import View
 from ..net.transport import Transport
+from ..parameters.flat_parameters import FlatParameters
+from ..parameters.part import Copies, Part
 from ..wire.records import Status
 from ..wire.refusal import Problem
 from .outer_state import OuterState
-from .parameters import FlatParameters
-from .part import Copies, Part
 
 GATHER_ELEMENTS = 1 << 20  # of the anchor at a time: 4 MiB from each rank
 _DIGEST, _NORM = 8, struct.Struct("<d")

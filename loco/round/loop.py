@@ -18,13 +18,13 @@ from ..net.linking import forget_messages
 from ..report import SyncReport
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
-from .catch_up import catch_up_in_site
-from .first_anchor import agree_to_adopt, share_first_anchor, start_again
-from .handshake import agree_on_parameters
 from .hooks import COUNTS, Hooks, Phase
 from .inside_site import await_site, share_anchor
+from .joining.catch_up import catch_up_in_site
+from .joining.first_anchor import agree_to_adopt, share_first_anchor, start_again
+from .joining.handshake import agree_on_parameters
+from .joining.recovery import adopt_state, hand_over_state
 from .outer_state import OuterState
-from .recovery import adopt_state, hand_over_state
 from .round import Round
 from .state import digest_of
 

@@ -16,8 +16,8 @@ from ..config import GATES, Settings
 from ..errors import LocoError
 from ..exchange.tuning import ExchangeTuner
 from ..members.view import SiteTopology
-from .parameters import FlatParameters
-from .part import Part
+from ..parameters.flat_parameters import FlatParameters
+from ..parameters.part import Part
 
 
 @dataclass(kw_only=True)

@@ -32,9 +32,9 @@ from ..wire.framing import Framing
 from ..wire.records import Announcement, Status, Vote, fp32_of
 from ..wire.refusal import Problem, Refused, overflow_text
 from .announcements import Opening, announce, opening, replica_problem
-from .handshake import check_denormals
 from .hooks import Hooks, Phase, RoundProgress
 from .inside_site import compare, share_anchor
+from .joining.handshake import check_denormals
 from .outer_state import OuterState
 from .outliers import outliers
 from .votes import refuse, vote, vote_of

@@ -10,8 +10,8 @@ from torch import Tensor
 from loco import kernels
 
 from ..members.view import SiteTopology
+from ..parameters.flat_parameters import FlatParameters
 from .outer_state import OuterState
-from .parameters import FlatParameters
 
 _logger = logging.getLogger(__name__)
 

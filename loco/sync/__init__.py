@@ -1,10 +1,10 @@
 """PULSESync: the weights that changed, to inference workers, bit for bit. See docs/sync.md."""
 
 from .errors import DamagedError, LayoutError, NotThisVersionError, NoVersionError, SyncError, TakenOverError
-from .fp8 import fp8_checkpoint
 from .publisher import Published, Publisher
 from .subscriber import Prepared, Subscriber, Updated
-from .tensors import Placed
+from .weights.fp8 import fp8_checkpoint
+from .weights.tensors import Placed
 
 __all__ = [
     "DamagedError",

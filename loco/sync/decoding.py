@@ -10,9 +10,9 @@ from loco import kernels
 from loco.kernels import Changes, MalformedError
 
 from .errors import DamagedError
-from .places import Places
 from .versions.anchors import unpack_anchor
 from .versions.reader import Download
+from .weights.places import Places
 
 SLICE = 32 * kernels.PART  # elements that are decoded together where weights have to be copied
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from loco.kernels import Changes
 
-from .places import Places
+from .weights.places import Places
 
 
 class _Saved(NamedTuple):

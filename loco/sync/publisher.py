@@ -13,9 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .share import Ranks
-from .source import Source
 from .storage.stores import open_store
-from .tensors import DtypeOf, Named
 from .versions.anchors import pack_anchor
 from .versions.history import History, Packed, packed
 from .versions.layout import Layout
@@ -23,6 +21,8 @@ from .versions.manifest import Manifest, checked_key
 from .versions.route import bytes_of, find_route
 from .versions.vectors import ChangesOf, Vectors
 from .versions.writer import Writer
+from .weights.source import Source
+from .weights.tensors import DtypeOf, Named
 
 logger = logging.getLogger(__name__)
 HISTORY_BYTES = 0.4  # a weight: what the patches over several versions are made of

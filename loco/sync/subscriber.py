@@ -16,12 +16,12 @@ from loco.kernels import Changes
 from .decoding import decoded, decoded_slices
 from .errors import DamagedError, NotThisVersionError, NoVersionError, SyncError
 from .journal import Journal
-from .memory import Memory, Target
-from .places import Places
 from .storage.stores import open_store
 from .versions.manifest import Manifest, Stream, checked_key
 from .versions.reader import Download, Reader
 from .versions.route import Held, find_route
+from .weights.memory import Memory, Target
+from .weights.places import Places
 
 
 @dataclass(frozen=True, kw_only=True)

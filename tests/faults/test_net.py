@@ -20,7 +20,7 @@ from sites import error_of, hear, run_ranks, tell
 import loco
 from loco.errors import TransportError, WireError
 from loco.net.links import Links, host_store
-from loco.round.recovery import MOST_HEAD_BYTES, take_head
+from loco.round.joining.recovery import MOST_HEAD_BYTES, take_head
 
 _HOST = """
 import time

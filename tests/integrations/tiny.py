@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import loco
-from loco.init_step import only_initialises
+from loco.inner.init_step import only_initialises
 
 WORDS, LENGTH = 64, 12
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loco.kernels import reference
 from loco.sync import Publisher, Subscriber, fp8_checkpoint
-from loco.sync.fp8 import quantise_blocks
+from loco.sync.weights.fp8 import quantise_blocks
 
 
 def by_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,9 @@ from selection import SCHEDULES
 
 import loco
 from loco.sync import DamagedError, LayoutError, NoVersionError
-from loco.sync.coverage import check_coverage
 from loco.sync.versions.layout import Layout, Region
 from loco.sync.versions.manifest import Manifest, _seal
+from loco.sync.weights.coverage import check_coverage
 
 KEY = b"sixteen bytes or more"
 VERSIONS = 5

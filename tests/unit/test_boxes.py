@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from loco.integrations.boxes import box_of, elements_outside, first_overlap
+from loco.integrations.engines.boxes import box_of, elements_outside, first_overlap
 
 
 @st.composite

@@ -8,8 +8,8 @@ import pytest
 from sites import error_of, run_ranks
 
 import loco
-from loco.members.elastic import ElasticSites
-from loco.members.quorum import Claim, of_site
+from loco.members.elastic.elastic_sites import ElasticSites
+from loco.members.elastic.quorum import Claim, of_site
 
 
 @pytest.mark.parametrize(

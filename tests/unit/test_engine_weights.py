@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loco.integrations.engine_weights import Placed, first_difference, joined, learn, require_whole
+from loco.integrations.engines.engine_weights import Placed, first_difference, joined, learn, require_whole
 
 Loader = Callable[["Engine", Tensor], object]
 ROWS, WIDTH, EXPERTS = 6, 4, 3

@@ -5,7 +5,7 @@ import torch
 from scripted import parameters
 from torch import nn
 
-from loco.round.parameters import FlatParameters
+from loco.parameters.flat_parameters import FlatParameters
 
 
 def layout_of(*params: torch.Tensor) -> FlatParameters:

@@ -5,6 +5,7 @@ import email
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ ALLOWED = {
 # The rooms of `loco`, from the bottom up: each may import those before it.
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
-    *("sync", "coordination", "net", "wire", "members", "exchange", "round"),
-    *("checkpoints", "several", "init_step", "wrapper", "setup_warnings"),
+    *("sync", "coordination", "net", "wire", "members", "exchange", "parameters", "round"),
+    *("checkpoints", "inner", "setup_warnings"),
     *("outer_optimizer", "surface", "low_communication", "optimizer", "attach"),
     *("integrations",),
 )
@@ -76,6 +77,18 @@ def test_every_room_of_loco_imports_only_those_below_it() -> None:
             if target and target[0] in FLOORS:
                 assert FLOORS.index(target[0]) <= FLOORS.index(room), f"{path} imports {name}"
     assert seen == set(FLOORS)
+
+
+@pytest.mark.parametrize("package", ["kernels", "loco"])
+def test_a_file_is_short_and_a_folder_holds_a_dozen(package: str) -> None:
+    folders = Counter[Path]()
+    for path in (ROOT / package).rglob("*.py"):
+        if package == "kernels" or "kernels" not in path.parts:
+            folders[path.parent] += 1
+        if package == "loco":
+            assert len(path.read_text().splitlines()) <= 350, path
+    assert folders
+    assert [folder for folder, files in folders.items() if files > 12] == []
 
 
 def test_weights_are_published_without_a_round_or_a_process_group() -> None:

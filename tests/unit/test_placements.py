@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loco.round.placements import describe_placement, held_elements, placement_of
+from loco.parameters.placements import describe_placement, held_elements, placement_of
 
 
 @pytest.mark.parametrize("length", [1, 3, 5, 7, 8, 10, 16])

@@ -11,8 +11,8 @@ from plain_engine import build, generate, keep_weights_plain, same_bits, weights
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loco.integrations.engine_weights import first_difference, joined, learn, require_whole
-from loco.integrations.vllm_weights import second_copy, weights_of
+from loco.integrations.engines.engine_weights import first_difference, joined, learn, require_whole
+from loco.integrations.engines.vllm_weights import second_copy, weights_of
 
 
 def views_of(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

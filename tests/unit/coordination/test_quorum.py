@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loco.members.quorum import Claim, Member, Plan, plan
+from loco.members.elastic.quorum import Claim, Member, Plan, plan
 
 
 def site(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..errors import AgreementError
+from ...errors import AgreementError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from .versions.layout import Region, cut
+from ..versions.layout import Region, cut
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import TransportError, WireError
-from ..members.view import Handover, View
-from ..net.transport import CHUNK, Transport, as_bytes
-from ..report import SyncReport
-from .inside_site import await_site, share_anchor
-from .outer_state import OuterState
-from .state import digest_of
+from ...errors import TransportError, WireError
+from ...members.view import Handover, View
+from ...net.transport import CHUNK, Transport, as_bytes
+from ...report import SyncReport
+from ..inside_site import await_site, share_anchor
+from ..outer_state import OuterState
+from ..state import digest_of
 
 _logger = logging.getLogger(__name__)
 MOST_HEAD_BYTES = 1 << 20  # of a few numbers, and a name and a number for every site

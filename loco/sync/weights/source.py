@@ -7,7 +7,8 @@ from torch import Tensor
 
 from loco.kernels import reference
 
-from .share import Ranks, share_of
+from ..share import Ranks, share_of
+from ..versions.layout import BYTES, Layout, Region, cut
 from .tensors import (
     DtypeOf,
     Named,
@@ -18,7 +19,6 @@ from .tensors import (
     tensors_of,
     without_aliases,
 )
-from .versions.layout import BYTES, Layout, Region, cut
 
 Tensors = dict[torch.dtype, list[Tensor]]  # by format: the pieces of its vector, in host memory
 

@@ -2,11 +2,11 @@
 
 import hashlib
 
-from ..members.view import View
-from .hooks import COUNTS
-from .inside_site import share_anchor
-from .outer_state import OuterState
-from .round import Round
+from ...members.view import View
+from ..hooks import COUNTS
+from ..inside_site import share_anchor
+from ..outer_state import OuterState
+from ..round import Round
 
 _NAME = 8  # bytes
 _NONE = bytes(_NAME)

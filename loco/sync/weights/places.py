@@ -8,9 +8,9 @@ from torch import Tensor
 from loco import kernels
 from loco.kernels import Changes
 
+from ..versions.layout import Layout
+from ..versions.vectors import MASK, combined
 from .memory import Memory, Mirror, Place
-from .versions.layout import Layout
-from .versions.vectors import MASK, combined
 
 
 class Places:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..coordination.guard import guarded
-from ..errors import AgreementError, LocoError, TransportError, no_store
-from ..net.transport import listed
-from .fixed import FixedSites
-from .view import View
+from ...coordination.guard import guarded
+from ...errors import AgreementError, LocoError, TransportError, no_store
+from ...net.transport import listed
+from ..fixed import FixedSites
+from ..view import View
 
 _POLL = 0.05  # seconds
 _PHASE = "waiting for this site's first rank, which asks who takes part"

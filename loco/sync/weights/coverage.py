@@ -7,9 +7,9 @@ from itertools import combinations, pairwise
 
 from torch import Tensor
 
-from .errors import LayoutError
+from ..errors import LayoutError
+from ..versions.layout import Region
 from .tensors import memory_of
-from .versions.layout import Region
 
 
 def check_coverage(

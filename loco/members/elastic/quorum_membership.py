@@ -5,20 +5,20 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ..coordination.authentication import StoreSeals
-from ..coordination.commit import decide
-from ..coordination.heartbeats import NoHeartbeats
-from ..coordination.rendezvous import Reconnects
-from ..coordination.store_client import StoreClient
-from ..errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
-from ..net.links import Links
+from ...coordination.authentication import StoreSeals
+from ...coordination.commit import decide
+from ...coordination.heartbeats import NoHeartbeats
+from ...coordination.rendezvous import Reconnects
+from ...coordination.store_client import StoreClient
+from ...errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
+from ...net.links import Links
+from ..view import SignsOfLife, Standing, View
+from ..world import WorldMembership
 from .first_rank import FirstRank
 from .quorum import Claim, Plan, of_site
-from .view import SignsOfLife, Standing, View
-from .world import WorldMembership
 
 if TYPE_CHECKING:
-    from .elastic import ElasticSites
+    from .elastic_sites import ElasticSites
 
 MOST = 3  # rounds that fail among the same sites before it is said: repeating mends only who is gone
 _PAUSE = 0.2  # seconds between two looks at whether all have come to the start

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from ..coordination.rendezvous import NeededError
-from ..errors import LocoError, PeerError
-from ..members.view import SiteTopology, View
+from ...coordination.rendezvous import NeededError
+from ...errors import LocoError, PeerError
+from ...members.view import SiteTopology, View
+from ..inside_site import share_anchor
+from ..outer_state import OuterState
 from .handshake import check_first_anchor, first_nonfinite
-from .inside_site import share_anchor
-from .outer_state import OuterState
 
 
 def share_first_anchor(state: OuterState, view: View | None) -> None:

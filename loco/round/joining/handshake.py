@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from loco import kernels
 
-from ..errors import AgreementError, ReplicaError
-from ..members.view import SiteTopology
-from ..net.transport import Transport
-from .inside_site import differing_copies, digests_of_copies
-from .outer_state import OuterState
-from .parameters import FlatParameters
-from .part import Part
+from ...errors import AgreementError, ReplicaError
+from ...members.view import SiteTopology
+from ...net.transport import Transport
+from ...parameters.flat_parameters import FlatParameters
+from ...parameters.part import Part
+from ..inside_site import differing_copies, digests_of_copies
+from ..outer_state import OuterState
 
 _AT_A_TIME = 1 << 20  # elements
 

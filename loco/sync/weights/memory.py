@@ -9,11 +9,11 @@ from torch import Tensor
 from loco import kernels
 from loco.kernels import Changes
 
+from ..errors import LayoutError
+from ..versions.layout import BYTES, Region, name_of_dtype
+from ..versions.vectors import MASK
 from .coverage import check_coverage
-from .errors import LayoutError
 from .tensors import Named, Placed, tensors_of
-from .versions.layout import BYTES, Region, name_of_dtype
-from .versions.vectors import MASK
 
 Target = Named | Mapping[str, Sequence[Placed]] | Mapping[str, Tensor | list[Placed]]
 

@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 
 import torch
 
-from ..coordination.rendezvous import Agreement, Alone
-from ..coordination.store_client import host_and_port
-from ..errors import AgreementError, TransportError
-from ..net.links import Links, host_store
-from ..net.mesh import NoLinks, Subset
-from ..net.transport import Transport
-from .fixed import FixedSites
+from ...coordination.rendezvous import Agreement, Alone
+from ...coordination.store_client import host_and_port
+from ...errors import AgreementError, TransportError
+from ...net.links import Links, host_store
+from ...net.mesh import NoLinks, Subset
+from ...net.transport import Transport
+from ..fixed import FixedSites
+from ..own_world import check_one_site, own_world
 from .lighthouse import Lighthouse
-from .own_world import check_one_site, own_world
 from .quorum import Claim, Plan, plan
 from .quorum_membership import QuorumMembership
 

@@ -11,8 +11,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from ..coordination.ticker import Ticker
-from ..errors import TransportError, first_line
+from ...coordination.ticker import Ticker
+from ...errors import TransportError, first_line
 from .quorum import Claim, Member
 
 BEAT = 0.25  # seconds; the lighthouse's own limit is 5 by default

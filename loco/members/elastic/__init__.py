@@ -1,0 +1,1 @@
+"""Sites that come and go: a quorum for each round, and views of it."""

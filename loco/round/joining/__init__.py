@@ -1,0 +1,1 @@
+"""How ranks come to one state: proven alike at construction, given θ, brought together after lost links."""
