@@ -15,12 +15,13 @@ import sys
 
 import torch
 
-from experiments import launch, session
-from experiments.config import CompareConfig
 from experiments.errors import ExperimentError
-from experiments.plan import Run, runs_of
+from experiments.processes import launch
 from experiments.report import write_all
+from experiments.settings.config import CompareConfig
+from experiments.settings.plan import Run, runs_of
 from experiments.tasks import Seat, task_of
+from experiments.training import session
 
 
 def prepare(config: CompareConfig) -> None:

@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 
 import loco
-from experiments import launch
-from experiments.config import RecordConfig, check_world
-from experiments.gathering import from_all
-from experiments.loop import take_step
-from experiments.meter import Meter
-from experiments.methods import build
-from experiments.progress import Progress
+from experiments.methods.methods import build
+from experiments.models.warm_start import warm_start
+from experiments.processes import launch
+from experiments.processes.progress import Progress
 from experiments.recording import Recording, middles
+from experiments.settings.config import RecordConfig, check_world
 from experiments.tasks import Seat, task_of
-from experiments.warm_start import warm_start
+from experiments.training.gathering import from_all
+from experiments.training.loop import take_step
+from experiments.training.meter import Meter
 from loco.kernels import Entries
 
 

@@ -18,16 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.config import METHODS, CompareConfig, RunConfig, TrainConfig
 from experiments.errors import ExperimentError
-from experiments.merging import load, to_yaml
-from experiments.page import page, summary_line
-from experiments.plan import runs_of
-from experiments.plots import draw_all
-from experiments.results import Result, fields_of, of_fields, read
-from experiments.session import results_of
-from experiments.summary import Comparison, shared
-from experiments.table import as_text, figures
+from experiments.reporting.page import page, summary_line
+from experiments.reporting.plots import draw_all
+from experiments.reporting.results import Result, fields_of, of_fields, read
+from experiments.reporting.summary import Comparison, shared
+from experiments.reporting.table import as_text, figures
+from experiments.settings.config import METHODS, CompareConfig, RunConfig, TrainConfig
+from experiments.settings.merging import load, to_yaml
+from experiments.settings.plan import runs_of
+from experiments.training.session import results_of
 
 _NOT_TRAINED_WITH = ("name", "seed", "port", "timeout_s")  # of a configuration: may differ within a label
 _SHARED = ("config", "machine")  # in results.json: what all runs have in common stands once

@@ -17,13 +17,14 @@ import sys
 
 import torch
 
-from experiments import launch, session
-from experiments.config import TITLES, TrainConfig, check_world, resolved
 from experiments.errors import ExperimentError
-from experiments.keeping import newest_round
-from experiments.plan import Run
+from experiments.processes import launch
 from experiments.report import write_all
+from experiments.settings.config import TITLES, TrainConfig, check_world, resolved
+from experiments.settings.plan import Run
 from experiments.tasks import Seat, task_of
+from experiments.training import session
+from experiments.training.keeping import newest_round
 
 
 def run_of(config: TrainConfig) -> Run:

@@ -76,12 +76,12 @@ def training(*, lr: float, steps: int, seed: int = 0, after: int = 0) -> Iterato
     rises from 0 in the first 20 steps. Needs no launcher, but a process that has no process group yet.
     """
     # What these import is not installed beside vLLM, where `bench sync` needs noise alone.
-    from experiments.config import RunConfig
-    from experiments.loop import take_step
-    from experiments.meter import Meter
-    from experiments.methods import build
+    from experiments.methods.methods import build
+    from experiments.models.warm_start import warm_start
+    from experiments.settings.config import RunConfig
     from experiments.tasks import Seat, task_of
-    from experiments.warm_start import warm_start
+    from experiments.training.loop import take_step
+    from experiments.training.meter import Meter
 
     config = RunConfig(method="single", nproc=1, device="cpu", lr=lr, seed=seed)
     seat = Seat(0, 1, torch.device("cpu"))

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from experiments.merging import load
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.diary import Notes
+from experiments.pipeline.reporting.diary import Notes
+from experiments.settings.merging import load
 
 # Rounds of 2 steps, 2 sites and 2 prompts: 8 prompts a round, 4 rounds.
 SMALL = ["steps=8", "sync_every=2", "eval_every=8", "arithmetic.prompts=2", "lease=4"]

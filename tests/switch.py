@@ -3,7 +3,8 @@
     namespace 0                  the switch                 namespace 1
       eth0, a TUN device ─────── one process ─────── eth0, a TUN device
 
-It has the methods of `experiments.bench.namespaces.Network`, and needs no queueing discipline of the kernel.
+It has the methods of `experiments.bench.processes.namespaces.Network`, and needs no queueing discipline of
+the kernel.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ from types import TracebackType
 
 from sites import context
 
-from experiments.orphans import die_with_parent
+from experiments.processes.orphans import die_with_parent
 
 _DEVICE = "/dev/net/tun"
 _SET_INTERFACE, _PLAIN_IP = 0x400454CA, 0x1001  # TUNSETIFF; IFF_TUN | IFF_NO_PI

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import loco
 from experiments.bench.measuring import append, arguments_of, kernel_bytes
-from experiments.bench.namespaces import Network
-from experiments.bench.sites import Sites
+from experiments.bench.processes.namespaces import Network
+from experiments.bench.processes.sites import Sites
 
 GIB = 1 << 30
 _BLOCK = 1 << 24  # elements to draw at a time

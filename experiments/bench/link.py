@@ -26,11 +26,11 @@ from statistics import fmean, median
 from typing import Any
 
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
-from experiments.bench.namespaces import MBIT, Network, why_not
-from experiments.bench.sites import Sites
-from experiments.bench.trainer import METHODS, Trainer
+from experiments.bench.processes.namespaces import MBIT, Network, why_not
+from experiments.bench.processes.sites import Sites
+from experiments.bench.processes.trainer import METHODS, Trainer
 from experiments.noise import WARM_UP
-from experiments.progress import Progress
+from experiments.processes.progress import Progress
 
 NUMEL, QUICK = 4_000_000, 500_000
 _UNMEASURED = 2  # rounds of each cell: connections open up, and "auto" learns

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments import machine
+from experiments.reporting import machine
 from loco.kernels.reserve import give_back
 
 CPU = torch.device("cpu")

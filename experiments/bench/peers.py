@@ -34,10 +34,10 @@ from torch._C._distributed_c10d import TCPStore
 
 import loco
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
-from experiments.bench.namespaces import MBIT, Network, why_not
-from experiments.bench.sites import Sites
+from experiments.bench.processes.namespaces import MBIT, Network, why_not
+from experiments.bench.processes.sites import Sites
 from experiments.noise import LR, SIGMA, SYNC_EVERY, WARM_UP
-from experiments.progress import Progress
+from experiments.processes.progress import Progress
 from loco import kernels
 
 os.environ.setdefault("RUST_LOG", "error")  # or torchft writes some lines about every round

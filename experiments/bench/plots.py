@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentF
 
 from experiments.bench.measuring import Row, latest_run, rate_name, read
 from experiments.bench.sync import plots as sync
-from experiments.plots import LOOK, saved
+from experiments.reporting.plots import LOOK, saved
 
 _PASSES = {"encode": ("#0072B2", "o"), "apply": ("#D55E00", "^"), "round": ("#009E73", "s")}
 _CODES: dict[str, dict[str, Any]] = {

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, append, arguments_of, latest_run
-from experiments.bench.namespaces import MBIT
-from experiments.bench.payloads import MANY, codes, measure
-from experiments.bench.simulator import (
+from experiments.bench.processes.namespaces import MBIT
+from experiments.bench.simulation.payloads import MANY, codes, measure
+from experiments.bench.simulation.simulator import (
     GOODPUT,
     Setting,
     gather_bytes,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import loco
 from experiments.bench.measuring import append, arguments_of
-from experiments.bench.sites import Sites
+from experiments.bench.processes.sites import Sites
 
 RANKS = {"whole": 1, "ddp": 2, "fsdp2": 2}  # of each of the two sites
 _LR = 1e-6

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from experiments.bench import coding
-from experiments.bench.floors import Floor, floor
+from experiments.bench.codes import coding
+from experiments.bench.codes.floors import Floor, floor
 from experiments.bench.measuring import CPU, Row, Table, arguments_of, quantiles, seconds
 from experiments.noise import Noise, simulate
 from experiments.recording import Recording

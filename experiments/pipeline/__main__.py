@@ -18,12 +18,12 @@ import sys
 from pathlib import Path
 
 from experiments.errors import ExperimentError
-from experiments.merging import load, to_yaml
 from experiments.pipeline.compare import PipelineCompareConfig, compare
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.links import LinksConfig, links
 from experiments.pipeline.plan.config import PlanConfig
 from experiments.pipeline.plan.planning import plan
+from experiments.settings.merging import load, to_yaml
 
 
 def main() -> int:

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.config import require
 from experiments.errors import ExperimentError
-from experiments.merging import derive
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.figures import share_of_sites
-from experiments.plan import choices, file_name, named
-from experiments.plots import CYCLE, DASHES, LOOK, plt, saved
-from experiments.statistics import Interval, of_mean
+from experiments.pipeline.reporting.figures import share_of_sites
+from experiments.reporting.plots import CYCLE, DASHES, LOOK, plt, saved
+from experiments.reporting.statistics import Interval, of_mean
+from experiments.settings.config import require
+from experiments.settings.merging import derive
+from experiments.settings.plan import choices, file_name, named
 
 _IDLE = ("name", "address", "weights")  # settings that do not change the result
 

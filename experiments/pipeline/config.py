@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.config import ArithmeticConfig, GymConfig, RunConfig, nearest, require
-from experiments.pipeline.losses import CORRECTIONS
+from experiments.pipeline.learning.losses import CORRECTIONS
+from experiments.settings.config import ArithmeticConfig, GymConfig, RunConfig, nearest, require
 
 ENGINES = ("torch", "vllm")
 

@@ -27,14 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.namespaces import MBIT, Network, counters, why_not
-from experiments.config import require
+from experiments.bench.processes.namespaces import MBIT, Network, counters, why_not
 from experiments.errors import ExperimentError
-from experiments.merging import to_yaml
-from experiments.orphans import through
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.figures import share_of_sites
-from experiments.plots import CYCLE, LOOK, plt, saved
+from experiments.pipeline.reporting.figures import share_of_sites
+from experiments.processes.orphans import through
+from experiments.reporting.plots import CYCLE, LOOK, plt, saved
+from experiments.settings.config import require
+from experiments.settings.merging import to_yaml
 
 _RAY, _STORE = 6379, 8765  # ports, which are free in namespaces of their own
 _START = 120.0  # seconds in which a node has started

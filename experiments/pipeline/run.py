@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.lighthouse import lighthouse
+from experiments.elastic.lighthouse import lighthouse
+from experiments.models.warm_start import kept_or_trained
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of, ray
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
-from experiments.pipeline.curves import Curves
-from experiments.pipeline.diary import Notes
-from experiments.pipeline.figures import draw, figures
-from experiments.pipeline.report import page
-from experiments.pipeline.trainer import Trainer
-from experiments.pipeline.worker import Worker
+from experiments.pipeline.learning.trainer import Trainer
+from experiments.pipeline.reporting.curves import Curves
+from experiments.pipeline.reporting.diary import Notes
+from experiments.pipeline.reporting.figures import draw, figures
+from experiments.pipeline.reporting.report import page
+from experiments.pipeline.sampling.worker import Worker
 from experiments.tasks import Seat, task_of
-from experiments.warm_start import kept_or_trained
 
 _EVERY = 1.0  # seconds between looks
 _SHOWN = ("step", "version", "tokens", "bytes")  # of an event, while the run goes on

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from experiments.config import RunConfig
+from experiments.settings.config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.config import TextConfig
 from experiments.errors import ExperimentError
+from experiments.settings.config import TextConfig
 
 # Installed, generated, or missing from some distributions of Python: the text should be the same
 # wherever the same Python is.

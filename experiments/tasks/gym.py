@@ -14,8 +14,8 @@ import itertools
 from functools import cache
 from typing import Any
 
-from experiments.config import GymConfig, nearest
 from experiments.errors import ExperimentError
+from experiments.settings.config import GymConfig, nearest
 from experiments.tasks.problems import Problem, Problems
 
 

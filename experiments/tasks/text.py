@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
-from experiments.config import RunConfig
-from experiments.model import language_model
+from experiments.models.model import language_model
+from experiments.settings.config import RunConfig
 from experiments.tasks import Seat, Task
 from experiments.tasks.corpus import batch, evaluation_batches, load_corpus
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.config import ArithmeticConfig, GymConfig, RunConfig
-from experiments.model import language_model
+from experiments.models.model import language_model
+from experiments.settings.config import ArithmeticConfig, GymConfig, RunConfig
 from experiments.tasks import Seat, Task
 from experiments.tasks.grpo import advantages, token_losses
 from experiments.tasks.problems import Problem, Problems, arithmetic

@@ -10,7 +10,7 @@ from test_trainer import BATCH, STEPS, H, arguments
 from tiny import dataset, llama, site_tokens
 from transformers import Trainer, TrainerCallback
 
-from experiments.ledger import TcpBytes, tcp_bytes
+from experiments.training.ledger import TcpBytes, tcp_bytes
 from loco.integrations.transformers import LocoCallback
 
 

@@ -7,7 +7,7 @@ from scripted import Scripted, parameters
 from sites import run_ranks
 
 import loco
-from experiments.ledger import TcpBytes, tcp_bytes
+from experiments.training.ledger import TcpBytes, tcp_bytes
 
 NUMEL, ROUNDS = 200_003, 3
 

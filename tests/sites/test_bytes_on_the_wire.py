@@ -15,9 +15,9 @@ import torch.distributed as dist
 from selection import MESSAGES
 
 import loco
-from experiments.bench.namespaces import Counters, Network, counters, why_not
-from experiments.bench.sites import Sites
-from experiments.ledger import TcpBytes, tcp_bytes
+from experiments.bench.processes.namespaces import Counters, Network, counters, why_not
+from experiments.bench.processes.sites import Sites
+from experiments.training.ledger import TcpBytes, tcp_bytes
 from loco import SyncReport
 
 SITES, NUMEL, ROUNDS = 3, 3_000_000, 3

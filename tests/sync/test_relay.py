@@ -16,7 +16,7 @@ from http_proxy import Proxy
 from sites import free_port
 from test_server import LONG, until
 
-from experiments.orphans import through
+from experiments.processes.orphans import through
 from loco.sync.storage import relay as relay_module
 from loco.sync.storage.http_store import HttpStore
 from loco.sync.storage.server import SyncServer, serve

@@ -14,7 +14,7 @@ import pytest
 from selection import COMMANDS
 from test_server import until
 
-from experiments.orphans import through
+from experiments.processes.orphans import through
 from loco.sync.__main__ import main
 from loco.sync.storage.folder_store import FolderStore
 from loco.sync.storage.http_store import HttpStore

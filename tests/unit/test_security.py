@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from sites import error_of, run_ranks
 
-from experiments.gathering import from_all
+from experiments.training.gathering import from_all
 
 ROOT = Path(__file__).parents[2]
 # An unpickler with a list of what it knows.

@@ -33,7 +33,7 @@ from torch import Tensor
 from experiments.bench.measuring import CPU, Row, Table, quantiles
 from experiments.bench.sync.speed import TILE, WHOLE, scattered_bytes
 from experiments.bench.sync.traces import ONE_PERCENT, ROW, Model, flat, noise_versions, same_bits
-from experiments.progress import Progress
+from experiments.processes.progress import Progress
 from loco import kernels
 from loco.sync import Prepared, Publisher, Updated
 

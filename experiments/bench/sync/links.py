@@ -24,11 +24,11 @@ import torch
 
 import loco
 from experiments.bench.measuring import CPU, Row, Table, quantiles, rate_name
-from experiments.bench.namespaces import MBIT, Network, counters, why_not
-from experiments.bench.simulator import GOODPUT
-from experiments.bench.sites import Sites
+from experiments.bench.processes.namespaces import MBIT, Network, counters, why_not
+from experiments.bench.processes.sites import Sites
+from experiments.bench.simulation.simulator import GOODPUT
 from experiments.bench.sync.traces import ONE_PERCENT, Model, flat, noise_versions, same_bits
-from experiments.progress import Progress
+from experiments.processes.progress import Progress
 from loco.sync.storage.server import serve
 
 NUMEL, QUICK, TILE = 64 << 20, 4 << 20, 2 << 20

@@ -24,7 +24,7 @@ from experiments.bench.measuring import (
     resident_bytes,
     restart_peak,
 )
-from experiments.bench.sites import Sites
+from experiments.bench.processes.sites import Sites
 from experiments.bench.sync.traces import ONE_PERCENT, Model, flat, noise_versions, same_bits
 
 NUMEL, TILE, VERSIONS = 64 << 20, 1 << 20, 64

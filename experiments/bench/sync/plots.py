@@ -12,7 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from experiments.bench.measuring import Row, latest_run, rate_name
 from experiments.bench.sync.memory import TRIMMED
 from experiments.bench.sync.projection import PUBLISHED, STAGES
-from experiments.plots import LOOK, saved
+from experiments.reporting.plots import LOOK, saved
 
 _OURS, _OTHERS, _BOUND = "#0072B2", "#A0A0A0", "#4D4D4D"
 _STAGES = ("#0072B2", "#56B4E9", "#CC79A7", "#D55E00", "#E69F00", "#F0E442", "#009E73", "#4CC59B")

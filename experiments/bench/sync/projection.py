@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.bench.measuring import CPU, Row, Table, append, latest_run
-from experiments.bench.namespaces import GBIT, MBIT
+from experiments.bench.processes.namespaces import GBIT, MBIT
 from experiments.bench.sync.simulator import OBJECTS, OWN, RELAYS, SERVER, Costs, Setting, stages
 
 RATES = (1, 10, 100)  # Gbit/s

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from experiments.bench.measuring import Row
-from experiments.bench.simulator import GOODPUT
+from experiments.bench.simulation.simulator import GOODPUT
 from experiments.bench.sync.sizes import OURS
 
 SERVER, RELAYS, OBJECTS, OWN = "one server", "10 relays", "object store", "the publisher's"

@@ -18,7 +18,7 @@ import numpy as np
 import loco
 from experiments.bench.measuring import CPU, Row, Table
 from experiments.bench.sync.traces import Version, as_bfloat16, flat, noise_versions, same_bits
-from experiments.progress import Progress
+from experiments.processes.progress import Progress
 from experiments.weight_changes import training
 from experiments.weight_entropy import Measured
 from experiments.weight_formats import FORMATS, usable_formats

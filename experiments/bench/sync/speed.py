@@ -25,7 +25,7 @@ from torch import Tensor
 import loco
 from experiments.bench.measuring import CPU, Row, Table, quantiles
 from experiments.bench.sync.traces import ONE_PERCENT, Model, flat, noise_versions, same_bits
-from experiments.progress import Progress
+from experiments.processes.progress import Progress
 from experiments.weight_changes import Bits
 from loco import kernels
 from loco.kernels import Changes, reference_patch

@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 from experiments.errors import ExperimentError
-from experiments.merging import derive
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.plan.prediction import Layout, predict
 from experiments.pipeline.plan.rates import Rates
-from experiments.plots import CYCLE, LOOK, plt, saved
+from experiments.reporting.plots import CYCLE, LOOK, plt, saved
+from experiments.settings.merging import derive
 
 _PAIRS = 10  # of layouts, of which the better one is predicted
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.config import require
 from experiments.pipeline.config import PipelineConfig
+from experiments.settings.config import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.config import require
-from experiments.merging import derive
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.plan.against import hold, runs_in
 from experiments.pipeline.plan.config import PlanConfig
@@ -30,6 +28,8 @@ from experiments.pipeline.plan.measuring import measured
 from experiments.pipeline.plan.prediction import Layout, predict
 from experiments.pipeline.plan.rates import Rates, worked_out
 from experiments.pipeline.plan.splits import Row, draw, sentence, splits, table
+from experiments.settings.config import require
+from experiments.settings.merging import derive
 
 _ROUNDS = 12  # of the runs that measure
 

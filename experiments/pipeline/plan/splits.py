@@ -11,7 +11,7 @@ from experiments.errors import ExperimentError
 from experiments.pipeline.plan.config import PlanConfig
 from experiments.pipeline.plan.prediction import Layout, Prediction, predict
 from experiments.pipeline.plan.rates import Rates
-from experiments.plots import CYCLE, LOOK, plt, saved
+from experiments.reporting.plots import CYCLE, LOOK, plt, saved
 
 _BATCHES = sorted({round(1.1**k) for k in range(90)})  # answers that a device samples at once
 

@@ -10,8 +10,8 @@ from selection import COMMANDS
 from experiments import weight_formats
 from experiments.bench import sync
 from experiments.bench.measuring import read
-from experiments.bench.namespaces import GBIT, why_not
-from experiments.bench.simulator import GOODPUT
+from experiments.bench.processes.namespaces import GBIT, why_not
+from experiments.bench.simulation.simulator import GOODPUT
 from experiments.bench.sync import engine
 from experiments.bench.sync.projection import check
 from experiments.bench.sync.simulator import OBJECTS, OWN, RELAYS, SERVER, Costs, Setting, stages

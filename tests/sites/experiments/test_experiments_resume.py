@@ -19,10 +19,10 @@ from sites import run_ranks
 from test_experiments_runs import PYTHON, environment, run, started_training
 
 from experiments import compare, train
-from experiments.config import CompareConfig, TrainConfig
 from experiments.errors import ExperimentError
-from experiments.merging import load
-from experiments.results import Result, read
+from experiments.reporting.results import Result, read
+from experiments.settings.config import CompareConfig, TrainConfig
+from experiments.settings.merging import load
 
 REPOSITORY = Path(__file__).parents[3]
 TIMINGS = ("exchange_seconds", "round_seconds", "step_seconds", "rollout_seconds", "seconds", "machine")
@@ -290,7 +290,7 @@ def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path) -> None:
 
 def test_what_is_started_through_orphans_ends_with_its_parent() -> None:
     """As `experiments.elastic` starts the lighthouse, a program that can't ask for it itself."""
-    parent = "import subprocess\nfrom experiments.orphans import through\n" + (
+    parent = "import subprocess\nfrom experiments.processes.orphans import through\n" + (
         "child = subprocess.Popen(through(['sleep', '600']))\nprint(child.pid, flush=True)\nchild.wait()"
     )
     with subprocess.Popen(

@@ -14,10 +14,11 @@ from processes import children, gone, variables
 from selection import COMMANDS
 from sites import run_ranks
 
-from experiments import compare, launch, train
-from experiments.config import TrainConfig
-from experiments.merging import load
-from experiments.results import Result, read
+from experiments import compare, train
+from experiments.processes import launch
+from experiments.reporting.results import Result, read
+from experiments.settings.config import TrainConfig
+from experiments.settings.merging import load
 
 REPOSITORY = Path(__file__).parents[3]
 PYTHON = [sys.executable, "-m"]
@@ -276,7 +277,7 @@ def test_under_torchrun_one_rank_says_what_is_wrong(tmp_path: Path) -> None:
     done = run([*TORCHRUN, "-m", "experiments.train", "sync_evry=4"], tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("error: unknown key 'sync_evry'; did you mean 'sync_every'?") == 1
-    assert "experiments/config.py" not in done.stderr  # no traceback of a rank
+    assert "experiments/settings/config.py" not in done.stderr  # no traceback of a rank
 
 
 @pytest.mark.check(COMMANDS)

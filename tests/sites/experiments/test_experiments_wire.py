@@ -9,8 +9,8 @@ import torch
 from selection import BASELINES
 from test_experiments_runs import EASY, PYTHON, run
 
-from experiments.bench import coding
-from experiments.bench.floors import floor, half_octave
+from experiments.bench.codes import coding
+from experiments.bench.codes.floors import floor, half_octave
 from experiments.noise import Noise, simulate
 from experiments.recording import Recording, middles
 from loco import kernels

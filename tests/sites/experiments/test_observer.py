@@ -8,7 +8,7 @@ from sites import run_ranks
 from states import Snapshot, assert_same, small_model, snapshot, train
 
 import loco
-from experiments.observer import Observer
+from experiments.methods.observer import Observer
 
 # θ starts at 1 everywhere, where BF16 casts change from 2^-9 downwards, that itself not included.
 BIG, SMALL, LESS, TIE = 2.0**-4, 2.0**-12, 2.0**-13, 2.0**-9

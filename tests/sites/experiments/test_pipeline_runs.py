@@ -14,8 +14,8 @@ import pytest
 from processes import gone
 from selection import COMMANDS
 
-from experiments.bench.namespaces import why_not
-from experiments.orphans import through
+from experiments.bench.processes.namespaces import why_not
+from experiments.processes.orphans import through
 
 pytest.importorskip("ray", reason="needs ray")
 pytest.importorskip("torchft", reason="needs torchft")

@@ -13,19 +13,10 @@ from sites import error_of, run_ranks
 from torch import Tensor, nn
 
 import loco
-from experiments.config import SparseLoCoConfig
 from experiments.errors import ExperimentError
-from experiments.sparseloco import SparseLoCo
-from experiments.topk import (
-    CHUNK,
-    pack,
-    pack_bits,
-    plan_chunks,
-    quantise,
-    top_k,
-    unpack,
-    unpack_bits,
-)
+from experiments.methods.sparseloco import SparseLoCo
+from experiments.methods.topk import CHUNK, pack, pack_bits, plan_chunks, quantise, top_k, unpack, unpack_bits
+from experiments.settings.config import SparseLoCoConfig
 
 F32 = np.float32
 SHAPES = [(70, 130), (9000,), (), (3,), (0, 5), (2, 3, 5), (64, 10)]

@@ -10,10 +10,10 @@ from sites import run_ranks
 from torch import nn
 
 import loco
-from experiments.config import TrainConfig
 from experiments.errors import ExperimentError
-from experiments.methods import build
-from experiments.variants import momentum_before_gate
+from experiments.methods.methods import build
+from experiments.methods.variants import momentum_before_gate
+from experiments.settings.config import TrainConfig
 
 NUMEL, ROUNDS = 1003, 5
 CONFIG = TrainConfig(nproc=2, sync_every=2, warmup=0, lr=1e-4, gate_gain=1.0)

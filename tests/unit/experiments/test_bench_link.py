@@ -13,10 +13,11 @@ import pytest
 from processes import gone
 from selection import BASELINES, INTERRUPTIONS
 
-from experiments.bench.crowd import Classes, Crowd, by_class
-from experiments.bench.namespaces import MBIT, Network, why_not
+from experiments.bench.processes.namespaces import MBIT, Network, why_not
+from experiments.bench.processes.sites import Sites
 from experiments.bench.projection import Model
-from experiments.bench.simulator import (
+from experiments.bench.simulation.crowd import Classes, Crowd, by_class
+from experiments.bench.simulation.simulator import (
     GOODPUT,
     Code,
     Setting,
@@ -28,7 +29,6 @@ from experiments.bench.simulator import (
     ring_bytes,
     ring_seconds,
 )
-from experiments.bench.sites import Sites
 from loco.wire.framing import MOST
 
 FLOAT32 = Code(sizes={1.0: 4.0})
@@ -121,8 +121,8 @@ def hub_of(sites: Sites) -> "subprocess.Popen[bytes]":
 PROGRAM = """
 import signal
 import time
-from experiments.bench.namespaces import Network
-from experiments.bench.sites import Sites
+from experiments.bench.processes.namespaces import Network
+from experiments.bench.processes.sites import Sites
 from test_bench_link import Idle, hub_of
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import CompareConfig, RecordConfig, RunConfig, TrainConfig, check_world
 from experiments.errors import ExperimentError
-from experiments.merging import load, to_yaml
 from experiments.pipeline.compare import PipelineCompareConfig
+from experiments.settings.config import CompareConfig, RecordConfig, RunConfig, TrainConfig, check_world
+from experiments.settings.merging import load, to_yaml
 
 
 def test_defaults_yaml_and_arguments_are_merged_in_this_order(tmp_path: Path) -> None:

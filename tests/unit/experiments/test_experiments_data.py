@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.config import TextConfig
 from experiments.errors import ExperimentError
+from experiments.settings.config import TextConfig
 from experiments.tasks.corpus import batch, evaluation_batches, load_corpus
 
 TEXT = torch.arange(4000, dtype=torch.int32).remainder(251).to(torch.uint8)

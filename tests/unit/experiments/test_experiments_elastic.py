@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from experiments import elastic
-from experiments.elastic_site import VICTIM, ElasticConfig
+from experiments.elastic import __main__ as elastic
+from experiments.elastic.site import VICTIM, ElasticConfig
 from experiments.errors import ExperimentError
-from experiments.merging import load
-from experiments.plots import LOOK, draw_elastic
+from experiments.reporting.plots import LOOK, draw_elastic
+from experiments.settings.merging import load
 
 
 class Scripted:

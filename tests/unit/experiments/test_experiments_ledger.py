@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from experiments.ledger import TcpBytes, ring_all_reduce_bytes, tcp_bytes
+from experiments.training.ledger import TcpBytes, ring_all_reduce_bytes, tcp_bytes
 
 
 def count() -> TcpBytes:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.config import TransformerConfig
-from experiments.model import ByteTransformer
+from experiments.models.model import ByteTransformer
+from experiments.settings.config import TransformerConfig
 
 TINY = TransformerConfig(dim=16, layers=2, heads=2, context=8)
 TOKENS = torch.arange(3 * 8).reshape(3, 8)

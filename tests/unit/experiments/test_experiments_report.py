@@ -15,16 +15,16 @@ import pytest
 from selection import PAGES
 
 from experiments import report
-from experiments.config import CompareConfig, TrainConfig, resolved
 from experiments.errors import ExperimentError
-from experiments.merging import load
-from experiments.page import READING
-from experiments.plan import Run
-from experiments.plots import LOOK, draw_all, pareto, score_by_bytes, score_by_step
 from experiments.report import read_document, write_document
-from experiments.results import Evaluation, Result, Round, store
-from experiments.summary import Comparison, Row
-from experiments.table import as_text, columns_of
+from experiments.reporting.page import READING
+from experiments.reporting.plots import LOOK, draw_all, pareto, score_by_bytes, score_by_step
+from experiments.reporting.results import Evaluation, Result, Round, store
+from experiments.reporting.summary import Comparison, Row
+from experiments.reporting.table import as_text, columns_of
+from experiments.settings.config import CompareConfig, TrainConfig, resolved
+from experiments.settings.merging import load
+from experiments.settings.plan import Run
 
 FP32_PAYLOAD = 3000.0  # of 1000 parameters: one of four sites sums a quarter itself
 

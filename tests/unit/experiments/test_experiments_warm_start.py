@@ -6,11 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import warm_start as module
-from experiments.config import ArithmeticConfig, TextConfig, TrainConfig, TransformerConfig, WarmStartConfig
 from experiments.errors import ExperimentError
+from experiments.models import warm_start as module
+from experiments.models.warm_start import train, warm_start
+from experiments.settings.config import (
+    ArithmeticConfig,
+    TextConfig,
+    TrainConfig,
+    TransformerConfig,
+    WarmStartConfig,
+)
 from experiments.tasks import Seat, task_of
-from experiments.warm_start import train, warm_start
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from selection import COMMANDS, LANGUAGES
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.errors import ExperimentError
-from experiments.huggingface import HuggingFaceModel
-from experiments.results import read
+from experiments.models.huggingface import HuggingFaceModel
+from experiments.reporting.results import read
 
 END = 256  # the tiny tokenizer: a token per byte, then the one that ends an answer
 TOKENS = torch.arange(2 * 12).reshape(2, 12) * 7 % END

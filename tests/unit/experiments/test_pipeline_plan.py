@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from experiments.errors import ExperimentError
-from experiments.merging import load
 from experiments.pipeline.plan.against import held_against
 from experiments.pipeline.plan.config import PlanConfig
 from experiments.pipeline.plan.measuring import _shared, measured
@@ -15,6 +14,7 @@ from experiments.pipeline.plan.planning import plan
 from experiments.pipeline.plan.prediction import Layout, predict
 from experiments.pipeline.plan.rates import Rates, worked_out
 from experiments.pipeline.plan.splits import Row, draw, splits, table
+from experiments.settings.merging import load
 
 RATES = Rates(
     answer_tokens=50,

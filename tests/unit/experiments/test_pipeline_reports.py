@@ -10,13 +10,13 @@ import pytest
 from pipeline_parts import SMALL, config_of
 
 from experiments.errors import ExperimentError
-from experiments.merging import load
 from experiments.pipeline.compare import COLUMNS, PipelineCompareConfig, runs_of, table
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.curves import Curves
-from experiments.pipeline.diary import Notes
-from experiments.pipeline.figures import draw, figures
-from experiments.pipeline.report import page
+from experiments.pipeline.reporting.curves import Curves
+from experiments.pipeline.reporting.diary import Notes
+from experiments.pipeline.reporting.figures import draw, figures
+from experiments.pipeline.reporting.report import page
+from experiments.settings.merging import load
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.config import TransformerConfig
-from experiments.model import ByteTransformer
-from experiments.pipeline.losses import CORRECTIONS, losses_of
+from experiments.models.model import ByteTransformer
+from experiments.pipeline.learning.losses import CORRECTIONS, losses_of
 from experiments.pipeline.samples import Group, groups_of
+from experiments.settings.config import TransformerConfig
 from experiments.tasks.rollout import Rollout, Weights, sample
 
 LIMITS: dict[str, float] = {"ratio_limit": 4.0, "clip_low": 0.2, "clip_high": 0.28}

@@ -10,9 +10,9 @@ from pipeline_parts import NobodysController, config_of
 from torch import Tensor
 
 import loco
-from experiments.pipeline.diary import Diary
-from experiments.pipeline.engine import TorchEngine, whole
-from experiments.pipeline.publishing import Publishing
+from experiments.pipeline.learning.publishing import Publishing
+from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.sampling.engine import TorchEngine, whole
 
 
 class Model(torch.nn.Module):
@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
 def test_an_engine_has_the_weights_of_the_newest_version(
     patches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("experiments.pipeline.engine.language_model", lambda config: Model())
+    monkeypatch.setattr("experiments.pipeline.sampling.engine.language_model", lambda config: Model())
     url, source, newest = str(tmp_path / "weights"), Model(), 0
     diary = Diary("worker", NobodysController())
     engine = TorchEngine(config_of(f"patches={str(patches).lower()}"), url, diary, lambda version: newest)
@@ -55,8 +55,8 @@ def test_an_engine_has_the_weights_of_the_newest_version(
 def test_an_engine_says_once_that_it_gets_no_newer_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("experiments.pipeline.engine.language_model", lambda config: Model())
-    monkeypatch.setattr("experiments.pipeline.engine.POLL", 0.02)
+    monkeypatch.setattr("experiments.pipeline.sampling.engine.language_model", lambda config: Model())
+    monkeypatch.setattr("experiments.pipeline.sampling.engine.POLL", 0.02)
     folder = tmp_path / "weights"
     loco.sync.Publisher(Model(), str(folder)).publish(1)
     diary = Diary("worker", NobodysController())
@@ -86,8 +86,8 @@ class Site:
     """That publishes to a folder of a test."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("experiments.pipeline.publishing.answer_of", lambda answer: answer)
-        monkeypatch.setattr("experiments.pipeline.publishing._PAUSE", 0.02)
+        monkeypatch.setattr("experiments.pipeline.learning.publishing.answer_of", lambda answer: answer)
+        monkeypatch.setattr("experiments.pipeline.learning.publishing._PAUSE", 0.02)
         self.folder, self.model, self.controller = folder / "weights", Model(), NobodysController()
         diary = Diary("site 0", self.controller)
         self.publishing = Publishing(self.model, str(self.folder), config_of(), self.controller, diary)

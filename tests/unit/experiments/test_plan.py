@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import loco
-from experiments.config import CompareConfig, TrainConfig
 from experiments.errors import ExperimentError
-from experiments.merging import load
-from experiments.plan import Run, runs_of
+from experiments.settings.config import CompareConfig, TrainConfig
+from experiments.settings.merging import load
+from experiments.settings.plan import Run, runs_of
 
 
 def planned(*arguments: str) -> list[Run]:

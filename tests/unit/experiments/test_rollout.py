@@ -7,8 +7,8 @@ import pytest
 import torch
 from languages import Scripted, chance, parrot
 
-from experiments.config import TransformerConfig
-from experiments.model import ByteTransformer
+from experiments.models.model import ByteTransformer
+from experiments.settings.config import TransformerConfig
 from experiments.tasks.problems import Problem, is_right
 from experiments.tasks.rollout import Rollout, pad, sample
 

@@ -12,12 +12,13 @@ import torch
 from selection import COMMANDS
 from sites import run_ranks
 
-from experiments import compare, session
-from experiments.config import CompareConfig
-from experiments.merging import load
-from experiments.plan import Run, runs_of
-from experiments.results import Evaluation, Result, Round, read, store
-from experiments.tracking import tensorboard
+from experiments import compare
+from experiments.reporting.results import Evaluation, Result, Round, read, store
+from experiments.reporting.tracking import tensorboard
+from experiments.settings.config import CompareConfig
+from experiments.settings.merging import load
+from experiments.settings.plan import Run, runs_of
+from experiments.training import session
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMOKE = [f"preset={CONFIGS / 'smoke.yaml'}", "nproc=2", "name=mine", "warm_start.steps=2"]

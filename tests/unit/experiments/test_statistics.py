@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.statistics import Interval, difference, of_mean, of_share, ratio, t_quantile
+from experiments.reporting.statistics import Interval, difference, of_mean, of_share, ratio, t_quantile
 
 
 @pytest.mark.parametrize(

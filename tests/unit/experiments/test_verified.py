@@ -14,8 +14,8 @@ from sites import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments import warm_start
-from experiments.config import ArithmeticConfig, TrainConfig, TransformerConfig, WarmStartConfig
+from experiments.models import warm_start
+from experiments.settings.config import ArithmeticConfig, TrainConfig, TransformerConfig, WarmStartConfig
 from experiments.tasks import Seat, verified
 from experiments.tasks.problems import Problem, arithmetic, is_right
 from experiments.tasks.rollout import Rollout, sample

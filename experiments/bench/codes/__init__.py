@@ -1,0 +1,1 @@
+"""What an entry costs: coding it, and how few bits it could take."""

@@ -1,0 +1,1 @@
+"""Sites as processes, in a network of their own, for the benchmarks."""

@@ -1,0 +1,1 @@
+"""Sites that come and go: one is killed, the others go on, it comes back."""

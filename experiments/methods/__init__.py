@@ -1,0 +1,1 @@
+"""What is compared: PULSELoCo and DiLoCo, SparseLoCo, and variants of them."""

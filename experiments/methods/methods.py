@@ -1,0 +1,117 @@
+"""What differs between the methods: which module the loop calls and which optimizer steps."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import loco
+from experiments.errors import ExperimentError
+from experiments.methods.observer import Observer
+from experiments.methods.sparseloco import SparseLoCo
+from experiments.methods.variants import forgetting, late_gain, momentum_before_gate, whole_ulps
+from experiments.settings.config import RunConfig, wire_of
+
+
+class AllReduceWait:
+    """How long DDP keeps the trainer waiting: from the last gradient's hand-over to the end of backward.
+
+    What DDP exchanges while backward still computes costs nothing, and is not counted.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._on_gpu = next(model.parameters()).is_cuda
+        self._handed_over = self._mark()
+        model.register_comm_hook(None, self._hook)
+
+    def seconds(self) -> float:
+        """To be asked right after `backward()`."""
+        now = self._mark()
+        if isinstance(now, torch.cuda.Event):
+            now.synchronize()
+            return self._handed_over.elapsed_time(now) / 1e3
+        return now - self._handed_over
+
+    # DDP insists on this annotation, as an object: no `from __future__ import annotations` in this file.
+    def _hook(
+        self,
+        group: Any,
+        bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+    ) -> torch.futures.Future[Tensor]:
+        self._handed_over = self._mark()
+        return allreduce_hook(group, bucket)
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # the host runs ahead of the GPU
+        event.record()
+        return event
+
+
+@dataclass
+class Trainee:
+    """A model made ready for its method."""
+
+    module: nn.Module  # what the loop calls
+    optimizer: torch.optim.Optimizer
+    wait: AllReduceWait | None  # of a gradient all-reduce in every step, where there is one
+    observer: Observer | None  # of what PULSELoCo's gate does
+
+
+def build(model: nn.Module, config: RunConfig) -> Trainee:
+    """Wrap `model` and its AdamW. Every rank calls this together."""
+    try:
+        inner = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+    except ValueError as error:
+        raise ExperimentError(f"AdamW: {error}") from error
+    if config.method == "single":
+        return Trainee(model, inner, None, None)
+    if config.method == "ddp":
+        module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return Trainee(module, inner, AllReduceWait(module), None)
+
+    topology = loco.Topology(ranks_per_site=config.ranks_per_site, timeout=config.timeout_s)
+    module, wait = model, None
+    if config.ranks_per_site > 1:
+        module = DistributedDataParallel(
+            model, process_group=topology.site_group, gradient_as_bucket_view=True
+        )
+        wait = AllReduceWait(module)
+    if config.method == "sparseloco":
+        own = {"outer_lr": config.outer_lr, "settings": config.sparseloco}
+        optimizer = SparseLoCo(inner, sync_every=config.sync_every, topology=topology, **own)
+        return Trainee(module, optimizer, wait, None)
+    outer: dict[str, Any] = {
+        "sync_every": config.sync_every,
+        "outer_lr": config.outer_lr,
+        "outer_momentum": config.outer_momentum,
+        "nesterov": config.nesterov,
+        "topology": topology,
+        "wire": wire_of(config),
+    }
+    if config.method == "diloco":
+        return Trainee(module, loco.DiLoCo(inner, **outer), wait, None)
+    if config.momentum_before_gate:
+        outer |= {"outer_lr": 1.0, "outer_momentum": 0.0}
+    own = ("gate", "gate_gain", "gate_margin", "value_steps", "sums_margin", "exchange")
+    optimizer = loco.PulseLoCo(inner, **outer, **{name: getattr(config, name) for name in own})
+    trainee = Trainee(module, optimizer, wait, None)
+    if config.momentum_before_gate:
+        momentum_before_gate(optimizer, config)
+    if config.late_gate_gain is not None:
+        late_gain(optimizer, config)
+    if config.whole_ulps:
+        whole_ulps(optimizer)
+    if not config.error_feedback:
+        forgetting(optimizer)
+    if config.gate != "open":
+        trainee.observer = Observer(optimizer)  # registered last: it sees what the variants leave to the gate
+    return trainee

@@ -1,0 +1,189 @@
+"""A trainer: takes samples from the controller, runs rounds with the other sites, publishes versions."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import loco
+from experiments.errors import ExperimentError
+from experiments.pipeline import cluster
+from experiments.pipeline.cluster import answer_of
+from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.learning.losses import loss_of
+from experiments.pipeline.learning.publishing import Publishing
+from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.samples import Group
+from experiments.tasks import Seat
+from experiments.tasks.rollout import PublishedModel
+from experiments.tasks.verified import Verified
+from experiments.training.loop import bf16_weights, evaluate, warm_up
+
+_ALONE = Seat(0, 1, torch.device("cpu"))
+
+
+class Trainer:
+    """An actor: one rank of a site. `run` is its only task. If sites are elastic, Ray restarts a lost process
+    and calls `run` again, and the other sites give it what it missed."""
+
+    def __init__(self, site: int, rank: int, config: PipelineConfig) -> None:
+        torch.set_num_threads(1)
+        self._site, self._rank = site, rank
+        self._config, self._controller = config, cluster.controller()
+        self._name = f"site {site}" + (f", rank {rank}" if config.ranks_per_site > 1 else "")
+        self._diary = Diary(self._name, self._controller)
+        self._task = Verified(config, _ALONE)
+        self._unscored: list[tuple[int, float, dict[str, Tensor]]] = []  # steps, when, and the weights then
+
+    def address(self) -> str:
+        """An address at which others can reach this process: a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{cluster.own_address()}:{probe.getsockname()[1]}"
+
+    def run(
+        self, start: dict[str, Tensor], *, url: str, lighthouse: str | None, at: str | None, world: str | None
+    ) -> int:
+        """Train until the last round -> a digest of the weights.
+
+        Args:
+            url: where to publish versions.
+            lighthouse: address of the lighthouse, for sites that come and go.
+            at: address of the first site's first rank, for a fixed set of sites.
+            world: address of this site's first rank, for sites of several ranks.
+        """
+        config = self._config
+        self._build(start, lighthouse=lighthouse, at=at, world=world)
+        checkpoint = cast(PublishedModel, self._model).checkpoint
+        self._publishing = Publishing(checkpoint, url, config, self._controller, self._diary)
+        if self._optimizer.round == 0:
+            self._after_round(0)
+        else:
+            self._diary.say(f"is back after round {self._optimizer.round}")
+        while self._optimizer.round < config.rounds:
+            self._train_round()
+        self._publishing.close()
+        digest = int(bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item())
+        for step, moment, weights in self._unscored:
+            self._model.load_state_dict(weights)
+            self._evaluate(step, moment)
+        answer_of(self._diary.send())
+        return digest
+
+    def _build(
+        self, start: dict[str, Tensor], *, lighthouse: str | None, at: str | None, world: str | None
+    ) -> None:
+        """Build the optimizer together with all other trainers; a site that returns receives θ."""
+        config = self._config
+        self._model = self._task.model()
+        self._model.load_state_dict(start)
+        self._module: nn.Module = self._model
+        if world is not None:
+            dist.init_process_group(
+                "gloo", f"tcp://{world}", rank=self._rank, world_size=config.ranks_per_site
+            )
+            self._module = DistributedDataParallel(self._model)
+        inner = torch.optim.AdamW(
+            self._model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        before = answer_of(self._controller.version.remote())
+        self._topology = loco.Sites(
+            config.sites, site=f"site {self._site}", at=at, lighthouse=lighthouse, timeout=config.timeout_s
+        )
+        self._optimizer = _wrapped(inner, self._topology, config)
+        if self._version < before:
+            raise ExperimentError(
+                f"all sites were lost at once, and with them what they had learned since version {before}"
+            )
+
+    def _train_round(self) -> None:
+        config, optimizer = self._config, self._optimizer
+        before = optimizer.round * config.sync_every
+        last = before + config.sync_every
+        for step in range(before + 1, last + 1):
+            with self._diary.doing("waiting"):
+                groups = self._take()
+            with self._diary.doing("training", step=step) as found:
+                loss = loss_of(self._module, groups, config)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
+                warm_up(optimizer, step, config)
+                if step < last:
+                    optimizer.step()
+                found["tokens"] = sum(group.tokens for group in groups)
+                found["answers"] = sum(len(group.lengths) for group in groups)
+        with self._diary.doing("exchanging", step=last):
+            optimizer.step()
+        report = optimizer.last_report
+        assert report is not None
+        self._diary.notes.counts["round bytes"] += report.sent_bytes
+        if report.exchange != "rejoin":
+            self._after_round(last)
+
+    def _after_round(self, step: int) -> None:
+        """All sites hold the same weights now, so the first one that took part publishes and evaluates."""
+        if self._topology.site == 0 and self._rank == 0:
+            with self._diary.doing("publishing", version=self._version):
+                self._publishing.begin(self._version)
+            if step % self._config.eval_every:
+                return
+            now = time.time()
+            if self._config.evaluate_last:
+                weights = self._model.state_dict()
+                self._unscored.append((step, now, {name: one.clone() for name, one in weights.items()}))
+            else:
+                self._evaluate(step, now)
+
+    def _take(self) -> list[Group]:
+        ask, count = self._controller.take, self._config.grpo.prompts
+        while (parcels := answer_of(ask.remote(self._name, self._version, count))) is None:
+            self._optimizer.eval()  # show θ: within a round the weights are this site's own
+            with self._diary.doing("publishing", version=self._version):
+                self._publishing.until_there(self._version)  # the publishing site or the store was lost
+            self._optimizer.train()
+        groups = [Group.unpacked(parcel) for parcel in parcels]
+        for group in groups:
+            self._diary.notes.staleness.update((self._version - group.versions).tolist())
+        return groups
+
+    @property
+    def _version(self) -> int:
+        """The version of the weights after the last round; versions begin with 1."""
+        return int(self._optimizer.round) + 1
+
+    def _evaluate(self, step: int, moment: float) -> None:
+        """
+        Args:
+            moment: the time at which the model had these weights.
+        """
+        with self._diary.doing("evaluating", step=step, at=moment) as found:
+            found["scores"] = evaluate(self._task, self._model, _ALONE)
+
+
+def _wrapped(inner: torch.optim.Optimizer, topology: loco.Sites, config: PipelineConfig) -> Any:
+    shared: dict[str, Any] = {
+        "sync_every": config.sync_every,
+        "outer_lr": config.outer_lr,
+        "outer_momentum": config.outer_momentum,
+        "nesterov": config.nesterov,
+        "topology": topology,
+    }
+    if config.method == "diloco":
+        return loco.DiLoCo(inner, **shared)
+    return loco.PulseLoCo(
+        inner,
+        gate=config.gate,
+        gate_gain=config.gate_gain,
+        gate_margin=config.gate_margin,
+        value_steps=config.value_steps,
+        sums_margin=config.sums_margin,
+        wire="tight",
+        **shared,
+    )

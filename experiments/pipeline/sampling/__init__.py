@@ -1,0 +1,1 @@
+"""The side of a pipeline that samples: workers and their engines."""

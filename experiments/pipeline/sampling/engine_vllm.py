@@ -1,0 +1,149 @@
+"""Sampling with vLLM, whose weights change between two of its steps.
+
+The engine runs in the worker's process and gives each sequence one token per step, so the version that gave
+a token is known. Prefix caching is off: cached prefixes would be of older weights.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import loco
+from experiments.errors import ExperimentError
+from experiments.models.huggingface import HuggingFaceWords
+from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.sampling.engine import Newer
+from experiments.tasks.rollout import Rollout, Words, text_of
+
+_PAUSE = 0.05  # seconds, while nothing but a new version is waited for
+_AHEAD = 0.1  # seconds in which a version is fetched while the engine goes on
+
+
+class VllmEngine:
+    def __init__(self, config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> None:
+        assert config.path is not None
+        self._config, self._diary, self._received = config, diary, diary.beside("store")
+        self._words = HuggingFaceWords(Path(config.path))
+        self._llm = _load(config)
+        self._llm.init_weight_transfer_engine({"init_info": {"url": url}})
+        self._version = 0
+        self._newest = self._asked = 0  # newest published version, and the one that is being fetched
+        self._asked_at = 0.0
+        self._failed = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, args=(newer,), name="look", daemon=True)
+        self._thread.start()
+
+    @property
+    def words(self) -> Words:
+        return self._words
+
+    def sample(self, prompts: Sequence[list[int]], *, group: int, longest: int, uniforms: Tensor) -> Rollout:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        core, count = self._llm.llm_engine, len(prompts) * group
+        for place in range(count):
+            chosen = SamplingParams(
+                temperature=1.0,
+                max_tokens=longest,
+                seed=int(uniforms[place, 0] * 2**31),
+                stop_token_ids=[self._words.end],
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            prompt: Any = {"prompt_token_ids": prompts[place // group]}
+            core.add_request(str(place), prompt, chosen)
+        tokens: list[list[int]] = [[] for _ in range(count)]
+        logp: list[list[float]] = [[] for _ in range(count)]
+        versions: list[list[int]] = [[] for _ in range(count)]
+        self._take()
+        while core.has_unfinished_requests():
+            if self._config.in_flight:
+                self._take()
+            for one in core.step():
+                place, found = int(one.request_id), one.outputs[0]
+                tokens[place] += found.token_ids
+                for token, likely in zip(found.token_ids, found.logprobs, strict=True):
+                    logp[place].append(likely[token].logprob)
+                    versions[place].append(self._version)
+        return Rollout(
+            texts=[text_of(self._words, answer) for answer in tokens],
+            tokens=[torch.tensor([*prompts[k // group], *answer]) for k, answer in enumerate(tokens)],
+            logp=[torch.tensor(values) for values in logp],
+            versions=[torch.tensor(values) for values in versions],
+        )
+
+    def wait_for(self, version: int) -> None:
+        while self._version < version:
+            self._take(now=True)
+            if self._version < version:
+                time.sleep(_PAUSE)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._received.send()
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _take(self, *, now: bool = False) -> None:
+        """Begin to fetch the newest version, and switch to it once it has had time to arrive."""
+        clock = time.monotonic()
+        if not self._asked:
+            if self._newest <= self._version:
+                return
+            self._llm.start_weight_update()
+            self._asked, self._asked_at = self._newest, clock
+        if not now and clock - self._asked_at < _AHEAD:
+            return
+        asked, self._asked, begun = self._asked, 0, time.time()
+        try:
+            self._llm.update_weights({"update_info": {"version": asked}})
+        except (loco.sync.SyncError, OSError) as error:
+            if not self._failed:
+                self._diary.say(f"no newer weights for now: {error}")
+            self._failed = True
+            return
+        finally:
+            self._llm.finish_weight_update(f"version {asked}")
+        self._version, self._failed = asked, False
+        self._received.did("receiving", begun, version=asked)
+        self._diary.notes.counts["updates"] += 1
+        if self._config.recompute_cache:
+            self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+
+    def _look(self, newer: Newer) -> None:
+        while not self._ended.is_set():
+            self._newest = newer(self._newest)
+
+
+def _load(config: PipelineConfig) -> Any:
+    # Run the engine in this process; vLLM reads this when it is imported.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    own: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "weight_transfer_config": WeightTransferConfig(backend="loco"),
+    }
+    try:
+        return LLM(str(config.path), **(own | config.vllm))
+    except Exception as error:  # vLLM raises errors of many types for a bad folder or option
+        first = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ExperimentError(f"vLLM can't load {config.path}: {first}") from error

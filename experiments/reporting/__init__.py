@@ -1,0 +1,1 @@
+"""What comes of runs: figures, tables, plots, a page."""

@@ -1,0 +1,350 @@
+"""Configuration: frozen dataclasses that check themselves. `experiments.settings.merging` fills them in."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from experiments.errors import ExperimentError
+from loco.config import Settings, matching_gain
+from loco.exchange.wire_config import WireConfig
+
+TITLES = {
+    "single": "one trainer",
+    "ddp": "DDP",
+    "diloco": "DiLoCo",
+    "pulseloco": "PULSELoCo",
+    "sparseloco": "SparseLoCo",
+}
+METHODS = tuple(TITLES)
+
+
+def require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise ExperimentError(sentence)
+
+
+def _at_least(least: int, config: Any, *names: str, part: str = "") -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value >= least, f"{part}{name} must be at least {least}, got {value}")
+
+
+def _one_of(config: Any, name: str, known: tuple[str, ...], *, part: str = "") -> None:
+    value = getattr(config, name)
+    require(value in known, f"unknown {part}{name} '{value}'{nearest(value, known)}")
+
+
+def nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(known)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    context: int = 64  # bytes a prediction may look back on
+
+    def __post_init__(self) -> None:
+        require(
+            self.dim % self.heads == 0,
+            f"transformer.dim must be a multiple of transformer.heads, got {self.dim} and {self.heads}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig:
+    """What tasks with a verifier share."""
+
+    held_out: int = 2048  # problems that are never trained on
+    slips: float = 0.5  # share of the warm start's answers that are a careless pupil's
+    prompts: int = 8  # per trainer and step
+    group: int = 8  # answers to each prompt
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArithmeticConfig(GrpoConfig):
+    largest: int = 100  # operands lie below
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "largest", "prompts", "group", "held_out", part="arithmetic.")
+        problems = self.largest * (2 * self.largest + min(self.largest, 10))
+        require(
+            self.held_out < problems,
+            f"arithmetic.held_out must leave some of {problems} problems, got {self.held_out}",
+        )
+
+    @property
+    def longest(self) -> int:
+        """Characters of the longest prompt with its answer and the answer's end."""
+        return 3 * len(str(self.largest - 1)) + 3
+
+    def recipe(self) -> list[Any]:
+        """What decides the problems, and so the warm start's weights."""
+        return [self.largest, self.held_out, self.slips]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymConfig(GrpoConfig):
+    """A task of reasoning_gym; configs/ has some that a small model can begin to solve."""
+
+    name: str = "spell_backward"
+    options: dict[str, Any] = field(default_factory=dict)  # of the task itself, e.g. {max_word_len: 8}
+    size: int = 16384  # problems that are trained on
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "size", "prompts", "group", "held_out", part="gym.")
+
+    def recipe(self) -> list[Any]:
+        return [self.name, self.options, self.size, self.held_out, self.slips]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    stdlib: str | None = None  # folder of the Python standard library's source; None: this Python's
+    adapt_on: tuple[str, ...] = ("pydoc_data",)  # its folders held out from the warm start
+    eval_share: float = 0.2  # the last part of the held-out text, never trained on
+    eval_sequences: int = 512  # fixed windows spread over it
+    batch: int = 4  # sequences per trainer and step
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "batch", part="text.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLoCoConfig:
+    """See `experiments.methods.sparseloco.SparseLoCo`; outer_lr is the shared one."""
+
+    k: int = 64  # entries sent of a chunk of 4096
+    decay: float = 0.95  # β
+    # What g divides by: "sites" is the paper's R; "senders", in the authors' code, is how many sites sent an
+    # element, and so the larger step.
+    average: str = "sites"
+    quantiser: str = "uniform"  # the authors'; "signed" errs less
+
+    def __post_init__(self) -> None:
+        require(1 <= self.k <= 4096, f"sparseloco.k must be between 1 and 4096, got {self.k}")
+        require(0 <= self.decay <= 1, f"sparseloco.decay must be in [0, 1], got {self.decay}")
+        _one_of(self, "average", ("sites", "senders"), part="sparseloco.")
+        _one_of(self, "quantiser", ("uniform", "signed"), part="sparseloco.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """The training that stands in for a published checkpoint. Done once, then kept."""
+
+    steps: int = 1500  # 0: the model starts from chance
+    batch: int = 192
+    lr: float = 3e-3
+    decay: bool = True  # to zero, along half a cosine
+    folder: str = "runs/warm_start"
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "batch", part="warm_start.")
+        _at_least(0, self, "steps", part="warm_start.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What a single run and a comparison share. The defaults are the demo's."""
+
+    name: str | None = None  # results go to runs/<name>/
+    seed: int = 0
+    device: str = "auto"  # auto, cpu or cuda
+    nproc: int | None = None  # processes to launch; None: the launcher's business
+    port: int | None = None  # the launcher's rendezvous port; None: any free one
+    timeout_s: float = 300.0  # of one collective
+
+    task: str = "arithmetic"
+    model: str = "transformer"
+    path: str | None = None  # folder of a Hugging Face model, for model=hf
+    parameters: str = "float32"  # or bfloat16: no masters
+
+    method: str = "pulseloco"
+    steps: int = 240
+    eval_every: int = 48  # steps
+    lr: float = 1e-6
+    warmup: int = 20  # steps, from 0 to lr
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    clip: float = 1.0  # norm of a site's gradient
+
+    sync_every: int = 8
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    gate: str = "bf16"
+    gate_gain: float | None = None  # None: loco's choice, by outer_lr and outer_momentum
+    late_gate_gain: float | None = None  # in the last quarter of the rounds
+    gate_margin: float = 0.0  # of a BF16 ulp
+    value_steps: int | None = None  # to a BF16 ulp; None: exact values
+    sums_margin: float | None = None  # of a BF16 ulp; None: all sums are sent back
+    error_feedback: bool = True  # False: what a round withholds is forgotten
+    momentum_before_gate: bool = False  # each site runs the outer optimizer itself, ahead of the gate
+    whole_ulps: bool = False  # differences of BF16 casts are sent instead of updates
+    wire: str | None = None  # None: PULSELoCo's tight, DiLoCo's float32
+    exchange: str = "auto"
+    ranks_per_site: int = 1
+
+    transformer: TransformerConfig = field(default_factory=TransformerConfig)
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+    gym: GymConfig = field(default_factory=GymConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    sparseloco: SparseLoCoConfig = field(default_factory=SparseLoCoConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "steps", "eval_every", "sync_every", "ranks_per_site", "nproc")
+        _at_least(0, self, "seed", "warmup")
+        for name in ("lr", "clip", "timeout_s"):
+            require(getattr(self, name) > 0, f"{name} must be > 0, got {getattr(self, name)}")
+        _one_of(self, "method", METHODS)
+        _one_of(self, "task", ("arithmetic", "gym", "text"))
+        _one_of(self, "model", ("transformer", "hf"))
+        _one_of(self, "parameters", ("float32", "bfloat16"))
+        _one_of(self, "device", ("auto", "cpu", "cuda"))
+        require(
+            self.port is None or 0 < self.port < 65536, f"port must be between 1 and 65535, got {self.port}"
+        )
+        require(
+            (self.path is not None) == (self.model == "hf"),
+            "model=hf and path=<folder of the model> belong together",
+        )
+        require(
+            self.model != "hf" or self.task != "text",
+            "the text task reads bytes: model=hf needs task=arithmetic or task=gym",
+        )
+        needed = self.arithmetic.longest
+        require(
+            (self.task, self.model) != ("arithmetic", "transformer") or self.transformer.context >= needed,
+            f"transformer.context must be at least {needed} for a prompt and its answer, "
+            f"got {self.transformer.context}",
+        )
+        require(
+            self.gate != "open" or (self.error_feedback and not self.whole_ulps),
+            "an open gate withholds nothing: error_feedback=false and whole_ulps=true need another gate",
+        )
+        require(
+            self.method != "sparseloco" or self.ranks_per_site == 1,
+            f"SparseLoCo here has sites of one rank, got ranks_per_site={self.ranks_per_site}",
+        )
+        self._check_with_loco()
+        # Between two rounds each site has weights of its own; only right after a round do all sites hold the
+        # same. A method without rounds takes its rollouts as often as the others do.
+        for name in ("steps", "eval_every"):
+            value, every = getattr(self, name), self.sync_every
+            below = value - value % every
+            choices = f"{below} or {below + every}" if below else f"{every}"
+            require(
+                value % every == 0,
+                f"{name} must be a multiple of sync_every ({every}), so that the evaluated weights are "
+                f"those of a finished round: got {value}, use {choices}",
+            )
+
+    def _check_with_loco(self) -> None:
+        """The settings that loco checks itself, in loco's words."""
+        names = [field.name for field in dataclasses.fields(Settings) if hasattr(self, field.name)]
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        own["gate_gain"] = 1.0 if self.gate_gain is None else self.gate_gain
+        try:
+            Settings(kind="PulseLoCo", **own)
+            if self.method == "diloco":
+                WireConfig.of_all(wire_of(self))
+            else:
+                WireConfig.of_entries(wire_of(self), self.exchange, gate=self.gate)
+        except ValueError as error:
+            raise ExperimentError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """A single run's."""
+
+    save_every: int = 0  # rounds between checkpoints, in runs/<name>/checkpoints; 0: none
+    resume: bool = False  # go on from them, if there are any; torchrun's restarts do so by themselves
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(0, self, "save_every")
+        require(
+            not self.save_every or (self.method != "sparseloco" and not self.momentum_before_gate),
+            "save_every needs a method that can be saved: SparseLoCo's residual and the momentum before the "
+            "gate are not kept",
+        )
+        require(
+            bool(self.save_every) or not self.resume,
+            "resume=true goes on from checkpoints, and save_every=0 writes none: say how often, save_every=1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(RunConfig):
+    nproc: int | None = 4
+    seeds: int = 1
+    runs: dict[str, Any] = field(default_factory=dict)  # what differs, by label; empty: the demo's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(1, self, "seeds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig(RunConfig):
+    nproc: int | None = 4
+    steps: int = 160  # the round after the last of them is recorded
+    excerpt: int = 131072  # elements of it that are kept with the code
+    excerpts: str = "experiments/results/recorded"  # the folder for that
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(1, self, "excerpt")
+        require(
+            self.ranks_per_site == 1,
+            f"only sites of one rank can be recorded, got ranks_per_site={self.ranks_per_site}",
+        )
+        require(self.gate != "open", "an open gate sends everything: there are no entries to record")
+        require(self.method == "pulseloco", f"PULSELoCo is what is recorded, got method={self.method}")
+
+
+C = TypeVar("C", bound=RunConfig)  # a program's own kind
+
+
+def resolved(config: C) -> C:
+    """With the gain that loco would choose as a number, for the record."""
+    if config.gate_gain is not None:
+        return config
+    return dataclasses.replace(config, gate_gain=matching_gain(config.outer_lr, config.outer_momentum))
+
+
+def wire_of(config: RunConfig) -> str:
+    if config.wire is not None:
+        return config.wire
+    if config.method == "diloco":
+        return "float32"
+    # Trainers on one machine stand for sites that are far apart: the fewest bytes, not the fewest seconds.
+    every_element = config.gate == "open" or config.exchange == "dense"
+    return "auto" if every_element else "tight"
+
+
+def check_world(config: RunConfig, world: int, *, launch_line: str) -> None:
+    """Refuse a number of processes that the method cannot be run with."""
+    if config.method == "single":
+        require(world == 1, f"method=single is one trainer, and there are {world} processes: use nproc=1")
+        return
+    per_site = config.ranks_per_site
+    require(
+        world % per_site == 0,
+        f"{world} processes cannot be split into sites of ranks_per_site={per_site}: "
+        f"launch a multiple of {per_site}",
+    )
+    require(
+        world >= 2 * per_site,
+        f"at least two sites are needed to exchange anything, and {world} process"
+        f"{' makes' if world == 1 else 'es make'} one: launch with `{launch_line}`",
+    )

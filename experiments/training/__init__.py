@@ -1,0 +1,1 @@
+"""The training loop of all methods, and what is measured and kept of a run."""
