@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ..coordination.store_client import KeyValueStore
+from .loop_thread import preempting_nobody
 from .mesh import Pairs
 
 TRIES = 5  # gloo's, to connect to a rank whose address it knows
@@ -73,12 +74,13 @@ def link(store: PatientStore, name: str, member: int, size: int, *, limit: float
     """
     gloo: Any = ProcessGroupGloo
     how: Any = timedelta(seconds=limit)
-    if address and "GLOO_SOCKET_IFNAME" not in os.environ:
-        options = gloo._Options()
-        options._timeout = how
-        options._devices = [gloo.create_device(hostname=address)]
-        how = options
-    return Pairs(gloo(PrefixStore(name, store), member, size, how), name, member, size)
+    with preempting_nobody():
+        if address and "GLOO_SOCKET_IFNAME" not in os.environ:
+            options = gloo._Options()
+            options._timeout = how
+            options._devices = [gloo.create_device(hostname=address)]
+            how = options
+        return Pairs(gloo(PrefixStore(name, store), member, size, how), name, member, size)
 
 
 def forget_messages(where: TracebackType | None) -> None:

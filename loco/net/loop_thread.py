@@ -1,0 +1,40 @@
+"""gloo's thread that reads from connections, so that it does not hold up the thread that sends.
+
+A thread that sends holds the connection's lock. If the peer's answer wakes gloo's thread on the same core
+meanwhile, that one preempts the sender, finds the lock taken, and asks again and again (gloo's
+`Pair::handleEvents`, called for as long as there is something to read) until the scheduler ends its turn: some
+3 ms in which nobody sends, several times in a round. A thread of the scheduler's batch policy does not preempt
+whoever runs; it still goes to a core that is free.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_NAME = "gloo_tcp_loop"
+_THREADS = Path("/proc/self/task")
+
+
+@contextmanager
+def preempting_nobody() -> Iterator[None]:
+    """For the threads that gloo starts inside it. Where the system has no such policy it does nothing."""
+    before = _loops()
+    try:
+        yield
+    finally:
+        for thread in _loops() - before:
+            with suppress(OSError):  # it may have ended; or the system allows no change
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _loops() -> set[int]:
+    found: set[int] = set()
+    if not hasattr(os, "SCHED_BATCH"):
+        return found
+    with suppress(OSError):
+        for thread in _THREADS.iterdir():
+            with suppress(OSError):
+                if (thread / "comm").read_text().strip() == _NAME:
+                    found.add(int(thread.name))
+    return found
