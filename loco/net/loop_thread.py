@@ -1,10 +1,10 @@
 """gloo's thread that reads from connections, so that it does not hold up the thread that sends.
 
-A thread that sends holds the connection's lock. If the peer's answer wakes gloo's thread on the same core
+A thread that sends holds the connection's lock. If what the peer sends wakes gloo's thread on the same core
 meanwhile, that one preempts the sender, finds the lock taken, and asks again and again (gloo's
-`Pair::handleEvents`, called for as long as there is something to read) until the scheduler ends its turn: some
-3 ms in which nobody sends, several times in a round. A thread of the scheduler's batch policy does not preempt
-whoever runs; it still goes to a core that is free.
+`Pair::handleEvents`, called for as long as there is something to read) until the scheduler ends its turn:
+for some 3 ms nobody sends, several times in a round. A thread of the scheduler's batch policy preempts nobody
+when it wakes; it still goes to a core that is free.
 """
 
 import os
