@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from ..net.loop_thread import preempting_nobody
 from ..net.mesh import GroupMesh, Mesh, Subset, any_device, only_gloo, wire_device
 from ..net.transport import Transport
 from .arrangement import NO_CLAIM, Claim, arrange, consecutive_peers, peers_in_mesh
@@ -153,8 +152,7 @@ class OneWorld:
 
     def _new_group(self, members: list[list[int]]) -> dist.ProcessGroup:
         """torch has all ranks build all groups in one order."""
-        with preempting_nobody():
-            group, _ = dist.new_subgroups_by_enumeration(members, timeout=self._timeout)
+        group, _ = dist.new_subgroups_by_enumeration(members, timeout=self._timeout)
         assert isinstance(group, dist.ProcessGroup)  # this rank is in one of them
         return group
 

@@ -18,7 +18,7 @@ _THREADS = Path("/proc/self/task")
 
 @contextmanager
 def preempting_nobody() -> Iterator[None]:
-    """For the threads that gloo starts inside it. Where the system has no such policy it does nothing."""
+    """For threads of links that gloo builds inside it. A system that has no such policy goes on without."""
     before = _loops()
     try:
         yield

