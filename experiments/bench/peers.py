@@ -1,4 +1,4 @@
-"""The time of a round beside other people's: a plain all-reduce of FP32, and torchft's DiLoCo.
+"""The time of a round beside others': a plain all-reduce of FP32, torch's PostLocalSGD, torchft's DiLoCo.
 
     python -m experiments.bench peers
     python -m experiments.bench peers --quick
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import loco
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
@@ -74,6 +75,24 @@ class AllReduce:
 
     def round(self) -> None:
         dist.all_reduce(self._vector)
+
+
+class PostLocalSGD:
+    """torch's: the mean of all sites' weights, and no outer optimizer."""
+
+    def __init__(self, weights: list[torch.nn.Parameter], lighthouse: str) -> None:
+        self.weights: list[Tensor] = [w.detach() for w in weights]
+        self._parameters = weights
+        self._averager = PeriodicModelAverager(period=SYNC_EVERY)
+
+    def round(self) -> None:
+        for parameter in self._parameters:  # those that have no gradient it passes over
+            parameter.grad = parameter.detach()
+        for _ in range(SYNC_EVERY):  # it is told of each step, and averages in one of them
+            self._averager.average_parameters(self._parameters)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.weights = [w.detach() for w in self._parameters]  # they are in other memory now
 
 
 class TorchftDiLoCo:
@@ -136,6 +155,7 @@ def _ours(kind: Any, **options: Any) -> Callable[[list[torch.nn.Parameter], str]
 
 METHODS: dict[str, Callable[[list[torch.nn.Parameter], str], Peer]] = {
     ALL_REDUCE: AllReduce,
+    "PostLocalSGD": PostLocalSGD,
     TORCHFT: TorchftDiLoCo,
     "loco.DiLoCo": _ours(loco.DiLoCo),
     "loco.PulseLoCo": _ours(loco.PulseLoCo),

@@ -19,8 +19,10 @@ ENOUGH = 1000  # entries, to learn from
 CLEARLY = 1.1
 SAMPLED = 8  # rounds, of which one is looked at for the overlap of sites' entries
 AGAIN = 32  # rounds at least, after which the slower code is tried again
-SPENT = 0.02  # share of the time that trying it may cost
-TRIED, REMEMBERED = 2, 3  # rounds of each code: at first, and of which the quickest counts
+SPENT = 0.03  # share of the time that trying it may cost
+TRIED, REMEMBERED = 2, 3  # rounds of a code that are needed, and of which the quickest counts
+TRIES = 3  # rounds until it is known that there were TRIED
+STALE = 8  # rounds after which what a code took no longer counts as what it takes
 # What a site announces of how long it takes: how much longer an entry takes in the fast code than in the
 # tight one, in sixteenths of a factor of two; or one of these.
 NEEDS_TIGHT, NEEDS_FAST, NO_OPINION = -128, 127, 126
@@ -55,8 +57,8 @@ def next_codec(announcements: Sequence[Announcement]) -> Codec | None:
     an exchange takes depends on all sites' codes. None: no site that sends anything has an opinion.
 
     Coding and sending overlap, here and at the peers, and what a round takes only a round can tell. So each
-    code is tried, and the slower one again after a while: the longer it takes, the less often. The fast one
-    must be clearly quicker: it needs the link for longer, which others use too.
+    code is tried, and the slower one again after 32 rounds, or 64, 128, …: the longer it takes, the less
+    often. The fast one must be clearly quicker: it needs the link for longer, which others use too.
     """
     leans = [one.lean for one in announcements if one.lean != NO_OPINION and one.entries]
     if not leans:
@@ -67,7 +69,8 @@ def next_codec(announcements: Sequence[Announcement]) -> Codec | None:
     ratio = 2.0 ** (sum(leans) / len(leans) / _STEPS)
     quicker, other = (FAST, TIGHT) if CLEARLY * ratio < 1 else (TIGHT, FAST)
     lost = (ratio if quicker is TIGHT else 1 / ratio) - 1
-    again = max(AGAIN, math.ceil(lost / SPENT))
+    # Times two each, so that a round which is one of many rounds' is one of fewer rounds' as well.
+    again = AGAIN << max(0, math.ceil(math.log2(max(1.0, TRIES * lost / SPENT / AGAIN))))
     return other if (announcements[0].round + 1) % again == 0 else quicker
 
 
@@ -85,6 +88,9 @@ class ExchangeTuner:
         self.spread = 1 + (sites - 1) / 3  # entries of the sums, over those of one site
         # Of the last exchanges in a code, for each of this site's entries.
         self._seconds = {name: deque[float](maxlen=REMEMBERED) for name in SPARSE}
+        self._rounds = 0  # from which something was learned of a code
+        self._used = dict.fromkeys(SPARSE, 0)  # in which of them last
+        self._compared = 0.0  # the logarithm of fast over tight, when both were known last
         self._codec: Codec = TIGHT  # of the next round
 
     def state(self) -> dict[str, Any]:
@@ -111,9 +117,32 @@ class ExchangeTuner:
         for codec, needed in ((TIGHT, NEEDS_TIGHT), (FAST, NEEDS_FAST)):
             if len(self._seconds[codec.name]) < TRIED:
                 return needed
-        # What disturbs a round makes it longer, so the quickest one tells most.
-        fast, tight = (min(self._seconds[codec.name]) for codec in (FAST, TIGHT))
-        return max(-_MOST, min(_MOST, round(_STEPS * math.log2(fast / tight))))
+        lean = self._comparison()
+        # How long an entry takes changes over the rounds, for both codes. Of the one that is not in use it is
+        # assumed to have changed as much, or as little, as speaks for it: else it is not tried again.
+        if self._is_stale(FAST):
+            lean = min(lean, self._compared)
+        elif self._is_stale(TIGHT):
+            lean = max(lean, self._compared)
+        return max(-_MOST, min(_MOST, round(_STEPS * lean)))
+
+    def _comparison(self) -> float:
+        """What disturbs a round makes it longer, so the quickest one tells most."""
+        return math.log2(min(self._seconds[FAST.name]) / min(self._seconds[TIGHT.name]))
+
+    def _is_stale(self, codec: Codec) -> bool:
+        return self._rounds - self._used[codec.name] > STALE
+
+    def _took(self, codec: Codec, seconds: float) -> None:
+        """An exchange in this code took so long for each of this site's entries."""
+        self._rounds += 1
+        if self._is_stale(codec):
+            self._seconds[codec.name].clear()
+        self._used[codec.name] = self._rounds
+        self._seconds[codec.name].append(seconds)
+        both = (FAST, TIGHT)
+        if all(len(self._seconds[one.name]) >= TRIED and not self._is_stale(one) for one in both):
+            self._compared = self._comparison()
 
     def hear(self, announcements: Sequence[Announcement]) -> None:
         """What all sites announce in this round decides on the code of the next one. Never fails: the last
@@ -154,7 +183,7 @@ class ExchangeTuner:
             if not own.values.numel():
                 return  # how long it took says nothing of an entry
             if framing.coded_entries and seconds is not None:  # a site that is alone exchanges nothing
-                self._seconds[codec.name].append(seconds / own.values.numel())
+                self._took(codec, seconds / own.values.numel())
             if framing.coded_entries >= ENOUGH:
                 self.entry_bytes[codec.name] = framing.coded_bytes / framing.coded_entries
             entries, sums = own.values.numel(), contributions[0].values.numel()

@@ -37,6 +37,19 @@ def test_torchfts_diloco_and_ours_learn_the_same() -> None:
     assert all(far > 0 and near < 1e-3 * far for far, near in zip(moved, apart, strict=True))
 
 
+def test_post_local_sgd_leaves_the_mean_of_all_weights() -> None:
+    method = "PostLocalSGD"
+    with Sites(2, peers.Contender, 5000, [method], "") as sites:
+        sites.call("train", method)
+        before = [[weight.clone() for weight in of_site] for of_site in sites.call("weights", method)]
+        sites.call("round", method)
+        after = sites.call("weights", method)
+    for a, b, *found in zip(*before, *after, strict=True):
+        assert not torch.equal(a, b)
+        for mean in found:
+            assert torch.equal(mean, a / 2 + b / 2)
+
+
 @pytest.mark.check(BASELINES)
 def test_a_row_for_each_method_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
