@@ -18,11 +18,12 @@ _logger = logging.getLogger(__name__)
 ENOUGH = 1000  # entries, to learn from
 CLEARLY = 1.1
 SAMPLED = 8  # rounds, of which one is looked at for the overlap of sites' entries
-AGAIN = 32  # rounds at least, after which the slower code is tried again
-SPENT = 0.03  # share of the time that trying it may cost
-TRIED, REMEMBERED = 2, 3  # rounds of a code that are needed, and of which the quickest counts
+AGAIN = 16  # rounds at least, after which the slower code is tried again
+SPENT = 0.02  # share of the time that trying it may cost
+TRIED, REMEMBERED = 2, 3  # rounds of a code that are needed at first, and of which the quickest counts
 TRIES = 3  # rounds until it is known that there were TRIED
 STALE = 8  # rounds after which what a code took no longer counts as what it takes
+CLOSE = 1.25  # if a code that is tried again takes more than so many times as long, one round is enough
 # What a site announces of how long it takes: how much longer an entry takes in the fast code than in the
 # tight one, in sixteenths of a factor of two; or one of these.
 NEEDS_TIGHT, NEEDS_FAST, NO_OPINION = -128, 127, 126
@@ -57,7 +58,7 @@ def next_codec(announcements: Sequence[Announcement]) -> Codec | None:
     an exchange takes depends on all sites' codes. None: no site that sends anything has an opinion.
 
     Coding and sending overlap, here and at the peers, and what a round takes only a round can tell. So each
-    code is tried, and the slower one again after 32 rounds, or 64, 128, …: the longer it takes, the less
+    code is tried, and the slower one again after 16 rounds, or 32, 64, …: the longer it takes, the less
     often. The fast one must be clearly quicker: it needs the link for longer, which others use too.
     """
     leans = [one.lean for one in announcements if one.lean != NO_OPINION and one.entries]
@@ -68,9 +69,10 @@ def next_codec(announcements: Sequence[Announcement]) -> Codec | None:
             return codec
     ratio = 2.0 ** (sum(leans) / len(leans) / _STEPS)
     quicker, other = (FAST, TIGHT) if CLEARLY * ratio < 1 else (TIGHT, FAST)
-    lost = (ratio if quicker is TIGHT else 1 / ratio) - 1
-    # Times two each, so that a round which is one of many rounds' is one of fewer rounds' as well.
-    again = AGAIN << max(0, math.ceil(math.log2(max(1.0, TRIES * lost / SPENT / AGAIN))))
+    times = ratio if quicker is TIGHT else 1 / ratio
+    lost = (times - 1) * (1 if times > CLOSE else TRIES)
+    # Each twice as many as before: if it is to be tried sooner after all, the round has not gone by.
+    again = AGAIN << max(0, math.ceil(math.log2(max(1.0, lost / SPENT / AGAIN))))
     return other if (announcements[0].round + 1) % again == 0 else quicker
 
 
@@ -90,7 +92,8 @@ class ExchangeTuner:
         self._seconds = {name: deque[float](maxlen=REMEMBERED) for name in SPARSE}
         self._rounds = 0  # from which something was learned of a code
         self._used = dict.fromkeys(SPARSE, 0)  # in which of them last
-        self._compared = 0.0  # the logarithm of fast over tight, when both were known last
+        self._compared: float | None = None  # the logarithm of fast over tight, when both were known last
+        self._compared_before = self._compared  # and the time before
         self._codec: Codec = TIGHT  # of the next round
 
     def state(self) -> dict[str, Any]:
@@ -115,20 +118,23 @@ class ExchangeTuner:
         if self.wire != "auto" or not kernels.packs_fast():
             return NO_OPINION
         for codec, needed in ((TIGHT, NEEDS_TIGHT), (FAST, NEEDS_FAST)):
-            if len(self._seconds[codec.name]) < TRIED:
+            if len(self._seconds[codec.name]) < TRIED and (self._compared is None or self._is_close()):
                 return needed
         lean = self._comparison()
         # How long an entry takes changes over the rounds, for both codes. Of the one that is not in use it is
         # assumed to have changed as much, or as little, as speaks for it: else it is not tried again.
         if self._is_stale(FAST):
-            lean = min(lean, self._compared)
+            lean = min(lean, self._compared or 0.0)
         elif self._is_stale(TIGHT):
-            lean = max(lean, self._compared)
+            lean = max(lean, self._compared or 0.0)
         return max(-_MOST, min(_MOST, round(_STEPS * lean)))
 
     def _comparison(self) -> float:
         """What disturbs a round makes it longer, so the quickest one tells most."""
         return math.log2(min(self._seconds[FAST.name]) / min(self._seconds[TIGHT.name]))
+
+    def _is_close(self) -> bool:
+        return abs(self._comparison()) < math.log2(CLOSE)
 
     def _is_stale(self, codec: Codec) -> bool:
         return self._rounds - self._used[codec.name] > STALE
@@ -138,11 +144,16 @@ class ExchangeTuner:
         self._rounds += 1
         if self._is_stale(codec):
             self._seconds[codec.name].clear()
+            self._compared_before = self._compared
         self._used[codec.name] = self._rounds
         self._seconds[codec.name].append(seconds)
-        both = (FAST, TIGHT)
-        if all(len(self._seconds[one.name]) >= TRIED and not self._is_stale(one) for one in both):
-            self._compared = self._comparison()
+        enough = TRIED if self._compared is None else 1
+        if any(len(self._seconds[one.name]) < enough or self._is_stale(one) for one in (FAST, TIGHT)):
+            return
+        now, before = self._comparison(), self._compared_before
+        if before is not None and now * before > 0 and abs(now) > abs(before):
+            now = (now + before) / 2  # it may have been disturbed, and would wait long for the next try
+        self._compared = now
 
     def hear(self, announcements: Sequence[Announcement]) -> None:
         """What all sites announce in this round decides on the code of the next one. Never fails: the last
