@@ -33,7 +33,8 @@ from experiments.noise import WARM_UP
 from experiments.processes.progress import Progress
 
 NUMEL, QUICK = 4_000_000, 500_000
-_UNMEASURED = 2  # rounds of each cell: connections open up, and "auto" learns
+_UNMEASURED = 2  # rounds of each cell: connections open up
+_TRIES = 6  # rounds in which "auto" tries both codes
 _FRAMING = 66  # bytes: Ethernet, IPv4 and TCP with timestamps
 _MEANS = (  # over sites
     *("encode_s", "apply_s", "coding_cpu_s", "core_share", "cpu_s", "density"),
@@ -72,7 +73,8 @@ def main(arguments: list[str]) -> None:
 
 def measure(sites: int, numel: int, rates: list[float], methods: list[str], rounds: int) -> Iterator[Row]:
     """A row for each method and rate."""
-    total = WARM_UP + len(methods) * len(rates) * (rounds + _UNMEASURED)
+    before = {method: _TRIES if method.endswith("auto") else _UNMEASURED for method in methods}
+    total = WARM_UP + len(rates) * sum(before[method] + rounds for method in methods)
     # Round trips of 8 sites that share two cores take their time when all of them code.
     network = Network()
     with (
@@ -93,11 +95,11 @@ def measure(sites: int, numel: int, rates: list[float], methods: list[str], roun
                 probe = 2_000_000 if rate is None else int(min(rate / 10, 2_000_000) / (sites - 1))
                 speed = fmean(running.call("speed", probe))
                 seen = []
-                for _ in range(rounds + _UNMEASURED):
+                for _ in range(before[method] + rounds):
                     seen.append(running.call("round"))
                     progress.advance(f"{method}, {rate_name(mbit)}")
                 cell = {"sites": sites, "numel": numel, "rate_mbit": mbit, "method": method}
-                yield cell | _row(seen[_UNMEASURED:]) | {"latency": latency, "speed": speed}
+                yield cell | _row(seen[before[method] :]) | {"latency": latency, "speed": speed}
 
 
 def _row(seen: list[list[dict[str, Any]]]) -> Row:
