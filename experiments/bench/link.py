@@ -31,10 +31,11 @@ from experiments.bench.processes.sites import Sites
 from experiments.bench.processes.trainer import METHODS, Trainer
 from experiments.noise import WARM_UP
 from experiments.processes.progress import Progress
+from loco.exchange.tuning import TRIES
 
 NUMEL, QUICK = 4_000_000, 500_000
 _UNMEASURED = 2  # rounds of each cell: connections open up
-_TRIES = 6  # rounds in which "auto" tries both codes
+_TRIED = 2 * TRIES  # rounds, in which "auto" tries both codes
 _FRAMING = 66  # bytes: Ethernet, IPv4 and TCP with timestamps
 _MEANS = (  # over sites
     *("encode_s", "apply_s", "coding_cpu_s", "core_share", "cpu_s", "density"),
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> None:
 
 def measure(sites: int, numel: int, rates: list[float], methods: list[str], rounds: int) -> Iterator[Row]:
     """A row for each method and rate."""
-    before = {method: _TRIES if method.endswith("auto") else _UNMEASURED for method in methods}
+    before = {method: _TRIED if method.endswith("auto") else _UNMEASURED for method in methods}
     total = WARM_UP + len(rates) * sum(before[method] + rounds for method in methods)
     # Round trips of 8 sites that share two cores take their time when all of them code.
     network = Network()

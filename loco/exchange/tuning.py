@@ -93,7 +93,7 @@ class ExchangeTuner:
         self._rounds = 0  # from which something was learned of a code
         self._used = dict.fromkeys(SPARSE, 0)  # in which of them last
         self._compared: float | None = None  # the logarithm of fast over tight, when both were known last
-        self._compared_before = self._compared  # and the time before
+        self._compared_before: float | None = None  # and the time before
         self._codec: Codec = TIGHT  # of the next round
 
     def state(self) -> dict[str, Any]:

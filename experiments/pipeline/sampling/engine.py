@@ -41,9 +41,8 @@ def engine_of(config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> E
         url: where versions are published.
     """
     if config.engine == "vllm":
-        from experiments.pipeline.sampling.engine_vllm import (
-            VllmEngine,  # an optional dependency, slow to import
-        )
+        # An optional dependency, slow to import.
+        from experiments.pipeline.sampling.engine_vllm import VllmEngine
 
         return VllmEngine(config, url, diary, newer)
     return TorchEngine(config, url, diary, newer)
