@@ -28,7 +28,7 @@ CLOSE = 1.25  # if a code that is tried again takes more than so many times as l
 # tight one, in sixteenths of a factor of two; or one of these.
 NEEDS_TIGHT, NEEDS_FAST, NO_OPINION = -128, 127, 126
 _STEPS, _MOST = 16, 120
-_OF_GLOO = 144  # bytes that it adds to each message
+_OF_A_MESSAGE = 8 + 2 * 66  # bytes: its length, and headers of its packet and of the one that confirms it
 EXCHANGES = ("auto", "gather", "owner", "dense")
 
 
@@ -38,7 +38,7 @@ def predicted_bytes(announcements: Sequence[Announcement]) -> dict[str, float]:
     payload = sum(announced.payload_bytes for announced in announcements) / sites
     sums = announcements[0].sums_bytes
     frames, of_slice = Frames.of(numel).count, Frames.of(slices_of(numel, sites)[0].stop).count
-    peers, frame = sites - 1, RECORD_BYTES + _OF_GLOO
+    peers, frame = sites - 1, RECORD_BYTES + _OF_A_MESSAGE
     return {
         "gather": peers * (payload + frames * frame),
         "owner": peers * ((payload + sums) / sites + 2 * of_slice * frame),

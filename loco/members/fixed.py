@@ -21,7 +21,7 @@ from ..coordination.reunion import Party
 from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line, no_store
 from ..logs import warn_once_per_machine
-from ..net.linking import TRIES, PatientStore, link
+from ..net.linking import PatientStore, link
 from ..net.mesh import Mesh, NoLinks
 from ..net.transport import Transport, listed
 from .world import WorldMembership
@@ -37,7 +37,7 @@ class Ranks(Protocol):
         rank: this one, of 0 … world−1.
         store: by which all agree; each of its clients clones it.
         told: what all ranks have told each other by now, the same on all.
-        address: by which the other ranks reach this machine; "": what gloo finds.
+        address: by which the other ranks reach this machine; "": as `link` finds it.
         site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
     """
 
@@ -161,7 +161,7 @@ class FixedSites:
             try:
                 for inside in (True, False):
                     meshes.append(self._mesh(store, f"loco/{name}", device, inside=inside))
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 for mesh in meshes:
                     mesh.close()
                 owner = name.rpartition("/")[0]
@@ -249,8 +249,7 @@ class FixedSites:
         mesh = self._ranks.mesh(device, inside=inside)
         if mesh is not None:
             return mesh
-        limit, at = max(self.dead_after / TRIES, 4 * self.store.round_trip), self._ranks.address
-        return link(store, name, ranks.index(self._ranks.rank), len(ranks), limit=limit, address=at)
+        return link(store, name, ranks.index(self._ranks.rank), len(ranks), address=self._ranks.address)
 
     def _transport(
         self,

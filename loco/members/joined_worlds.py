@@ -147,8 +147,8 @@ class JoinedWorlds:
         client = StoreClient(self.store, limit=limit)
         try:
             by = PatientStore(client, limit=limit, may_still_come=lambda: True)
-            return link(by, name, self.rank, self.world, limit=limit, address=self.address)
-        except RuntimeError as error:
+            return link(by, name, self.rank, self.world, address=self.address)
+        except (RuntimeError, OSError) as error:
             raise TransportError(f"linking {self.world} ranks: {first_line(error)}", lasting=True) from error
         finally:
             client.close()

@@ -1,31 +1,34 @@
-"""gloo pairs that can be built again and again, and whose building ends when a rank is lost.
+"""Connections that can be built again and again, and whose building ends when a rank is lost.
 
-`dist.new_group` names groups by counting and waits by its own clock: a rank that dies meanwhile costs all
-others the group's timeout, and leaves them with different counts. Pairs are outside of torch's process
-groups: they are told their name, and find each other by a store that gives up.
+Members find each other by a store: each says where it listens. Who connects sends what the listener has
+asked for in the store, and gets what the listener has promised there, so that neither takes a stranger for a
+member: another machine's 127.0.0.1 is no error that a network reports.
 """
 
+import errno
+import fcntl
+import hmac
 import os
+import selectors
+import socket
+import struct
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
-from types import TracebackType
-from typing import Any
-
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import cast
 
 from ..coordination.store_client import KeyValueStore
-from .loop_thread import preempting_nobody
-from .mesh import Pairs
+from .tcp import TcpLinks
 
-TRIES = 5  # gloo's, to connect to a rank whose address it knows
 _POLL = 0.01  # seconds
+_TOKEN = 16  # bytes
+_MEMBER = struct.Struct("<I")
+_SIOCGIFADDR = 0x8915
 
 
-class PatientStore(Store):
-    """A store as a backend sees it that is being built.
+class PatientStore:
+    """A store by which members find each other, and how long they look.
 
     Args:
         store: answers at once.
@@ -34,59 +37,170 @@ class PatientStore(Store):
     """
 
     def __init__(self, store: KeyValueStore, *, limit: float, may_still_come: Callable[[], bool]) -> None:
-        super().__init__()
         self._store = store
         self._deadline = time.monotonic() + limit
         self._may_still_come = may_still_come
         self.written: list[str] = []  # keys
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: str) -> None:
         self.written.append(key)
         self._store.set(key, value)
 
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._store.get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        while not self._store.check(keys):
-            if not self._may_still_come() or time.monotonic() > self._deadline:
-                raise RuntimeError("another rank did not come to build its links")
+    def wait(self, key: str) -> str:
+        """
+        Raises:
+            RuntimeError: nobody will set it any more.
+        """
+        while not self._store.check([key]):
+            self.check()
             time.sleep(_POLL)
+        return self._store.get(key).decode()
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: there is nothing left to wait for.
+        """
+        if not self._may_still_come() or time.monotonic() > self._deadline:
+            raise RuntimeError("another rank did not come to build its links")
 
 
-def link(store: PatientStore, name: str, member: int, size: int, *, limit: float, address: str = "") -> Pairs:
-    """Build gloo pairs between all members of a group; all do it at once.
+def link(store: PatientStore, name: str, member: int, size: int, *, address: str = "") -> TcpLinks:
+    """Connect all members of a group with each other; all do it at once.
 
     Args:
         store: by which they find each other.
         name: of these links, and of no others that were ever built.
         member: this one, of 0 … size−1.
-        limit: seconds for one try to connect to another member.
-        address: by which the others reach this machine; by default what gloo finds, or its interface if
-            GLOO_SOCKET_IFNAME names one.
+        address: by which the others reach this machine; by default that of its name, or that of the interface
+            that GLOO_SOCKET_IFNAME names.
 
     Raises:
-        RuntimeError: a member was lost.
+        RuntimeError: a member was lost, or can't be reached.
+        OSError: this machine can't listen there.
     """
-    gloo: Any = ProcessGroupGloo
-    how: Any = timedelta(seconds=limit)
-    with preempting_nobody():
-        if address and "GLOO_SOCKET_IFNAME" not in os.environ:
-            options = gloo._Options()
-            options._timeout = how
-            options._devices = [gloo.create_device(hostname=address)]
-            how = options
-        return Pairs(gloo(PrefixStore(name, store), member, size, how), name, member, size)
+    with ExitStack() as opened:
+        listener = opened.enter_context(_listener(address))
+        host, port = listener.getsockname()[:2]
+        asked, promised = os.urandom(_TOKEN), os.urandom(_TOKEN)
+        store.set(f"{name}/{member}", f"{host} {port} {asked.hex()} {promised.hex()}")
+        ends: dict[int, socket.socket] = {}
+        promises: dict[int, bytes] = {}
+        for other in range(member):
+            where, at, ask, promise = store.wait(f"{name}/{other}").split(" ")
+            ends[other] = opened.enter_context(_connected(where, int(at), store))
+            ends[other].sendall(bytes.fromhex(ask) + _MEMBER.pack(member))
+            promises[other] = bytes.fromhex(promise)
+        for other, end in _arrivals(listener, asked, range(member + 1, size), store):
+            ends[other] = opened.enter_context(end)
+            end.sendall(promised)
+        for other, promise in promises.items():
+            if _read(ends[other], _TOKEN, store) != promise:
+                raise RuntimeError(f"what listens at the address of member {other} is not that member")
+        links = TcpLinks(name, ends)
+        listener.close()
+        opened.pop_all()
+        return links
 
 
-def forget_messages(where: TracebackType | None) -> None:
-    """gloo hangs up once nobody holds its messages, and the frames of a traceback do: drop what ours hold."""
-    while where is not None:
-        if where.tb_frame.f_globals.get("__name__", "").startswith("loco."):
-            with suppress(RuntimeError):  # it is still running
-                where.tb_frame.clear()
-        where = where.tb_next
+def _listener(address: str) -> socket.socket:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface:
+        address = _address_of(interface)
+    for host in [address] if address else [socket.gethostname(), "127.0.0.1"]:
+        try:
+            ((family, _, _, _, at), *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            return socket.create_server(at[:2], family=family, backlog=1024)
+        except OSError as error:
+            why = error
+    raise OSError(f"can't listen at {host} ({why})")
+
+
+def _address_of(interface: str) -> str:
+    """Raises: OSError: it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, _, _, scope, _, name = line.split()
+            if (name, scope) == (interface, "00"):  # one that is not of this link only
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+    raise OSError(f"GLOO_SOCKET_IFNAME: interface {interface!r} has no address")
+
+
+def _connected(host: str, port: int, store: PatientStore) -> socket.socket:
+    """A connection to who listens there. It is tried again and again: a try that fails may say little."""
+    why = "it does not answer"
+    while True:
+        end = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            end.setblocking(False)
+            code = end.connect_ex((host, port))
+            if code == errno.EINPROGRESS:
+                _until(end, selectors.EVENT_WRITE, store)
+                code = end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if not code:
+                end.setblocking(True)
+                return end
+            why = os.strerror(code)
+            store.check()
+        except RuntimeError as error:
+            end.close()
+            raise RuntimeError(f"{error}: it listens at {host}:{port}, and {why}") from error
+        except BaseException:
+            end.close()
+            raise
+        end.close()
+        time.sleep(_POLL)
+
+
+def _arrivals(
+    listener: socket.socket, asked: bytes, members: range, store: PatientStore
+) -> Iterator[tuple[int, socket.socket]]:
+    """Members that connect and prove it. Others are hung up on, and those that say nothing hold up nobody."""
+    missing = set(members)
+    with ExitStack() as opened, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        said: dict[socket.socket, bytes] = {}
+        while missing:
+            store.check()
+            for key, _ in selector.select(_POLL):
+                if key.fileobj is listener:
+                    end = opened.enter_context(listener.accept()[0])
+                    selector.register(end, selectors.EVENT_READ)
+                    said[end] = b""
+                    continue
+                end = cast(socket.socket, key.fileobj)
+                heard = b""
+                with suppress(OSError):
+                    heard = end.recv(_TOKEN + _MEMBER.size - len(said[end]))
+                said[end] += heard
+                if heard and len(said[end]) < _TOKEN + _MEMBER.size:
+                    continue
+                selector.unregister(end)
+                hello = said.pop(end)
+                (member,) = _MEMBER.unpack(hello[_TOKEN:]) if heard else (-1,)
+                if member in missing and hmac.compare_digest(hello[:_TOKEN], asked):
+                    missing.remove(member)
+                    yield member, socket.socket(fileno=end.detach())
+                else:
+                    end.close()
+
+
+def _read(end: socket.socket, size: int, store: PatientStore) -> bytes:
+    data = b""
+    while len(data) < size:
+        _until(end, selectors.EVENT_READ, store)
+        more = end.recv(size - len(data))
+        if not more:
+            raise RuntimeError("another rank closed its new connection")
+        data += more
+    return data
+
+
+def _until(end: socket.socket, event: int, store: PatientStore) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(end, event)
+        while not selector.select(_POLL):
+            store.check()

@@ -1,7 +1,6 @@
-"""Links between the sites of one quorum: gloo pairs of their own, outside torch's default process group.
+"""Links between the sites of one quorum.
 
-The default group can't lose a member. These links are built for one set of sites, by the store that the first
-of them hosts, and dropped with it.
+They are built for one set of sites, by the store that the first of them hosts, and dropped with it.
 """
 
 import time
@@ -14,14 +13,15 @@ from ..coordination.liveness import Liveness
 from ..coordination.store_client import RemoteStore, StoreClient
 from ..errors import TransportError, first_line
 from .linking import PatientStore, link
-from .mesh import Pairs
+from .mesh import NoLinks
+from .tcp import TcpLinks
 from .transport import listed
 
 _POLL = 0.05  # seconds
 
 
 class Links:
-    """gloo pairs between all members of a quorum, their store, and their heartbeats.
+    """Connections between all members of a quorum, their store, and their heartbeats.
 
     Args:
         name: of these links, the same on all members, and no others'.
@@ -51,7 +51,7 @@ class Links:
         self.name = name
         self.size = size
         self._rank = rank
-        self.mesh = Pairs(None, name, member, size)
+        self.mesh: TcpLinks | NoLinks = NoLinks()
         self._clients: list[StoreClient | Liveness] = []
         deadline = time.monotonic() + timeout
         remote = RemoteStore(store, f"loco/{name}", timeout)
@@ -70,7 +70,7 @@ class Links:
             self._clients.append(self.liveness)
             with guarded(self.liveness, range(size), phase=f"linking {size} sites", named=_members) as guard:
                 by = PatientStore(self.store, limit=timeout, may_still_come=lambda: guard.loss is None)
-                self.mesh = link(by, f"{name}/rank {rank}", member, size, limit=timeout, address=address)
+                self.mesh = link(by, f"{name}/rank {rank}", member, size, address=address)
         except TransportError as error:
             error.lasting = False  # whoever was lost: the next quorum is without it
             raise
@@ -114,7 +114,7 @@ class Links:
             raise TransportError(f"{phase}: {_no_store(error)}") from error
 
     def close(self, why: str = "") -> None:
-        """Hang up, so that members who wait learn of it. gloo does so when nobody holds the pairs any more.
+        """Hang up, so that members who wait learn of it.
 
         why: unless the heartbeats have told it already.
         """
@@ -129,7 +129,7 @@ class Links:
             self.liveness.close()
 
     def _await_all(self, deadline: float, timeout: float) -> None:
-        """gloo's own wait would name nobody."""
+        """Before links are built: a member that did not come is named."""
         keys = [f"here/{self._rank}/{member}" for member in range(self.size)]
         while not self.store.check(keys):
             if time.monotonic() > deadline:

@@ -1,4 +1,7 @@
-"""Links between all members of a group: one of torch's process groups, or gloo pairs outside of them."""
+"""Links between all members of a group: what a transport needs of them, and those of torch's process groups.
+
+Those of loco's own are in `tcp`.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +16,20 @@ from torch import Tensor
 # Of a message that is never sent. gloo picks one of its devices by the tag's remainder: with this tag it is
 # that of tag 0, which all other messages have, for up to ten devices.
 _NEVER = 5040
-_GIVEN_UP = "these links were given up"
+GIVEN_UP = "these links were given up"
 
 Messages = Sequence[tuple[int, Tensor]]  # with the member that each is for, or from
+
+
+class Work(Protocol):
+    """Messages on their way."""
+
+    def wait(self, timeout: timedelta, /) -> object:
+        """
+        Raises:
+            RuntimeError: they did not come in time, or never will.
+        """
+        ...
 
 
 class Mesh(Protocol):
@@ -24,15 +38,16 @@ class Mesh(Protocol):
     Attributes:
         name: of these links, the same on all members, and no others'.
         device: where messages lie.
-        is_gloo: another thread may wait for messages, so that a wait can be given up; and a message may be
-            shorter than the room for it.
+        takes_less: a message may be shorter than the room for it.
+        needs_waiter: its waits end neither at once with `interrupt` nor with Ctrl-C, so another thread waits.
     """
 
     name: str
     device: torch.device
-    is_gloo: bool
+    takes_less: bool
+    needs_waiter: bool
 
-    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+    def begin(self, sends: Messages, receives: Messages) -> Sequence[Work]:
         """Start to send and to receive -> one work for each message, the receives first; or one for all.
 
         Raises:
@@ -60,17 +75,17 @@ class GroupMesh:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, owned: bool) -> None:
         self.name: str = group.group_name
         self.device = device
-        self.is_gloo = backends_of(group).get(device.type) == "gloo"
+        self.takes_less = self.needs_waiter = backends_of(group).get(device.type) == "gloo"
         self._group: dist.ProcessGroup | None = group
         self._peers = [peer for peer in range(group.size()) if peer != group.rank()]
         self._end = weakref.finalize(self, _destroy, group) if owned else None
         if self._end is not None:
             self._end.atexit = False  # torch ends what is left, in its own order
 
-    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+    def begin(self, sends: Messages, receives: Messages) -> Sequence[Work]:
         group = self._group
         if group is None:
-            raise RuntimeError(_GIVEN_UP)
+            raise RuntimeError(GIVEN_UP)
         return dist.batch_isend_irecv(
             [dist.P2POp(dist.irecv, t, group=group, group_peer=p) for p, t in receives]
             + [dist.P2POp(dist.isend, t, group=group, group_peer=p) for p, t in sends]
@@ -80,7 +95,7 @@ class GroupMesh:
         group = self._group
         if group is None:
             return
-        if self.is_gloo:
+        if self.needs_waiter:
             _close_pairs(group, self._peers)
         else:
             with suppress(RuntimeError, ValueError):
@@ -94,42 +109,6 @@ class GroupMesh:
             self._end()
 
 
-class Pairs:
-    """gloo pairs between members, outside of torch's process groups.
-
-    Args:
-        pairs: torch's ProcessGroupGloo; it closes when nobody holds it, or its messages. None: closed.
-    """
-
-    device = torch.device("cpu")  # gloo sends no other memory
-    is_gloo = True
-
-    def __init__(self, pairs: Any, name: str, member: int, size: int) -> None:
-        self.name = name
-        self._pairs = pairs
-        self._peers = [peer for peer in range(size) if peer != member]
-
-    @property
-    def is_open(self) -> bool:
-        return self._pairs is not None
-
-    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
-        pairs = self._pairs
-        if pairs is None:
-            raise RuntimeError(_GIVEN_UP)
-        works = [pairs.recv([tensor], peer, 0) for peer, tensor in receives]
-        return works + [pairs.send([tensor], peer, 0) for peer, tensor in sends]
-
-    def interrupt(self) -> None:
-        pairs = self._pairs
-        if pairs is not None:
-            _close_pairs(pairs, self._peers)
-
-    def close(self) -> None:
-        self.interrupt()  # a wait that was left behind, or an error that is kept, may still hold messages
-        self._pairs = None
-
-
 class Subset:
     """Some members of a mesh, called 0 … size−1 in this order.
 
@@ -139,12 +118,13 @@ class Subset:
     """
 
     def __init__(self, mesh: Mesh, members: Sequence[int], *, close: Callable[[], object]) -> None:
-        self.name, self.device, self.is_gloo = mesh.name, mesh.device, mesh.is_gloo
+        self.name, self.device = mesh.name, mesh.device
+        self.takes_less, self.needs_waiter = mesh.takes_less, mesh.needs_waiter
         self._mesh = mesh
         self._members = list(members)
         self._close = close
 
-    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+    def begin(self, sends: Messages, receives: Messages) -> Sequence[Work]:
         at = self._members
         return self._mesh.begin([(at[p], t) for p, t in sends], [(at[p], t) for p, t in receives])
 
@@ -160,9 +140,10 @@ class NoLinks:
 
     name = ""
     device = torch.device("cpu")
-    is_gloo = True
+    takes_less, needs_waiter = True, False
+    is_open = False
 
-    def begin(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+    def begin(self, sends: Messages, receives: Messages) -> Sequence[Work]:
         raise RuntimeError("this site has no links")
 
     def interrupt(self) -> None:

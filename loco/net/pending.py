@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError, first_line
+from .mesh import Work
 
 if TYPE_CHECKING:
     from .transport import Transport
@@ -29,7 +29,7 @@ class PendingMessages:
     def __init__(
         self,
         transport: "Transport",
-        works: list[dist.Work],
+        works: Sequence[Work],
         order: list[int],
         sent: int,
         received: int,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..coordination.authentication import SEAL_BYTES, MessageSeals
@@ -17,11 +16,11 @@ from ..coordination.guard import guarded
 from ..coordination.heartbeats import Heartbeats
 from ..errors import AuthenticationError, TransportError, WireError, first_line
 from .cancellable_wait import Alarm, CancellableWait
-from .mesh import Mesh
+from .mesh import Mesh, Work
 from .pending import PendingMessages, SealedMessage
 
 CHUNK = 1 << 20  # elements of one message of a long tensor: 4 MiB
-RECORD_ROOM = 1 << 14  # bytes: gloo ends the process if a message is longer than the room for it
+RECORD_ROOM = 1 << 14  # bytes: gloo, where it is used, ends the process if a message is longer than its room
 # What a peer can make this rank take in before it is known what it says: names and shapes of all parameters.
 MOST_BLOB_BYTES = 1 << 28
 _MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -72,7 +71,7 @@ class Transport:
     @property
     def takes_less(self) -> bool:
         """Whether a message may be shorter than the room for it. (A seal is of all that was received.)"""
-        return self.mesh.is_gloo and self._seals is None
+        return self.mesh.takes_less and self._seals is None
 
     def room(self, size: int) -> Tensor:
         """For a short message of this many bytes, or for another one if its sender is at another point."""
@@ -123,14 +122,14 @@ class Transport:
                 SealedMessage(p, t, t.new_empty(SEAL_BYTES), self._seals.expect(p)) for p, t in receives
             ]
             receives = [m for s in sealed for m in ((s.sender, s.message), (s.sender, s.seal))]
-        works: list[dist.Work] = []
+        works: Sequence[Work] = []
         if sends or receives:
             try:
                 works = self.mesh.begin(sends, receives)
             except (RuntimeError, ValueError) as error:
                 raise TransportError(f"{phase}: {self.not_here(-1, None)} ({first_line(error)})") from error
         sent, received = sum(t.numel() for _, t in sends), sum(t.numel() for _, t in receives)
-        # gloo returns one work per message, NCCL one for the whole batch.
+        # NCCL returns one work for the whole batch.
         order = [p for p, _ in receives] + [p for p, _ in sends]
         return PendingMessages(self, works, order, sent, received, sealed, phase)
 
@@ -243,7 +242,7 @@ class Transport:
 
     def await_all(self, wait: Callable[[], object], alarm: Alarm) -> None:
         """Call `wait`, which waits for messages of this group, unless `alarm` is raised first."""
-        if self.mesh.is_gloo:
+        if self.mesh.needs_waiter:
             self._waiter.wait(wait, alarm)
         else:
             wait()  # NCCL has the caller's stream wait, so it must be the caller's

@@ -14,7 +14,6 @@ from ..errors import LocoError, TransportError, WireError
 from ..exchange.tuning import ExchangeTuner
 from ..exchange.wire_config import WireConfig
 from ..members.view import SiteTopology, Standing, View
-from ..net.linking import forget_messages
 from ..report import SyncReport
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
@@ -345,4 +344,3 @@ class OuterLoop:
         said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
         # What others have said is told by them.
         self._membership.give_up(said.partition("; last heard of")[0])
-        forget_messages(error.__traceback__)

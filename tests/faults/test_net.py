@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,27 +67,6 @@ def test_links_that_are_given_up_are_closed_whoever_keeps_a_message() -> None:
     kind, text = run_ranks(2, held_messages)[1]
     assert kind == "TransportError"
     assert text.startswith("waiting: lost site 0")
-
-
-def policies(rank: int) -> tuple[set[int], set[int]]:
-    """How the system schedules gloo's threads: the world's, and those of loco's links."""
-    worlds = gloo_threads()
-    optimizer = loco.PulseLoCo(Scripted(parameters(0, 100), 0, rank), sync_every=1)
-    optimizer.step()
-    ours = gloo_threads() - worlds
-    theirs, own = ({os.sched_getscheduler(thread) for thread in some} for some in (worlds, ours))
-    return theirs, own
-
-
-def gloo_threads() -> set[int]:
-    threads = Path("/proc/self/task").iterdir()
-    return {int(one.name) for one in threads if (one / "comm").read_text().startswith("gloo_tcp_loop")}
-
-
-def test_gloos_thread_preempts_nobody_on_links_of_locos_own() -> None:
-    for worlds, ours in run_ranks(2, policies):
-        assert worlds == {os.SCHED_OTHER}
-        assert os.SCHED_BATCH in ours  # the groups of torch's that loco builds send nothing in a round
 
 
 def announcing(rank: int, size: int) -> tuple[str, str]:

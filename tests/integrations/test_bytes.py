@@ -47,6 +47,6 @@ def test_the_kernel_counts_the_rounds_bytes_and_heartbeats(tmp_path: Any) -> Non
         # the kernel has forgotten what was sent over them.
         for (began, before, _), (ended, after, reported) in pairwise(noted[:-1]):
             other = (after - before).sent - reported
-            # Around a round gloo's words before each message, the verdict, and what a heartbeat takes.
+            # Around a round the length before each message, the verdict, and what a heartbeat takes.
             assert 0 <= other < (4000 if reported else 0) + 1000 * (1 + ended - began)
             assert other < dense / 10

@@ -3,7 +3,7 @@
 An interface counts whole packets: 14 bytes of Ethernet, 20 of IPv4, and 32 of TCP with its timestamps around
 each piece of what was sent, and as much for each bare acknowledgement. That is known from the packets it
 counted, and taken off. So is what TCP sent twice: on a busy machine it takes late answers for lost ones. What
-is left may exceed the report by 2%: gloo's own words, neighbour discovery.
+is left may exceed the report by 2%: lengths of messages, gloo's barriers, neighbour discovery.
 """
 
 from collections.abc import Iterator

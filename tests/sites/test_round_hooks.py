@@ -86,28 +86,3 @@ def test_a_hook_that_fails_before_the_last_vote_fails_the_round_everywhere(phase
     assert own == ("MemoryError", "the hook's own", True, True)
     assert other[0] == "PeerError"
     assert other[2:] == (True, True)
-
-
-def locals_of_an_interrupted_hook(rank: int) -> dict[str, Any]:
-    _, optimizer = build(rank)
-
-    def interrupted(progress: RoundProgress) -> None:
-        kept = [progress.number]
-        if progress.phase == "received" and kept:
-            raise KeyboardInterrupt
-
-    optimizer.register_round_hook(interrupted)
-    try:
-        optimizer.step()
-    except KeyboardInterrupt as error:
-        where = error.__traceback__
-        while where is not None and where.tb_frame.f_code.co_name != "interrupted":
-            where = where.tb_next
-        assert where is not None
-        return {"kept": where.tb_frame.f_locals.get("kept")}
-    raise AssertionError("nothing was raised")
-
-
-def test_giving_up_links_takes_no_locals_of_a_users_frame() -> None:
-    """gloo's messages are dropped from the traceback's frames, but only from those of loco."""
-    assert run_ranks(1, locals_of_an_interrupted_hook) == [{"kept": [1]}]

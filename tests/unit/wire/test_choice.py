@@ -205,12 +205,7 @@ def test_a_site_that_sends_nothing_or_is_alone_learns_nothing_of_how_long_an_ent
     ("entries", "sums", "sites", "worth"),
     [
         (300, 500, 2, True),
-        (
-            300,
-            900,
-            4,
-            True,
-        ),  # four messages of 144 bytes and two headers are more than a second half of 600 bytes
+        (300, 900, 4, True),  # what four messages cost is more than a second half of 600 bytes
         (3000, 5000, 2, True),
         (3000, 300, 4, False),  # an owner keeps most sums, so that hardly any come back
         (3000, 6000, 16, False),

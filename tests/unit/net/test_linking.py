@@ -1,0 +1,170 @@
+"""Members find each other by a store, prove that they are meant, and give up when one is lost."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from loco.net.linking import PatientStore, link
+from loco.net.tcp import TcpLinks
+
+
+class Shelf:
+    """A store within this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def patient(
+    shelf: Shelf, limit: float = 20.0, may_still_come: Callable[[], bool] = lambda: True
+) -> PatientStore:
+    store: Any = shelf
+    return PatientStore(store, limit=limit, may_still_come=may_still_come)
+
+
+def link_all(shelf: Shelf, size: int, *, meanwhile: Callable[[], object] = lambda: None) -> list[TcpLinks]:
+    links: dict[int, TcpLinks] = {}
+
+    def member(me: int) -> None:
+        links[me] = link(patient(shelf), "a", me, size)
+
+    threads = [threading.Thread(target=member, args=(me,)) for me in range(size)]
+    threads[0].start()
+    meanwhile()
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [links[me] for me in range(size)]
+
+
+def assert_all_linked(links: list[TcpLinks]) -> None:
+    for me, mine in enumerate(links):
+        for other, theirs in enumerate(links):
+            if other != me:
+                mine.begin([(other, torch.tensor([me, other], dtype=torch.uint8))], [])
+                (one,) = theirs.begin([], [(me, got := torch.zeros(2, dtype=torch.uint8))])
+                one.wait(timedelta(seconds=20))
+                assert got.tolist() == [me, other]
+
+
+def where(shelf: Shelf, member: int) -> tuple[str, int]:
+    deadline = time.monotonic() + 20
+    while not shelf.check([f"a/{member}"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    host, port, _, _ = shelf.get(f"a/{member}").decode().split(" ")
+    return host, int(port)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_every_member_is_linked_to_every_other(size: int) -> None:
+    links = link_all(Shelf(), size)
+    assert_all_linked(links)
+    for one in links:
+        one.close()
+
+
+def test_strangers_are_hung_up_on_and_hold_up_nobody() -> None:
+    """One that says nothing, one that says too little, one that says something else; and a port scanner."""
+    shelf, strangers = Shelf(), []
+
+    def meddle() -> None:
+        for said in (b"", b"GET / HTTP/1.1", bytes(20), bytes(100)):
+            strangers.append(socket.create_connection(where(shelf, 0)))
+            strangers[-1].sendall(said)
+        socket.create_connection(where(shelf, 0)).close()
+
+    links = link_all(shelf, 3, meanwhile=meddle)
+    assert_all_linked(links)
+    for stranger in strangers:
+        stranger.settimeout(20.0)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        stranger.close()
+    for one in links:
+        one.close()
+
+
+def test_another_listener_at_a_members_address_is_not_taken_for_it() -> None:
+    """As where two machines call themselves 127.0.0.1."""
+    shelf = Shelf()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        host, port = other.getsockname()
+        shelf.set("a/0", f"{host} {port} {bytes(16).hex()} {bytes(16).hex()}")
+
+        def answer() -> None:
+            end, _ = other.accept()
+            with end:
+                end.sendall(b"SSH-2.0-OpenSSH_9.9p1")
+                end.recv(1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(RuntimeError, match="what listens at the address of member 0 is not that member"):
+            link(patient(shelf), "a", 1, 2)
+        thread.join()
+
+
+@pytest.mark.parametrize("member", [0, 1, 2])
+def test_a_member_that_is_lost_ends_the_building_at_once(member: int) -> None:
+    """Member 1 of three has come; it, or who connects to it, finds that another one will not."""
+    shelf, began = Shelf(), time.monotonic()
+    with pytest.raises(RuntimeError, match="another rank did not come to build its links"):
+        link(patient(shelf, may_still_come=lambda: time.monotonic() < began + 0.2), "a", member, 3)
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_member_that_never_accepts_is_waited_for_within_the_limit() -> None:
+    """Its system completes connections, and it is stopped."""
+    shelf, began = Shelf(), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        host, port = stopped.getsockname()
+        shelf.set("a/0", f"{host} {port} {bytes(16).hex()} {bytes(16).hex()}")
+        with pytest.raises(RuntimeError, match="another rank did not come"):
+            link(patient(shelf, limit=0.3), "a", 1, 2)
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_member_whose_port_is_closed_is_tried_again_until_the_limit() -> None:
+    shelf = Shelf()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        host, port = closed.getsockname()
+    shelf.set("a/0", f"{host} {port} {bytes(16).hex()} {bytes(16).hex()}")
+    with pytest.raises(RuntimeError, match=rf"it listens at {host}:{port}, and Connection refused"):
+        link(patient(shelf, limit=0.3), "a", 1, 2)
+
+
+def test_the_interface_that_the_environment_names_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    shelf = Shelf()
+    links = link_all(shelf, 2)
+    assert where(shelf, 0)[0] == "127.0.0.1"
+    for one in links:
+        one.close()
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(OSError, match="GLOO_SOCKET_IFNAME: interface 'eth77' has no address"):
+        link(patient(Shelf()), "a", 0, 2)
+
+
+def test_an_address_that_is_not_this_machines_is_named() -> None:
+    with pytest.raises(OSError, match=r"can't listen at 192\.0\.2\.1"):
+        link(patient(Shelf()), "a", 0, 2, address="192.0.2.1")
