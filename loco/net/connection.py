@@ -40,7 +40,7 @@ class Message:
 
     def __init__(self, tensor: Tensor, complete: Callable[["Message", float], object]) -> None:
         self._complete = complete
-        self.memory = memoryview(tensor.numpy())
+        self.memory = tensor.numpy().data
         self.over = False
         self.error = ""
         self.is_long = False

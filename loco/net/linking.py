@@ -107,13 +107,14 @@ def _listener(address: str) -> socket.socket:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface:
         address = _address_of(interface)
+    failed: list[str] = []
     for host in [address] if address else [socket.gethostname(), "127.0.0.1"]:
         try:
             ((family, _, _, _, at), *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
             return socket.create_server(at[:2], family=family, backlog=1024)
         except OSError as error:
-            why = error
-    raise OSError(f"can't listen at {host} ({why})")
+            failed.append(f"{host} ({error})")
+    raise OSError(f"can't listen at {' or '.join(failed)}")
 
 
 def _address_of(interface: str) -> str:
