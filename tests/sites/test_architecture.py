@@ -30,7 +30,7 @@ def seen_in_a_run(rank: int, folder: str) -> tuple[set[str], set[str]]:
             struck.append(progress)
             raise KeyboardInterrupt
 
-    model = torch.nn.Linear(8, 8)
+    model = torch.nn.Linear(1024, 1024)  # large enough for messages that a thread moves
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
