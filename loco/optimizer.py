@@ -89,7 +89,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             "dense" (the same with every element, as FP32), or "auto": the one that is predicted to send the
             fewest bytes.
         offload: keep θ, e and m, 12 bytes per parameter, in pinned host memory instead of the GPU's. The
-            round is then computed on the CPU, and exchanged by gloo from host memory.
+            round is then computed on the CPU, and exchanged by TCP from host memory.
 
     Raises:
         ValueError: an argument is out of range, a parameter can't be synchronised, or there is neither a

@@ -58,7 +58,8 @@ class Ranks(Protocol):
         ...
 
     def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
-        """Links by torch's own groups, which all ranks build together; None: gloo pairs are better."""
+        """Links by torch's own groups, which all ranks build together; None: loco's own connections are
+        better."""
         ...
 
     def close(self) -> None: ...

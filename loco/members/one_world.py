@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from ..net.mesh import GroupMesh, Mesh, Subset, any_device, only_gloo, wire_device
+from ..net.mesh import GroupMesh, Mesh, Subset, any_device, group_device
 from ..net.transport import Transport
 from .arrangement import NO_CLAIM, Claim, arrange, consecutive_peers, peers_in_mesh
 
@@ -99,9 +99,9 @@ class OneWorld:
     def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
         world = dist.group.WORLD
         assert world is not None
-        if only_gloo():
+        sends = group_device(world, device)
+        if sends is None:
             return None
-        sends = wire_device(world, device)
         groups = self._sites if inside else [list(column) for column in zip(*self._sites, strict=True)]
         # NCCL connects later, and then still needs torch's store.
         mesh = GroupMesh(group := self._new_group(groups), sends, owned=True)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import AgreementError
-from ..net.mesh import GroupMesh, Mesh, any_device, only_gloo, wire_device
+from ..net.mesh import GroupMesh, Mesh, any_device, group_device
 from .one_world import ensure_process_group
 
 
@@ -41,11 +41,12 @@ class OwnWorld:
         return GroupMesh(self.site_group, any_device(self.site_group), owned=False)
 
     def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
-        if not inside or only_gloo():
+        sends = group_device(self.site_group, device)
+        if not inside or sends is None:
             return None
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
-        return GroupMesh(group, wire_device(self.site_group, device), owned=True)
+        return GroupMesh(group, sends, owned=True)
 
     def close(self) -> None:
         pass  # the group is the caller's

@@ -164,23 +164,11 @@ def any_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device(next(iter(backends_of(group))))
 
 
-def only_gloo() -> bool:
-    """Whether torch's default process group has no other backend."""
-    return {pair.rpartition(":")[2] for pair in str(dist.get_backend_config()).split(",")} == {"gloo"}
-
-
-def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where messages must lie for this group to send them, for a caller whose tensors live on `device`."""
-    backends = backends_of(group)
-    if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
-        return device
-    # gloo sends CPU memory only, so a GPU's messages are staged through the host.
-    if "cpu" in backends:
-        return torch.device("cpu")
-    raise ValueError(
-        f"the process group's backend ({dist.get_backend_config(group)}) can't send {device.type} "
-        f"memory: call init_process_group with backend='cpu:gloo,cuda:nccl'"
-    )
+def group_device(group: dist.ProcessGroup, device: torch.device) -> torch.device | None:
+    """Where the messages of tensors on `device` lie if the group carries them. None: host memory, and
+    connections of loco's own do it better than gloo."""
+    backend = backends_of(group).get(device.type, "gloo")
+    return None if device.type == "cpu" or backend == "gloo" else device
 
 
 def _close_pairs(pairs: Any, peers: Iterable[int]) -> None:

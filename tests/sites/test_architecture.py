@@ -23,6 +23,13 @@ def seen_in_a_run(rank: int, folder: str) -> tuple[set[str], set[str]]:
         keys.update(dist.distributed_c10d._get_default_store().list_keys())
         threads.update(thread.name for thread in threading.enumerate())
 
+    def keep_looking() -> None:  # some threads live as long as one wait
+        while not over.wait(0.0005):
+            threads.update(thread.name for thread in threading.enumerate())
+
+    over = threading.Event()
+    looking = threading.Thread(target=keep_looking)
+    looking.start()
     struck: list[loco.RoundProgress] = []
 
     def interrupt(progress: loco.RoundProgress) -> None:
@@ -47,6 +54,8 @@ def seen_in_a_run(rank: int, folder: str) -> tuple[set[str], set[str]]:
         look()  # before new links replace what was given up
         optimizer.sync()
     look()
+    over.set()
+    looking.join()
     return keys, threads
 
 

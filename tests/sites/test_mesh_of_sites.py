@@ -7,6 +7,7 @@ import subprocess
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
 from selection import SHARDINGS
@@ -71,7 +72,7 @@ def test_sites_of_a_mesh_train_as_consecutive_ranks_do(layout: Layout, sites: li
 
 def by_torchs_groups(rank: int) -> Any:
     """In an order of ranks that is not torch's, over process groups as NCCL's links are."""
-    one_world.only_gloo = lambda: False
+    one_world.group_device = lambda *_: torch.device("cpu")
     return trained(
         loco.Topology(mesh=DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("site", "shard"))["site"])
     )
