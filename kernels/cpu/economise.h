@@ -7,10 +7,14 @@
 #include "packing.h"
 
 #if defined(__AVX2__)
-/* power_of of the weights at eight places of a block. */
+/* power_of of eight weights. */
+static inline __m256 powers_of(__m256i weights) {
+    return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_and_si256(weights, all(0x7F800000)), all(0x00800000)));
+}
+
+/* Of those at eight places of a block. */
 static inline __m256 powers_at(const float *theta, __m128i places) {
-    __m256i at = _mm256_i32gather_epi32((const int *)(const void *)theta, _mm256_cvtepu8_epi32(places), 4);
-    return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_and_si256(at, all(0x7F800000)), all(0x00800000)));
+    return powers_of(_mm256_i32gather_epi32((const int *)(const void *)theta, _mm256_cvtepu8_epi32(places), 4));
 }
 
 /* is_above of eight numbers, as a mask. */

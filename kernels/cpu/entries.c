@@ -1,7 +1,7 @@
 /* What an exchange does with entries, bit for bit as in ../reference_entries.py: adding up several sites', and checking
  * a peer's. */
 
-#include "economies.h"
+#include "economise.h"
 
 /* ---- adding up ---- */
 
@@ -28,83 +28,119 @@ static int64_t entries_before(const Sum *c, int64_t block) {
     return count;
 }
 
-/* The marks, each 0 or 1, of eight elements as bits, the first one lowest; and no marks any more. */
-static inline uint32_t take_marks(uint8_t *marks) {
-    uint64_t eight;
-    memcpy(&eight, marks, 8);
-    memset(marks, 0, 8);
-    return (uint32_t)((eight * 0x0102040810204080u) >> 56);
+/* The marks of a block, each 0 or 1, as bits; and no marks any more. */
+static inline void take_all_marks(uint8_t *marks, uint64_t *marked) {
+    for (int word = 0; word < BLOCK / 64; word++) {
+        marked[word] = 0;
+        for (int i = 0; i < 64; i += 8) {
+            uint64_t eight;
+            memcpy(&eight, marks + 64 * word + i, 8);
+            marked[word] |= ((eight * 0x0102040810204080u) >> 56) << i;
+        }
+    }
+    memset(marks, 0, BLOCK);
 }
 
-/* The sums of a block. `total` and `marks` are all zeros, before and after. -> how many there are */
-static inline int add_block(const Sum *c, int64_t block, float *total, uint8_t *marks, uint8_t *offsets, float *values) {
-    const Entries *only = NULL;
+/* Marks and adds up the entries that some contributions have in a block. `total` and `marks` are all zeros before, and
+ * `marks` after. */
+static inline void add_block(const Sum *c, int64_t block, int64_t entries, float *total, uint8_t *marks, uint64_t *marked) {
+    enum { FEW = 40 };  /* entries: to mark each as a bit is quicker than to look at all marks of the block */
+    memset(marked, 0, BLOCK / 8);
+    for (int64_t r = 0; r < c->contributions; r++) {
+        const Entries *e = &c->contribution[r];
+        int64_t first = e->starts[block], last = e->starts[block + 1];
+        if (entries <= FEW)
+            for (int64_t k = first; k < last; k++) marked[e->offsets[k] / 64] |= (uint64_t)1 << e->offsets[k] % 64;
+        else
+            for (int64_t k = first; k < last; k++) marks[e->offsets[k]] = 1;
+        for (int64_t k = first; k < last; k++) total[e->offsets[k]] += e->values[k];
+    }
+    if (entries > FEW) take_all_marks(marks, marked);
+}
+
+/* Which of the marked sums are above `margin` ulp(θ). `marks` are all zeros, before and after. */
+static inline void mark_large(const Sum *c, int64_t block, int64_t entries, const float *total, uint8_t *marks,
+                              const uint64_t *marked, uint64_t *large) {
+    enum { MANY = 24 };  /* entries: to look at all elements of the block, eight and more at a time, is quicker */
+    const float *theta = c->theta + block * BLOCK;
+    memset(large, 0, BLOCK / 8);
+    if (entries >= MANY && c->n - block * BLOCK >= BLOCK) {
+#if defined(__AVX2__)
+        for (int i = 0; i < BLOCK; i += 8) {
+            __m256 powers = powers_of(_mm256_loadu_si256((const __m256i *)(const void *)(theta + i)));
+            large[i / 64] |= (uint64_t)are_above(_mm256_loadu_ps(total + i), c->margin, powers) << i % 64;
+        }
+#else
+        for (int i = 0; i < BLOCK; i++) marks[i] = is_above(total[i], c->margin, power_of(theta[i])) != 0;
+        take_all_marks(marks, large);
+#endif
+        for (int word = 0; word < BLOCK / 64; word++) large[word] &= marked[word];
+        return;
+    }
+    for (int word = 0; word < BLOCK / 64; word++)
+        for (uint64_t left = marked[word]; left; left &= left - 1) {
+            int i = 64 * word + __builtin_ctzll(left);
+            large[word] |= (uint64_t)(is_above(total[i], c->margin, power_of(theta[i])) != 0) << i % 64;
+        }
+}
+
+/* The marked sums of a block go to the next places of a room, and leave zeros behind. -> the next place */
+static inline int64_t take_sums(const uint64_t *marked, float *total, const Room *room, int64_t next) {
+    for (int word = 0; word < BLOCK / 64; word++)
+        for (uint64_t left = marked[word]; left; left &= left - 1) {
+            int i = 64 * word + __builtin_ctzll(left);
+            room->offsets[next] = (uint8_t)i;
+            room->values[next++] = total[i];
+            total[i] = 0.0f;
+        }
+    return next;
+}
+
+/* How many entries all contributions have in a block; and if one of them has them all, which. */
+static inline int64_t entries_in(const Sum *c, int64_t block, const Entries **only) {
+    int64_t entries = 0;
     int some = 0;
     for (int64_t r = 0; r < c->contributions; r++) {
         const Entries *e = &c->contribution[r];
-        if (e->starts[block] == e->starts[block + 1]) continue;
-        only = e;
+        int64_t count = e->starts[block + 1] - e->starts[block];
+        if (!count) continue;
+        entries += count;
+        *only = e;
         some++;
     }
-    if (!some) return 0;
-    if (some == 1) {
-        int64_t first = only->starts[block], count = only->starts[block + 1] - first;
-        memcpy(offsets, only->offsets + first, (size_t)count);
-        for (int64_t k = 0; k < count; k++) values[k] = 0.0f + only->values[first + k];
-        return (int)count;
-    }
-    for (int64_t r = 0; r < c->contributions; r++) {
-        const Entries *e = &c->contribution[r];
-        for (int64_t k = e->starts[block]; k < e->starts[block + 1]; k++) {
-            int i = e->offsets[k];
-            marks[i] = 1;
-            total[i] += e->values[k];
-        }
-    }
-    int count = 0;
-    for (int first = 0; first < BLOCK; first += 64) {
-        uint64_t left = 0;
-        for (int i = 0; i < 64; i += 8) left |= (uint64_t)take_marks(marks + first + i) << i;
-        for (; left; left &= left - 1) {
-            int i = first + __builtin_ctzll(left);
-            offsets[count] = (uint8_t)i;
-            values[count++] = total[i];
-            total[i] = 0.0f;
-        }
-    }
-    return count;
-}
-
-/* Each sum is written to the next place of both rooms, and one of them moves on. */
-static void split_block(const Sum *c, int64_t block, int count, const uint8_t *offsets, const float *values, int64_t *next) {
-    const float *theta = c->theta + block * BLOCK;
-    const Room *leave = &c->room[0], *stay = &c->room[1];
-    int64_t leaving = next[0], staying = next[1];
-    int above[BLOCK];
-    for (int k = 0; k < count; k++) above[k] = is_above(values[k], c->margin, power_of(theta[offsets[k]]));
-    for (int k = 0; k < count; k++) {
-        leave->offsets[leaving] = stay->offsets[staying] = offsets[k];
-        leave->values[leaving] = stay->values[staying] = values[k];
-        leaving += above[k];
-        staying += 1 - above[k];
-    }
-    next[0] = leaving, next[1] = staying;
+    if (some != 1) *only = NULL;
+    return entries;
 }
 
 static void *add_share(void *argument) {
     Share *share = argument;
     const Sum *c = share->call;
-    float total[BLOCK] = {0}, values[BLOCK];
-    uint8_t marks[BLOCK] = {0}, offsets[BLOCK];
+    float total[BLOCK] = {0};
+    uint8_t marks[BLOCK] = {0};
+    uint64_t marked[BLOCK / 64], large[BLOCK / 64], small[BLOCK / 64];
     int64_t begin = entries_before(c, share->first), next[2] = {begin, begin};
+    const Room *leave = &c->room[0], *stay = &c->room[1];
     for (int64_t b = share->first; b < share->last; b++) {
-        if (c->rooms == 2) {
-            int count = add_block(c, b, total, marks, offsets, values);
-            split_block(c, b, count, offsets, values, next);
-            c->room[1].starts[b + 1] = next[1];
-        } else
-            next[0] += add_block(c, b, total, marks, c->room[0].offsets + next[0], c->room[0].values + next[0]);
-        c->room[0].starts[b + 1] = next[0];
+        const Entries *only = NULL;
+        int64_t entries = entries_in(c, b, &only);
+        if (only && c->rooms == 1) {
+            int64_t first = only->starts[b];
+            memcpy(leave->offsets + next[0], only->offsets + first, (size_t)entries);
+            for (int64_t k = 0; k < entries; k++) leave->values[next[0] + k] = 0.0f + only->values[first + k];
+            next[0] += entries;
+        } else if (entries) {
+            add_block(c, b, entries, total, marks, marked);
+            if (c->rooms == 1)
+                next[0] = take_sums(marked, total, leave, next[0]);
+            else {
+                mark_large(c, b, entries, total, marks, marked, large);
+                for (int word = 0; word < BLOCK / 64; word++) small[word] = marked[word] & ~large[word];
+                next[0] = take_sums(large, total, leave, next[0]);
+                next[1] = take_sums(small, total, stay, next[1]);
+            }
+        }
+        leave->starts[b + 1] = next[0];
+        if (c->rooms == 2) stay->starts[b + 1] = next[1];
     }
     return NULL;
 }
