@@ -30,7 +30,7 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         return dict.fromkeys(peers, frame)
 
     stream = Stream(
-        work.across, frames.count, check, phase=work.phase("entries"), most=work.framing.most_room
+        work.across, frames.count, check, phase=work.phase("entries"), most=work.framing.most_rooms
     )
     found: dict[int, list[Entries]] = {site: [] for site in peers}
     flying: deque[PendingMessages] = deque()

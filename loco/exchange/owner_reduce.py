@@ -63,7 +63,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     rooms = (room_for_entries, room_for_sums) if framing.sizes_are_known else (None, None)
 
     def stream(what: str, check: Check, room: Room | None) -> Stream:
-        return Stream(across, frames.count, check, phase=work.phase(what), most=framing.most_room, room=room)
+        return Stream(across, frames.count, check, phase=work.phase(what), most=framing.most_rooms, room=room)
 
     entries = stream("entries", check_entries, rooms[0])
     sums = stream("sums", check_sums, rooms[1])

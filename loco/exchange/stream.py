@@ -1,7 +1,7 @@
 """Frames on their way: sent and received in ticks, while this rank codes what comes next."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Stream:
         frames: how many each sends to each.
         check: raises a WireError for a header that is not the expected one.
         phase: what errors call it.
-        most: makes room for any frame of the vector.
+        most: makes room for so many frames, whichever of the vector's they are.
         room: where each body is received, if all sizes are known beforehand: then header and body are two
             messages of one tick.
     """
@@ -48,7 +48,7 @@ class Stream:
         check: Check,
         *,
         phase: str,
-        most: Callable[[], Tensor],
+        most: Callable[[int], Sequence[Tensor]],
         room: Room | None = None,
     ) -> None:
         self.across = across
@@ -70,7 +70,7 @@ class Stream:
         tick = self._posted
         self._posted += 1
         peers = self.across.peers if tick < self.frames else []
-        headers = {peer: self._room_for_header() for peer in peers}
+        headers = dict(zip(peers, self._rooms_for_headers(len(peers)), strict=True))
         if self._in_one_piece:
             self._flying.append((tick, headers, headers))
             return [(p, frame.in_one_piece()) for p, frame in frames.items()], list(headers.items())
@@ -112,8 +112,11 @@ class Stream:
             bodies = {peer: message[RECORD_BYTES:] for peer, message in headers.items()}
         return {peer: (announced[peer], body) for peer, body in bodies.items()}
 
-    def _room_for_header(self) -> Tensor:
-        """And for a whole frame, which a peer sends that takes the exchange for another one."""
+    def _rooms_for_headers(self, count: int) -> Sequence[Tensor]:
+        """And for whole frames, which a peer sends that takes the exchange for another one."""
+        if not count:
+            return ()
         if self.across.takes_less:
-            return self._most()
-        return torch.empty(RECORD_BYTES, dtype=torch.uint8, device=self.across.device)
+            return self._most(count)
+        rooms = torch.empty(count * RECORD_BYTES, dtype=torch.uint8, device=self.across.device)
+        return rooms.split(RECORD_BYTES)

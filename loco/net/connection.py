@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import islice
 
 from torch import Tensor
 
@@ -92,25 +93,20 @@ class Connection:
         """As much as the system takes."""
         leaving = self._leaving
         while leaving and self._is_writable:
-            pieces: list[memoryview] = []
-            size = 0
-            for piece, _ in leaving:
-                pieces.append(piece[: _MOST - size])
-                size += len(pieces[-1])
-                if size == _MOST or len(pieces) == _PIECES:
-                    break
+            pieces = [piece for piece, _ in islice(leaving, _PIECES)]
+            if sum(map(len, pieces)) > _MOST:
+                pieces = _first_of(pieces, _MOST)
             try:
                 sent = self.end.sendmsg(pieces)
             except BlockingIOError:
                 self._is_writable = False
                 return
             while sent:
-                piece, message = leaving[0]
+                piece, message = leaving.popleft()
                 if sent < len(piece):
-                    leaving[0] = piece[sent:], message
+                    leaving.appendleft((piece[sent:], message))
                     break
                 sent -= len(piece)
-                leaving.popleft()
                 if message is not None:
                     finish(message)
 
@@ -190,3 +186,12 @@ class Connection:
         if count < len(room) and not self._is_ending:
             self._is_readable = False  # there was no more; an event will tell when there is
         return count
+
+
+def _first_of(pieces: list[memoryview], size: int) -> list[memoryview]:
+    """Their first bytes."""
+    first: list[memoryview] = []
+    for piece in pieces:
+        first.append(piece[:size])
+        size -= len(first[-1])
+    return first

@@ -1,5 +1,6 @@
 """Frames: the entries of runs of elements, each coded on its own, so that coding and sending overlap."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,14 +22,10 @@ FEW, MANY = 8, 32  # frames
 class Frame(NamedTuple):
     header: FrameHeader
     body: Tensor  # uint8, on the transport's device
-    room: Tensor | None = None  # of which the body is all but the first bytes: the header's place
+    whole: Tensor | None = None  # if the body has its header in front of it
 
     def in_one_piece(self) -> Tensor:
-        room = self.room
-        if room is None:
-            room = torch.cat([self.body.new_empty(RECORD_BYTES), self.body])
-        room[:RECORD_BYTES] = torch.frombuffer(bytearray(self.header.pack()), dtype=torch.uint8)
-        return room
+        return torch.cat([_packed(self.header), self.body]) if self.whole is None else self.whole
 
 
 @dataclass(frozen=True)
@@ -113,6 +110,7 @@ class Framing:
             self.coded_bytes += RECORD_BYTES + body.numel()
         if room is None:
             return Frame(header, body.to(self.device))
+        room[:RECORD_BYTES] = _packed(header)
         room = room.to(self.device)
         return Frame(header, room[RECORD_BYTES:], room)
 
@@ -126,11 +124,12 @@ class Framing:
         numel = at.stop - at.start
         return recycled(self.codec.most_bytes(numel, numel), torch.uint8, self.device)
 
-    def most_room(self) -> Tensor:
-        """For any frame of this vector in one piece. Only the pages that are written take memory."""
+    def most_rooms(self, count: int) -> Sequence[Tensor]:
+        """For any frames of this vector in one piece. Only the pages that are written take memory."""
         numel = self.known.anchor.numel()
         numel = min(numel, Frames.of(numel).size)
-        return recycled(RECORD_BYTES + FAST.most_bytes(numel, numel), torch.uint8, self.device)
+        size = RECORD_BYTES * (1 + -(-FAST.most_bytes(numel, numel) // RECORD_BYTES))  # values must lie at fours
+        return recycled(count * size, torch.uint8, self.device).split(size)
 
     def failed(self, at: slice, number: int, kind: Kind) -> Frame:
         """In the place of a frame that this site can't make; its vote will say why. The peers wait for a body
@@ -207,6 +206,10 @@ class Framing:
                 kept.pop(next(iter(kept)))
             kept[key] = part.to("cpu")
         return kept[key]
+
+
+def _packed(header: FrameHeader) -> Tensor:
+    return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
 
 
 def _whole(parts: Parts) -> Tensor:

@@ -9,7 +9,7 @@ docs/wire.md gives the same to the byte.
 import ctypes
 import struct
 import zlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
 from typing import ClassVar, Self
@@ -97,7 +97,9 @@ class Record:
             expected = " or ".join(kind.name.lower() for kind in cls.KINDS)
             raise WireError(f"a record of kind {kind} in the place of {expected}")
         values = (Kind(kind), site, round_, *cls.NUMBERS.unpack_from(raw, _OPENING.size))
-        return cls(**dict(zip(_names(cls), values, strict=True)))
+        record = cls.__new__(cls)  # as by __init__, which takes three times as long
+        vars(record).update(zip(_names(cls), values, strict=True))
+        return record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +149,11 @@ class Vote(Record):
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         vote = super().unpack(raw)
-        if vote.status not in list(Status):
-            raise WireError(f"a vote of the unknown status {vote.status}")
-        return replace(vote, status=Status(vote.status))
+        try:
+            vars(vote)["status"] = Status(vote.status)
+        except ValueError as error:
+            raise WireError(f"a vote of the unknown status {vote.status}") from error
+        return vote
 
 
 @dataclass(frozen=True, kw_only=True)
