@@ -74,7 +74,7 @@ class Fast:
         wide = body.numel() != 5 * count + blocks
         if count > numel or (wide and body.numel() != 5 * count + 2 * blocks):
             raise WireError(f"{body.numel()} bytes can't hold {count} of {numel} entries")
-        values, offsets, counts = body.split([4 * count, count, body.numel() - 5 * count])
+        values, offsets, counts = body[: 4 * count], body[4 * count : 5 * count], body[5 * count :]
         if wide:
             counts = counts.clone().view(torch.int16)  # bytes start anywhere in a message; a copy aligns them
             if blocks and not bool((counts > 255).any()):
