@@ -5,6 +5,7 @@ moves the bytes of all connections meanwhile: no other thread has to be woken fo
 system takes and gives at once. Long messages are moved by a thread while this rank computes.
 """
 
+import os
 import select
 import socket
 import threading
@@ -35,6 +36,7 @@ class TcpLinks:
         self.name = name
         self._connections = Connections(ends)
         self._end = weakref.finalize(self, self._connections.close)
+        self._end.atexit = False  # the system hangs up; a forked child that ends must not
 
     @property
     def is_open(self) -> bool:
@@ -55,6 +57,7 @@ class Connections:
     what can be moved. Others that need a message wait until it has come, or until nobody leads any more."""
 
     def __init__(self, ends: Mapping[int, socket.socket]) -> None:
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for those who wait while another thread leads
         self._needed = threading.Condition(self._lock)  # for the thread of long messages
@@ -128,6 +131,8 @@ class Connections:
             self._changed.notify_all()
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child drops its copy: the connections are its parent's
         self.give_up(GIVEN_UP)
         with self._lock:
             self._closed = True

@@ -37,16 +37,17 @@ class Publishing:
         """Find and code what changed. The weights may change again when this returns; a thread writes it."""
         self.finish()
         try:
-            publisher = self._publisher = self._publisher or self._opened(version)
             try:
-                publisher.publish(version, wait=False)
-            except (loco.sync.TakenOverError, ValueError) as error:  # the store has this version
-                self._is_there_already(version, error)
-                return
+                publisher = self._begun(version)
+            except loco.sync.TakenOverError:  # another site has published since, perhaps an earlier version
+                self._publisher = None
+                publisher = self._begun(version)
+        except ValueError as error:  # the store has this version
+            self._is_there_already(version, error)
         except (loco.sync.SyncError, OSError) as error:
             self._can_not_be_there(version, error)
-            return
-        self._writing = self._thread.submit(self._write, publisher, version)
+        else:
+            self._writing = self._thread.submit(self._write, publisher, version)
 
     def finish(self) -> None:
         """Wait until the version that was begun is written, or has failed."""
@@ -68,18 +69,19 @@ class Publishing:
             if self._failed:
                 time.sleep(_PAUSE)
 
-    def _opened(self, version: int) -> loco.sync.Publisher:
+    def _begun(self, version: int) -> loco.sync.Publisher:
         url = self._url if self._config.patches else whole(self._url, version)
-        return loco.sync.Publisher(self._checkpoint, url)
+        publisher = self._publisher = self._publisher or loco.sync.Publisher(self._checkpoint, url)
+        publisher.publish(version, wait=False)
+        return publisher
 
     def _write(self, publisher: loco.sync.Publisher, version: int) -> None:
         begun = time.time()
         try:
             published = publisher.flush()
-        except loco.sync.TakenOverError as error:
-            self._is_there_already(version, error)
-            return
         except (loco.sync.SyncError, OSError) as error:
+            if isinstance(error, loco.sync.TakenOverError):
+                self._publisher = None
             self._can_not_be_there(version, error)
             return
         assert published is not None

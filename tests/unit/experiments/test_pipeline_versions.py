@@ -166,3 +166,17 @@ def test_a_version_that_another_site_has_published_counts(
     one.publishing.begin(2)
     one.publishing.close()
     assert one.controller.versions == other.controller.versions == [1, 2]
+
+
+def test_an_earlier_version_that_another_site_has_published_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sites publish what is missing while the store is gone, and one of them goes on alone."""
+    one, other = Site(tmp_path, monkeypatch), Site(tmp_path, monkeypatch)
+    for site, version in ((one, 1), (other, 2), (one, 3)):
+        with torch.no_grad():
+            site.model.weight.add_(version)
+        site.publishing.begin(version)
+        site.publishing.finish()
+    assert one.controller.versions == [1, 3]
+    assert torch.equal(one.published(), one.model.weight.detach().bfloat16())

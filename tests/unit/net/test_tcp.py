@@ -233,3 +233,18 @@ def test_links_that_are_dropped_leave_no_descriptor_and_no_thread() -> None:
         while held() != before and time.monotonic() < deadline:
             time.sleep(0.01)
         assert held() == before
+
+
+def test_a_forked_child_that_drops_its_copy_and_ends_hangs_up_on_nobody() -> None:
+    """As a DataLoader's worker may."""
+    with linked() as (left, right):
+        child = os.fork()
+        if not child:
+            left.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        (sent,) = left.begin([(1, filled(5, 1))], [])
+        (received,) = right.begin([], [(0, got := room(5))])
+        for one in (sent, received):
+            one.wait(SOON)
+        assert torch.equal(got, filled(5, 1))
