@@ -162,7 +162,7 @@ class FixedSites:
             try:
                 for inside in (True, False):
                     meshes.append(self._mesh(store, f"loco/{name}", device, inside=inside))
-            except (RuntimeError, OSError) as error:
+            except RuntimeError as error:
                 for mesh in meshes:
                     mesh.close()
                 owner = name.rpartition("/")[0]

@@ -148,7 +148,7 @@ class JoinedWorlds:
         try:
             by = PatientStore(client, limit=limit, may_still_come=lambda: True)
             return link(by, name, self.rank, self.world, address=self.address)
-        except (RuntimeError, OSError) as error:
+        except RuntimeError as error:
             raise TransportError(f"linking {self.world} ranks: {first_line(error)}", lasting=True) from error
         finally:
             client.close()

@@ -76,9 +76,17 @@ def link(store: PatientStore, name: str, member: int, size: int, *, address: str
             that GLOO_SOCKET_IFNAME names.
 
     Raises:
-        RuntimeError: a member was lost, or can't be reached.
-        OSError: this machine can't listen there.
+        RuntimeError: a member was lost or can't be reached, or this machine can't listen there.
     """
+    try:
+        return TcpLinks(name, _connections(store, name, member, size, address))
+    except OSError as error:  # a member that was lost has hung up, too
+        raise RuntimeError(f"links to other ranks: {error}") from error
+
+
+def _connections(
+    store: PatientStore, name: str, member: int, size: int, address: str
+) -> dict[int, socket.socket]:
     with ExitStack() as opened:
         listener = opened.enter_context(_listener(address))
         host, port = listener.getsockname()[:2]
@@ -97,10 +105,9 @@ def link(store: PatientStore, name: str, member: int, size: int, *, address: str
         for other, promise in promises.items():
             if _read(ends[other], _TOKEN, store) != promise:
                 raise RuntimeError(f"what listens at the address of member {other} is not that member")
-        links = TcpLinks(name, ends)
         listener.close()
         opened.pop_all()
-        return links
+        return ends
 
 
 def _listener(address: str) -> socket.socket:

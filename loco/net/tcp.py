@@ -104,7 +104,7 @@ class Connections:
             while not message.over:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    self.give_up(f"not within {seconds:g} s")
+                    self.give_up("not in time")
                     break
                 with self._lock:
                     if message.over:

@@ -181,7 +181,7 @@ def test_links_that_another_thread_interrupts_end_the_wait(size: int) -> None:
 def test_a_wait_that_ends_without_its_message_closes_all_connections() -> None:
     with linked(3) as (left, middle, right):
         (awaited,) = left.begin([], [(1, room(1))])
-        with pytest.raises(RuntimeError, match=r"not within 0\.2 s"):
+        with pytest.raises(RuntimeError, match="not in time"):
             awaited.wait(timedelta(seconds=0.2))
         for other in (middle, right):
             (one,) = other.begin([], [(0, room(1))])
