@@ -396,6 +396,7 @@ def _give_half(
     link: Any, peer: int, head: Any, tensors: list[torch.Tensor], give: Any = recovery.give
 ) -> None:
     give(link, peer, head, tensors[:1])
+    time.sleep(1.0)  # until it has come
     _die()
 
 

@@ -75,12 +75,18 @@ class Connection:
         self._is_ending = False
         self._lost = ""
 
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: it is lost.
+        """
+        if self._lost:
+            raise RuntimeError(self._lost)
+
     def expect(self, message: Message) -> None:
-        self._check()
         self._expected.append(message)
 
     def add(self, message: Message) -> None:
-        self._check()
         self._leaving.append((memoryview(LENGTH.pack(len(message.memory))), None))
         self._leaving.append((message.memory, message))
 
@@ -97,18 +103,18 @@ class Connection:
             if sum(map(len, pieces)) > _MOST:
                 pieces = _first_of(pieces, _MOST)
             try:
-                sent = self.end.sendmsg(pieces)
+                sent = self.end.sendmsg(pieces, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 self._is_writable = False
                 return
-            while sent:
+            while leaving and sent >= len(leaving[0][0]):
                 piece, message = leaving.popleft()
-                if sent < len(piece):
-                    leaving.appendleft((piece[sent:], message))
-                    break
                 sent -= len(piece)
                 if message is not None:
                     finish(message)
+            if sent:
+                piece, message = leaving[0]
+                leaving[0] = piece[sent:], message
 
     def receive(self, finish: Callable[[Message], object]) -> None:
         """As much as has come of the messages that are expected."""
@@ -157,10 +163,6 @@ class Connection:
         self._leaving.clear()
         self._room = None
         return lost
-
-    def _check(self) -> None:
-        if self._lost:
-            raise RuntimeError(self._lost)
 
     def _read_on(self) -> bool:
         """More for the stage. False: nothing has come."""

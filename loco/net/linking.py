@@ -46,15 +46,16 @@ class PatientStore:
         self.written.append(key)
         self._store.set(key, value)
 
-    def wait(self, key: str) -> str:
-        """
+    def wait(self, keys: list[str]) -> list[str]:
+        """-> what they hold, once all are set
+
         Raises:
-            RuntimeError: nobody will set it any more.
+            RuntimeError: somebody will not set one any more.
         """
-        while not self._store.check([key]):
+        while keys and not self._store.check(keys):
             self.check()
             time.sleep(_POLL)
-        return self._store.get(key).decode()
+        return [self._store.get(key).decode() for key in keys]
 
     def check(self) -> None:
         """
@@ -93,12 +94,16 @@ def _connections(
         asked, promised = os.urandom(_TOKEN), os.urandom(_TOKEN)
         store.set(f"{name}/{member}", f"{host} {port} {asked.hex()} {promised.hex()}")
         ends: dict[int, socket.socket] = {}
+        asks: dict[int, bytes] = {}
         promises: dict[int, bytes] = {}
-        for other in range(member):
-            where, at, ask, promise = store.wait(f"{name}/{other}").split(" ")
-            ends[other] = opened.enter_context(_connected(where, int(at), store))
-            ends[other].sendall(bytes.fromhex(ask) + _MEMBER.pack(member))
-            promises[other] = bytes.fromhex(promise)
+        begun: dict[int, tuple[str, int, socket.socket]] = {}
+        for other, said in enumerate(store.wait([f"{name}/{other}" for other in range(member)])):
+            where, at, ask, promise = said.split(" ")
+            begun[other] = where, int(at), opened.enter_context(_connecting(where, int(at)))
+            asks[other], promises[other] = bytes.fromhex(ask), bytes.fromhex(promise)
+        for other, (where, at, end) in begun.items():  # all are on their way
+            ends[other] = opened.enter_context(_connected(end, where, at, store))
+            ends[other].sendall(asks[other] + _MEMBER.pack(member))
         for other, end in _arrivals(listener, asked, range(member + 1, size), store):
             ends[other] = opened.enter_context(end)
             end.sendall(promised)
@@ -117,10 +122,15 @@ def _listener(address: str) -> socket.socket:
     failed: list[str] = []
     for host in [address] if address else [socket.gethostname(), "127.0.0.1"]:
         try:
-            ((family, _, _, _, at), *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-            return socket.create_server(at[:2], family=family, backlog=1024)
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         except OSError as error:
             failed.append(f"{host} ({error})")
+            continue
+        for family, _, _, _, at in found:
+            try:
+                return socket.create_server(cast(tuple[str, int], at), family=family, backlog=1024)
+            except OSError as error:
+                failed.append(f"{at[0]} ({error})")
     raise OSError(f"can't listen at {' or '.join(failed)}")
 
 
@@ -137,21 +147,24 @@ def _address_of(interface: str) -> str:
     raise OSError(f"GLOO_SOCKET_IFNAME: interface {interface!r} has no address")
 
 
-def _connected(host: str, port: int, store: PatientStore) -> socket.socket:
+def _connecting(host: str, port: int) -> socket.socket:
+    end = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    end.setblocking(False)
+    end.connect_ex((host, port))  # what comes of it is asked for later
+    return end
+
+
+def _connected(end: socket.socket, host: str, port: int, store: PatientStore) -> socket.socket:
     """A connection to who listens there. It is tried again and again: a try that fails may say little."""
     why = "it does not answer"
     while True:
-        end = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            end.setblocking(False)
-            code = end.connect_ex((host, port))
-            if code == errno.EINPROGRESS:
-                _until(end, selectors.EVENT_WRITE, store)
-                code = end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if not code:
+            _until(end, selectors.EVENT_WRITE, store)
+            code = end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if not code and _is_connected(end):
                 end.setblocking(True)
                 return end
-            why = os.strerror(code)
+            why = os.strerror(code or errno.EHOSTUNREACH)
             store.check()
         except RuntimeError as error:
             end.close()
@@ -161,6 +174,16 @@ def _connected(host: str, port: int, store: PatientStore) -> socket.socket:
             raise
         end.close()
         time.sleep(_POLL)
+        end = _connecting(host, port)
+
+
+def _is_connected(end: socket.socket) -> bool:
+    """What fails at once leaves no error behind."""
+    try:
+        end.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _arrivals(
@@ -175,7 +198,10 @@ def _arrivals(
             store.check()
             for key, _ in selector.select(_POLL):
                 if key.fileobj is listener:
-                    end = opened.enter_context(listener.accept()[0])
+                    try:
+                        end = opened.enter_context(listener.accept()[0])
+                    except ConnectionError:  # who came is gone
+                        continue
                     selector.register(end, selectors.EVENT_READ)
                     said[end] = b""
                     continue

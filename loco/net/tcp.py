@@ -19,6 +19,7 @@ from .connection import EVENTS, Connection, Message
 from .mesh import GIVEN_UP, Messages
 
 LONG = 1 << 20  # bytes of room from which on a message that is expected is moved by the thread
+_LONGEST_LOOK = 3600.0  # seconds; the system takes no more than some weeks
 
 
 class TcpLinks:
@@ -35,12 +36,12 @@ class TcpLinks:
     def __init__(self, name: str, ends: Mapping[int, socket.socket]) -> None:
         self.name = name
         self._connections = Connections(ends)
-        self._end = weakref.finalize(self, self._connections.close)
-        self._end.atexit = False  # the system hangs up; a forked child that ends must not
+        self._dropped = weakref.finalize(self, _close_soon, self._connections)
+        self._dropped.atexit = False  # the system hangs up; a forked child that ends must not
 
     @property
     def is_open(self) -> bool:
-        return self._end.alive
+        return self._dropped.alive
 
     def begin(self, sends: Messages, receives: Messages) -> list[Message]:
         return self._connections.begin(sends, receives)
@@ -49,7 +50,8 @@ class TcpLinks:
         self._connections.give_up(GIVEN_UP)
 
     def close(self) -> None:
-        self._end()
+        if self._dropped.detach() is not None:
+            self._connections.close()
 
 
 class Connections:
@@ -58,10 +60,9 @@ class Connections:
 
     def __init__(self, ends: Mapping[int, socket.socket]) -> None:
         self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # for those who wait while another thread leads
+        self._lock = threading.Lock()  # Ctrl-C can come at any point: nothing that needs it waits in it
+        self._turns: list[threading.Lock] = []  # of those who wait while another thread leads
         self._needed = threading.Condition(self._lock)  # for the thread of long messages
-        self._waiting = 0
         self._leader: int | None = None
         self._long = 0  # messages on their way
         self._thread: threading.Thread | None = None
@@ -79,9 +80,12 @@ class Connections:
             RuntimeError: a connection is lost.
         """
         messages: list[Message] = []
+        members = {member for member, _ in sends}.union(member for member, _ in receives)
         with self._lock:
             if self._given_up:
                 raise RuntimeError(GIVEN_UP)
+            for member in members:
+                self._by_member[member].check()
             for member, tensor in receives:
                 messages.append(message := Message(tensor, self.complete))
                 self._by_member[member].expect(message)
@@ -90,7 +94,7 @@ class Connections:
             for member, tensor in sends:
                 messages.append(message := Message(tensor, self.complete))
                 self._by_member[member].add(message)
-            for member in {member for member, _ in sends}.union(member for member, _ in receives):
+            for member in members:
                 self._move(self._by_member[member])
             for message in messages[len(receives) :]:
                 if not message.over:  # the system did not take all of it
@@ -106,18 +110,19 @@ class Connections:
                 if left <= 0:
                     self.give_up("not in time")
                     break
+                turn = None
                 with self._lock:
                     if message.over:
                         break
-                    if self._leader not in (None, me):
-                        self._waiting += 1
-                        try:
-                            self._changed.wait(left)
-                        finally:
-                            self._waiting -= 1
-                        continue
-                    self._leader = me
-                self._look(left)
+                    if self._leader in (None, me):
+                        self._leader = me
+                    else:
+                        self._turns.append(turn := threading.Lock())
+                        turn.acquire()
+                if turn is None:
+                    self._look(left)
+                else:
+                    turn.acquire(timeout=min(left, _LONGEST_LOOK))
         finally:
             if self._leader == me:
                 self._step_down()
@@ -128,7 +133,8 @@ class Connections:
             self._given_up = True
             for one in self._by_member.values():
                 self._lose(one, why)
-            self._changed.notify_all()
+            self._long = 0  # whatever became of them
+            self._end_turns()
 
     def close(self) -> None:
         if os.getpid() != self._process:
@@ -142,24 +148,32 @@ class Connections:
 
     def _look(self, seconds: float) -> None:
         """The leader's turn: wait until something can be moved."""
-        events = self._events.poll(seconds)
-        with self._lock:
-            for number, what in events:
-                one = self._by_number[number]
-                one.see(what)
-                self._move(one)
-            if self._waiting:
-                self._changed.notify_all()
+        try:
+            events = self._events.poll(min(seconds, _LONGEST_LOOK))
+            with self._lock:
+                for number, what in events:
+                    one = self._by_number[number]
+                    one.see(what)
+                    self._move(one)
+                self._end_turns()
+        except BaseException:  # Ctrl-C: events are told once, so ask for them again
+            with self._lock:
+                for number in self._by_number:
+                    self._events.modify(number, EVENTS)
+            raise
 
     def _step_down(self) -> None:
         with self._lock:
             self._leader = None
             if self._closed:
                 self._free()
-            if self._waiting:
-                self._changed.notify_all()
+            self._end_turns()
             if self._long:
                 self._needed.notify()
+
+    def _end_turns(self) -> None:
+        while self._turns:
+            self._turns.pop().release()
 
     def _move(self, one: "Connection") -> None:
         try:
@@ -185,8 +199,9 @@ class Connections:
         message.is_long = True
         self._long += 1
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="loco moves messages", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="loco moves messages", daemon=True)
+            thread.start()
+            self._thread = thread
         elif self._leader is None:
             self._needed.notify()
 
@@ -200,11 +215,20 @@ class Connections:
                 if self._closed:
                     return
                 self._leader = me
-            while self._long:
-                self._look(-1)
-            self._step_down()
+            try:
+                while self._long and not self._closed:
+                    self._look(_LONGEST_LOOK)
+            except BaseException as error:  # or all would wait for a leader that is gone
+                self.give_up(f"{type(error).__name__} while messages were moved: {error}")
+            finally:
+                self._step_down()
 
     def _free(self) -> None:
         for one in self._by_member.values():
             one.end.close()
         self._events.close()
+
+
+def _close_soon(connections: Connections) -> None:
+    """For links that were dropped: any thread may find them, perhaps while it holds the connections' lock."""
+    threading.Thread(target=connections.close, name="loco closes links", daemon=True).start()

@@ -128,7 +128,8 @@ class Framing:
         """For any frames of this vector in one piece. Only the pages that are written take memory."""
         numel = self.known.anchor.numel()
         numel = min(numel, Frames.of(numel).size)
-        size = RECORD_BYTES * (1 + -(-FAST.most_bytes(numel, numel) // RECORD_BYTES))  # values must lie at fours
+        # In whole records, so that each room, and the values in it, begin at a multiple of four.
+        size = RECORD_BYTES * (1 + -(-FAST.most_bytes(numel, numel) // RECORD_BYTES))
         return recycled(count * size, torch.uint8, self.device).split(size)
 
     def failed(self, at: slice, number: int, kind: Kind) -> Frame:

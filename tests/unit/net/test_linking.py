@@ -168,3 +168,22 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
 def test_an_address_that_is_not_this_machines_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"can't listen at 192\.0\.2\.1"):
         link(patient(Shelf()), "a", 0, 2, address="192.0.2.1")
+
+
+def test_a_host_that_can_not_be_reached_is_named() -> None:
+    shelf = Shelf()
+    shelf.set("a/0", f"255.255.255.255 9 {bytes(16).hex()} {bytes(16).hex()}")
+    with pytest.raises(RuntimeError, match=r"it listens at 255\.255\.255\.255:9, and "):
+        link(patient(shelf, limit=0.5), "a", 1, 2)
+
+
+def test_a_name_with_an_address_that_is_not_this_machines_has_others_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a cloud's public address."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, 0)) for at in ("203.0.113.5", "127.0.0.9")]
+    monkeypatch.setattr("loco.net.linking.socket.getaddrinfo", lambda *_, **__: found)
+    shelf = Shelf()
+    with pytest.raises(RuntimeError, match="another rank did not come"):
+        link(patient(shelf, limit=0.1), "a", 0, 2)
+    assert where(shelf, 0)[0] == "127.0.0.9"

@@ -248,3 +248,79 @@ def test_a_forked_child_that_drops_its_copy_and_ends_hangs_up_on_nobody() -> Non
         for one in (sent, received):
             one.wait(SOON)
         assert torch.equal(got, filled(5, 1))
+
+
+def test_a_wait_may_be_longer_than_the_system_takes() -> None:
+    with linked() as (left, right):
+        (awaited,) = right.begin([], [(0, room(5))])
+        threading.Timer(0.2, lambda: left.begin([(1, filled(5, 1))], [])).start()
+        awaited.wait(timedelta(days=1000))
+
+
+def test_an_error_while_the_thread_moves_messages_ends_all_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    with linked() as (left, right):
+        (awaited,) = right.begin([], [(0, room(2 * LONG))])
+        deadline = time.monotonic() + SOON.total_seconds()
+        while right._connections._leader is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the thread leads
+        monkeypatch.setattr("loco.net.tcp.Connection.see", fail)
+        left.begin([(1, filled(5, 1))], [])
+        with pytest.raises(RuntimeError, match="MemoryError while messages were moved: no room"):
+            awaited.wait(SOON)
+
+
+def test_links_in_a_circle_of_references_are_dropped_by_whichever_thread_finds_them() -> None:
+    """The garbage collector may run in the thread that moves messages, while it holds the lock."""
+    with linked() as links:
+        one = links.pop()
+        one.begin([], [(0, room(2 * LONG))])
+        connections, circle = one._connections, [one]
+        circle.append(circle)  # type: ignore[arg-type]
+        del one, circle
+        with connections._lock:
+            gc.collect()
+        (awaited,) = links[0].begin([], [(1, room(1))])
+        with pytest.raises(RuntimeError, match=r"connection closed by peer|reset"):
+            awaited.wait(SOON)
+
+
+def test_a_signal_at_any_point_of_a_wait_leaves_no_lock_behind() -> None:
+    """While the thread moves messages. The wait ends by the signal, or goes on; or the message is lost with
+    its connection, where it came between two of its bytes."""
+
+    def raised(*_: object) -> None:
+        raise InterruptedByTestError
+
+    ended = []
+    hook, threading.excepthook = threading.excepthook, lambda args: ended.append(args.exc_value)
+    before = signal.signal(signal.SIGALRM, raised)
+    rng, interrupted = random.Random(5), 0
+    try:
+        for k in range(100):
+            with linked() as (left, right):
+                (awaited,) = right.begin([], [(0, got := room(2 * LONG))])
+                (sent,) = left.begin([(1, data := filled(2 * LONG, k))], [])
+                try:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 4e-4))
+                        awaited.wait(SOON)
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except InterruptedByTestError:
+                    interrupted += 1
+                try:
+                    awaited.wait(SOON)
+                    sent.wait(SOON)
+                except RuntimeError as error:
+                    assert "InterruptedByTestError" in str(error) or "peer" in str(error)  # noqa: PT017
+                else:
+                    assert torch.equal(got, data)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        threading.excepthook = hook
+    assert interrupted > 3
+    assert not ended
