@@ -31,7 +31,7 @@ def framing(forge: Callable[[FrameHeader], FrameHeader]) -> Lie:
 
     def forged(self: Framing, *args: Any) -> Frame:
         frame = seal(self, *args)
-        return frame._replace(header=forge(frame.header))
+        return frame._replace(header=forge(frame.header), whole=None)
 
     return lambda patch: patch.setattr(Framing, "seal", forged)
 
