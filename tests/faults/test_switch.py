@@ -20,9 +20,10 @@ pytestmark = [pytest.mark.root, pytest.mark.skipif(why_not() is not None, reason
 # A packet that is lost five times in a row arrives after six seconds. One that is lost more often may cost a
 # link: there are two repeats, as a user has them.
 PATIENT = Setup(networks=True, rounds=5, dead_after=15.0, repeats=2)
-SILENT = r"round 2, .*: no sign of life from site 1 within 2 s"
+# What all need of round 2 may have come before the cut, which is then noticed in round 3.
+SILENT = r"round [23], .*: no sign of life from site 1 within 2 s"
 # The last: what it needs of the round had come before the cut, and only the verdict is missing.
-NO_STORE = rf"round 2, .*: {STORE} for 2 s|the sites' store does not answer"
+NO_STORE = rf"round [23], .*: {STORE} for 2 s|the sites' store does not answer"
 # Who waits for the sites that lack something is told so by them when they give up.
 LATE = r"round 2, .*: (no answer from site [12] within 4 s, which is alive|lost|site \d has left)"
 

@@ -1,5 +1,6 @@
 """Trainers of TRL's on CPUs, with a tiny model; a rank of one: `trl_trainers.py SERVER MODEL FOLDER URL`."""
 
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -123,7 +124,8 @@ def reward(completion_ids: list[list[int]], **_: Any) -> Any:
     return [sum(token % 7 for token in tokens) / 7 for tokens in completion_ids]
 
 
-def main(server: str, model: str, folder: str, url: str) -> None:
+def main(server: str, model: str, folder: str, url: str) -> Any:
+    """-> the trainer, for as long as it should live"""
     with send_patches(url) as transfer:
         grpo = trainer(server, Path(model), Path(folder))
     grpo.train()
@@ -132,7 +134,11 @@ def main(server: str, model: str, folder: str, url: str) -> None:
         print(transfer.published, flush=True)
     grpo.accelerator.wait_for_everyone()
     grpo.accelerator.end_training()
+    return grpo
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    kept = main(*sys.argv[1:])
+    sys.stdout.flush()
+    # The destructor of DDP's process group waits for gloo's thread, which may wait for the GIL meanwhile.
+    os._exit(0)
