@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from ..coordination.store_client import KeyValueStore
 from .tcp import TcpLinks
@@ -66,6 +66,20 @@ class PatientStore:
             raise RuntimeError("another rank did not come to build its links")
 
 
+class _Card(NamedTuple):
+    """What a member says in the store: where it listens, what it asks for there, and what it will answer."""
+
+    host: str
+    port: int
+    asked: bytes
+    promised: bytes
+
+    @staticmethod
+    def read(said: str) -> "_Card":
+        host, port, asked, promised = said.split(" ")
+        return _Card(host, int(port), bytes.fromhex(asked), bytes.fromhex(promised))
+
+
 def link(store: PatientStore, name: str, member: int, size: int, *, address: str = "") -> TcpLinks:
     """Connect all members of a group with each other; all do it at once.
 
@@ -93,22 +107,17 @@ def _connections(
         host, port = listener.getsockname()[:2]
         asked, promised = os.urandom(_TOKEN), os.urandom(_TOKEN)
         store.set(f"{name}/{member}", f"{host} {port} {asked.hex()} {promised.hex()}")
+        cards = [_Card.read(said) for said in store.wait([f"{name}/{other}" for other in range(member)])]
+        begun = [opened.enter_context(_connecting(card)) for card in cards]  # all are on their way at once
         ends: dict[int, socket.socket] = {}
-        asks: dict[int, bytes] = {}
-        promises: dict[int, bytes] = {}
-        begun: dict[int, tuple[str, int, socket.socket]] = {}
-        for other, said in enumerate(store.wait([f"{name}/{other}" for other in range(member)])):
-            where, at, ask, promise = said.split(" ")
-            begun[other] = where, int(at), opened.enter_context(_connecting(where, int(at)))
-            asks[other], promises[other] = bytes.fromhex(ask), bytes.fromhex(promise)
-        for other, (where, at, end) in begun.items():  # all are on their way
-            ends[other] = opened.enter_context(_connected(end, where, at, store))
-            ends[other].sendall(asks[other] + _MEMBER.pack(member))
+        for other, (card, end) in enumerate(zip(cards, begun, strict=True)):
+            ends[other] = opened.enter_context(_connected(end, card, store))
+            ends[other].sendall(card.asked + _MEMBER.pack(member))
         for other, end in _arrivals(listener, asked, range(member + 1, size), store):
             ends[other] = opened.enter_context(end)
             end.sendall(promised)
-        for other, promise in promises.items():
-            if _read(ends[other], _TOKEN, store) != promise:
+        for other, card in enumerate(cards):
+            if _read(ends[other], _TOKEN, store) != card.promised:
                 raise RuntimeError(f"what listens at the address of member {other} is not that member")
         listener.close()
         opened.pop_all()
@@ -147,14 +156,14 @@ def _address_of(interface: str) -> str:
     raise OSError(f"GLOO_SOCKET_IFNAME: interface {interface!r} has no address")
 
 
-def _connecting(host: str, port: int) -> socket.socket:
-    end = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+def _connecting(card: _Card) -> socket.socket:
+    end = socket.socket(socket.AF_INET6 if ":" in card.host else socket.AF_INET, socket.SOCK_STREAM)
     end.setblocking(False)
-    end.connect_ex((host, port))  # what comes of it is asked for later
+    end.connect_ex((card.host, card.port))  # what comes of it is asked for later
     return end
 
 
-def _connected(end: socket.socket, host: str, port: int, store: PatientStore) -> socket.socket:
+def _connected(end: socket.socket, card: _Card, store: PatientStore) -> socket.socket:
     """A connection to who listens there. It is tried again and again: a try that fails may say little."""
     why = "it does not answer"
     while True:
@@ -166,15 +175,15 @@ def _connected(end: socket.socket, host: str, port: int, store: PatientStore) ->
                 return end
             why = os.strerror(code or errno.EHOSTUNREACH)
             store.check()
-        except RuntimeError as error:
+        except BaseException as error:
             end.close()
-            raise RuntimeError(f"{error}: it listens at {host}:{port}, and {why}") from error
-        except BaseException:
-            end.close()
+            if isinstance(error, RuntimeError):
+                where = f"{card.host}:{card.port}"
+                raise RuntimeError(f"{error}: it listens at {where}, and {why}") from error
             raise
         end.close()
         time.sleep(_POLL)
-        end = _connecting(host, port)
+        end = _connecting(card)
 
 
 def _is_connected(end: socket.socket) -> bool:

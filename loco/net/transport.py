@@ -245,7 +245,7 @@ class Transport:
         if self.mesh.needs_waiter:
             self._waiter.wait(wait, alarm)
         else:
-            wait()  # NCCL has the caller's stream wait, so it must be the caller's
+            wait()  # for NCCL it must be the caller's thread, whose stream waits
 
     def _named(self, ranks: Sequence[int]) -> str:
         if not set(ranks) <= set(self._ranks):

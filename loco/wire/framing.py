@@ -110,8 +110,10 @@ class Framing:
             self.coded_bytes += RECORD_BYTES + body.numel()
         if room is None:
             return Frame(header, body.to(self.device))
-        room[:RECORD_BYTES] = _packed(header)
         room = room.to(self.device)
+        if self.device.type != "cpu":  # where a header travels alone
+            return Frame(header, room[RECORD_BYTES:])
+        room[:RECORD_BYTES] = _packed(header)
         return Frame(header, room[RECORD_BYTES:], room)
 
     @property

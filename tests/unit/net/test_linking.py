@@ -6,43 +6,28 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from loco.net.linking import PatientStore, link
 from loco.net.tcp import TcpLinks
 
 
-class Shelf:
-    """A store within this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-
 def patient(
-    shelf: Shelf, limit: float = 20.0, may_still_come: Callable[[], bool] = lambda: True
+    store: HashStore, limit: float = 20.0, may_still_come: Callable[[], bool] = lambda: True
 ) -> PatientStore:
-    store: Any = shelf
     return PatientStore(store, limit=limit, may_still_come=may_still_come)
 
 
-def link_all(shelf: Shelf, size: int, *, meanwhile: Callable[[], object] = lambda: None) -> list[TcpLinks]:
+def link_all(
+    store: HashStore, size: int, *, meanwhile: Callable[[], object] = lambda: None
+) -> list[TcpLinks]:
     links: dict[int, TcpLinks] = {}
 
     def member(me: int) -> None:
-        links[me] = link(patient(shelf), "a", me, size)
+        links[me] = link(patient(store), "a", me, size)
 
     threads = [threading.Thread(target=member, args=(me,)) for me in range(size)]
     threads[0].start()
@@ -64,17 +49,17 @@ def assert_all_linked(links: list[TcpLinks]) -> None:
                 assert got.tolist() == [me, other]
 
 
-def where(shelf: Shelf, member: int) -> tuple[str, int]:
+def where(store: HashStore, member: int) -> tuple[str, int]:
     deadline = time.monotonic() + 20
-    while not shelf.check([f"a/{member}"]) and time.monotonic() < deadline:
+    while not store.check([f"a/{member}"]) and time.monotonic() < deadline:
         time.sleep(0.01)
-    host, port, _, _ = shelf.get(f"a/{member}").decode().split(" ")
+    host, port, _, _ = store.get(f"a/{member}").decode().split(" ")
     return host, int(port)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_every_member_is_linked_to_every_other(size: int) -> None:
-    links = link_all(Shelf(), size)
+    links = link_all(HashStore(), size)
     assert_all_linked(links)
     for one in links:
         one.close()
@@ -82,15 +67,15 @@ def test_every_member_is_linked_to_every_other(size: int) -> None:
 
 def test_strangers_are_hung_up_on_and_hold_up_nobody() -> None:
     """One that says nothing, one that says too little, one that says something else; and a port scanner."""
-    shelf, strangers = Shelf(), []
+    store, strangers = HashStore(), []
 
     def meddle() -> None:
         for said in (b"", b"GET / HTTP/1.1", bytes(20), bytes(100)):
-            strangers.append(socket.create_connection(where(shelf, 0)))
+            strangers.append(socket.create_connection(where(store, 0)))
             strangers[-1].sendall(said)
-        socket.create_connection(where(shelf, 0)).close()
+        socket.create_connection(where(store, 0)).close()
 
-    links = link_all(shelf, 3, meanwhile=meddle)
+    links = link_all(store, 3, meanwhile=meddle)
     assert_all_linked(links)
     for stranger in strangers:
         stranger.settimeout(20.0)
@@ -103,10 +88,10 @@ def test_strangers_are_hung_up_on_and_hold_up_nobody() -> None:
 
 def test_another_listener_at_a_members_address_is_not_taken_for_it() -> None:
     """As where two machines call themselves 127.0.0.1."""
-    shelf = Shelf()
+    store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as other:
         host, port = other.getsockname()
-        shelf.set("a/0", f"{host} {port} {bytes(16).hex()} {bytes(16).hex()}")
+        store.set("a/0", f"{host} {port} {bytes(16).hex()} {bytes(16).hex()}")
 
         def answer() -> None:
             end, _ = other.accept()
@@ -117,44 +102,44 @@ def test_another_listener_at_a_members_address_is_not_taken_for_it() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(RuntimeError, match="what listens at the address of member 0 is not that member"):
-            link(patient(shelf), "a", 1, 2)
+            link(patient(store), "a", 1, 2)
         thread.join()
 
 
 @pytest.mark.parametrize("member", [0, 1, 2])
 def test_a_member_that_is_lost_ends_the_building_at_once(member: int) -> None:
     """Member 1 of three has come; it, or who connects to it, finds that another one will not."""
-    shelf, began = Shelf(), time.monotonic()
+    store, began = HashStore(), time.monotonic()
     with pytest.raises(RuntimeError, match="another rank did not come to build its links"):
-        link(patient(shelf, may_still_come=lambda: time.monotonic() < began + 0.2), "a", member, 3)
+        link(patient(store, may_still_come=lambda: time.monotonic() < began + 0.2), "a", member, 3)
     assert time.monotonic() - began < 10.0
 
 
 def test_a_member_that_never_accepts_is_waited_for_within_the_limit() -> None:
     """Its system completes connections, and it is stopped."""
-    shelf, began = Shelf(), time.monotonic()
+    store, began = HashStore(), time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         host, port = stopped.getsockname()
-        shelf.set("a/0", f"{host} {port} {bytes(16).hex()} {bytes(16).hex()}")
+        store.set("a/0", f"{host} {port} {bytes(16).hex()} {bytes(16).hex()}")
         with pytest.raises(RuntimeError, match="another rank did not come"):
-            link(patient(shelf, limit=0.3), "a", 1, 2)
+            link(patient(store, limit=0.3), "a", 1, 2)
     assert time.monotonic() - began < 10.0
 
 
 def test_a_member_whose_port_is_closed_is_tried_again_until_the_limit() -> None:
-    shelf = Shelf()
+    store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         host, port = closed.getsockname()
-    shelf.set("a/0", f"{host} {port} {bytes(16).hex()} {bytes(16).hex()}")
+    store.set("a/0", f"{host} {port} {bytes(16).hex()} {bytes(16).hex()}")
     with pytest.raises(RuntimeError, match=rf"it listens at {host}:{port}, and Connection refused"):
-        link(patient(shelf, limit=0.3), "a", 1, 2)
+        link(patient(store, limit=0.3), "a", 1, 2)
 
 
 def test_the_interface_that_the_environment_names_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
-    shelf = Shelf()
-    links = link_all(shelf, 2)
-    assert where(shelf, 0)[0] == "127.0.0.1"
+    store = HashStore()
+    links = link_all(store, 2)
+    assert where(store, 0)[0] == "127.0.0.1"
     for one in links:
         one.close()
 
@@ -162,19 +147,19 @@ def test_the_interface_that_the_environment_names_is_listened_on(monkeypatch: py
 def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     with pytest.raises(RuntimeError, match="GLOO_SOCKET_IFNAME: interface 'eth77' has no address"):
-        link(patient(Shelf()), "a", 0, 2)
+        link(patient(HashStore()), "a", 0, 2)
 
 
 def test_an_address_that_is_not_this_machines_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"can't listen at 192\.0\.2\.1"):
-        link(patient(Shelf()), "a", 0, 2, address="192.0.2.1")
+        link(patient(HashStore()), "a", 0, 2, address="192.0.2.1")
 
 
 def test_a_host_that_can_not_be_reached_is_named() -> None:
-    shelf = Shelf()
-    shelf.set("a/0", f"255.255.255.255 9 {bytes(16).hex()} {bytes(16).hex()}")
+    store = HashStore()
+    store.set("a/0", f"255.255.255.255 9 {bytes(16).hex()} {bytes(16).hex()}")
     with pytest.raises(RuntimeError, match=r"it listens at 255\.255\.255\.255:9, and "):
-        link(patient(shelf, limit=0.5), "a", 1, 2)
+        link(patient(store, limit=0.5), "a", 1, 2)
 
 
 def test_a_name_with_an_address_that_is_not_this_machines_has_others_tried(
@@ -183,7 +168,7 @@ def test_a_name_with_an_address_that_is_not_this_machines_has_others_tried(
     """As a cloud's public address."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, 0)) for at in ("203.0.113.5", "127.0.0.9")]
     monkeypatch.setattr("loco.net.linking.socket.getaddrinfo", lambda *_, **__: found)
-    shelf = Shelf()
+    store = HashStore()
     with pytest.raises(RuntimeError, match="another rank did not come"):
-        link(patient(shelf, limit=0.1), "a", 0, 2)
-    assert where(shelf, 0)[0] == "127.0.0.9"
+        link(patient(store, limit=0.1), "a", 0, 2)
+    assert where(store, 0)[0] == "127.0.0.9"
