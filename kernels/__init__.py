@@ -78,6 +78,7 @@ __all__ = [
     "swap_bits",
     "unpack",
     "unpack_patch",
+    "write_blocks",
     "write_weights",
 ]
 
@@ -144,6 +145,8 @@ class _EntriesHome(Protocol):
         self, contributions: Sequence[Entries], anchor: Tensor, margin: float
     ) -> tuple[Entries, Entries]: ...
 
+    def write_blocks(self, entries: Entries, ahead: int) -> Tensor: ...
+
     def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor: ...
 
 
@@ -173,6 +176,15 @@ def add_and_split(contributions: Sequence[Entries], anchor: Tensor, margin: floa
     return _entries_home(contributions[0].values).add_and_split(contributions, anchor, margin)
 
 
+def write_blocks(entries: Entries, ahead: int = 0) -> Tensor:
+    """The values; their offsets; how many entries each block has, in 1 byte, or in 2 if a block has all 256.
+
+    Args:
+        ahead: bytes of room in front of them, of no meaning.
+    """
+    return _entries_home(entries.values).write_blocks(entries, ahead)
+
+
 def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
     """Where each block's entries start, given how many each block has. -> [blocks + 1] int64
 
@@ -187,12 +199,12 @@ def packs_fast() -> bool:
     return compiled() is not None
 
 
-def pack(entries: Entries, known: Known) -> Tensor | None:
-    """Entries in host memory as a frame of the tight code.
+def pack(entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
+    """Entries in host memory as a frame of the tight code, behind `ahead` bytes of room.
 
     None: part of them differs so much from the rest that its code would be larger than plain bytes.
     """
-    return (compiled() or reference_tight).pack(entries, known)
+    return (compiled() or reference_tight).pack(entries, known, ahead)
 
 
 def unpack(body: Tensor, count: int, known: Known) -> Entries:

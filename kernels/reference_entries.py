@@ -1,4 +1,4 @@
-"""The specification of what an exchange does with entries: it sums the sites', and checks a peer's."""
+"""The specification of what an exchange does with entries: it adds them up, writes them and checks them."""
 
 from collections.abc import Sequence
 
@@ -50,6 +50,22 @@ def add_and_split(contributions: Sequence[Entries], anchor: Tensor, margin: floa
     large = sums.values.abs() > margin * ulp(anchor[where])
     leave, stay = (Entries.at(where[kept], sums.values[kept], numel) for kept in (large, ~large))
     return leave, stay
+
+
+def write_blocks(entries: Entries, ahead: int) -> Tensor:
+    """The values; their offsets; how many entries each block has, in 1 byte, or in 2 if a block has all 256.
+
+    Args:
+        ahead: bytes of room in front of them, of no meaning. -> uint8
+    """
+    assert entries.starts is not None
+    assert entries.offsets is not None
+    first, last = int(entries.starts[0]), int(entries.starts[-1])
+    counts = entries.starts.diff()
+    width = torch.int16 if counts.numel() and int(counts.max()) > 255 else torch.uint8
+    room = torch.empty(ahead, dtype=torch.uint8, device=counts.device)
+    parts = (room, entries.values[first:last], entries.offsets[first:last], counts.to(width))
+    return torch.cat([part.view(torch.uint8) for part in parts])
 
 
 def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:

@@ -164,13 +164,16 @@ def reach_of(gate: Gate) -> tuple[int, int, int, int]:
     return *FORMATS[gate.dtype], reach, min(int(gate.margin * 2**17), 2**31)
 
 
-def pack(entries: Entries, known: Known) -> Tensor:
-    """The entries of a vector, as a frame. Without entries a frame is empty. -> uint8"""
+def pack(entries: Entries, known: Known, ahead: int = 0) -> Tensor:
+    """The entries of a vector, as a frame, which is empty without entries; behind `ahead` bytes of room.
+
+    -> uint8
+    """
     assert entries.starts is not None
     assert entries.offsets is not None
     where = entries.indices().numpy()
     if not len(where):
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.empty(ahead, dtype=torch.uint8, device="cpu")
     values = entries.values[int(entries.starts[0]) : int(entries.starts[-1])].numpy()
     mantissa, emin = FORMATS[known.gate.dtype]
     seen = views(known, mantissa, emin)
@@ -188,6 +191,7 @@ def pack(entries: Entries, known: Known) -> Tensor:
     tables = [_shares(c) for c in counts]
 
     out = [
+        bytes(ahead),
         HEAD.pack(*frame[:7], 0, *frame[7:], 0),
         _bitmap([c > 0 for c in chances]),
         bytes(filter(None, chances)),

@@ -46,23 +46,27 @@ class Entries(NamedTuple):
         nowhere = torch.empty(0, dtype=torch.int64, device=device)
         return Entries.at(nowhere, torch.empty(0, dtype=torch.float32, device=device), numel)
 
+    @property
+    def length(self) -> int:
+        """How many entries these are."""
+        return self.values.numel() if self.starts is None else int(self.starts[-1]) - int(self.starts[0])
+
     def part(self, at: slice) -> "Entries":
         """The entries of some whole blocks, given by the elements they cover; shares offsets and values with
         `self`."""
         if self.starts is None:
             return Entries.whole(self.values[at])
-        first, last = at.start // BLOCK, -(-at.stop // BLOCK)
+        first, last = (-(-place // BLOCK) for place in (at.start, at.stop))
         return Entries(self.starts[first : last + 1], self.offsets, self.values)
 
     def cut(self, at: slice) -> "Entries":
-        """The entries of some whole blocks, as a vector of its own."""
-        if self.starts is None:
-            return self.part(at)
-        assert self.offsets is not None
-        stop = at.start if at.start == at.stop else -(-at.stop // BLOCK) * BLOCK
-        starts = self.starts[at.start // BLOCK : stop // BLOCK + 1]
-        first, last = int(starts[0]), int(starts[-1])
-        return Entries(starts - first, self.offsets[first:last], self.values[first:last])
+        """As `part`, as entries of a vector of their own."""
+        part = self.part(at)
+        if part.starts is None:
+            return part
+        assert part.offsets is not None
+        first, last = int(part.starts[0]), int(part.starts[-1])
+        return Entries(part.starts - first, part.offsets[first:last], part.values[first:last])
 
     def placed(self, at: slice, numel: int) -> "Entries":
         """A cut of some whole blocks as entries of the whole vector, which has none elsewhere; shares offsets

@@ -29,7 +29,6 @@ from experiments.noise import Noise, simulate
 from experiments.recording import Recording
 from loco import kernels
 from loco.kernels import BLOCK, Entries, Gate, Known
-from loco.kernels.recycle import joined
 from loco.wire.codecs import FAST, SPARSE, WHOLE
 
 LRS = (1.5e-8, 7.5e-8, 1.5e-7, 3e-7, 1e-6, 2e-6, 3e-6)  # densities of 0.1, 0.5, 1, 2, 6.5, 12 and 17%
@@ -141,7 +140,7 @@ def speeds(known: Known, entries: Entries, numel: int, repeats: int) -> Iterator
     moved = {"encode": 10 * k + 9 * numel / BLOCK, "decode": 5 * k + 9 * numel / BLOCK}
 
     before, rows = _copy_bytes_per_s(numel, repeats), []
-    body = joined(FAST.encode(entries, known))
+    body = FAST.encode(entries, known)
     for name, codec in (*SPARSE.items(), (ONE_PIECE, FAST)):
         bodies = coding.checked(codec, known, entries)
         calls: tuple[Callable[[], object], ...] = (
@@ -149,7 +148,7 @@ def speeds(known: Known, entries: Entries, numel: int, repeats: int) -> Iterator
             lambda bodies=bodies: list(coding.decode(bodies, known)),
         )
         if name == ONE_PIECE:
-            calls = (lambda: joined(FAST.encode(entries, known)), lambda: FAST.decode(body, k, known))
+            calls = (lambda: FAST.encode(entries, known), lambda: FAST.decode(body, k, known))
         row: dict[str, Any] = {"of": "speed", "by": name, "density": k / numel}
         row |= {"timed_numel": numel, "timed_entries": k}
         for work, call in zip(_WORKS, calls, strict=True):

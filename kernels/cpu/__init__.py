@@ -54,6 +54,8 @@ class Compiled:
         )
         library.loco_add_whole.restype = None
         library.loco_add_whole.argtypes = (c_int64, c_int64, c_void_p, c_int, c_void_p)
+        library.loco_write_blocks.restype = c_int64
+        library.loco_write_blocks.argtypes = (c_int64, c_void_p, c_void_p, c_void_p, c_int, c_void_p)
         library.loco_check_blocks.restype = c_int
         library.loco_check_blocks.argtypes = (
             *(c_int64, c_void_p, c_int, c_int64, c_void_p, c_void_p, c_int64, c_int, c_void_p),
@@ -151,10 +153,7 @@ class Compiled:
         self, contributions: Sequence[Entries], numel: int, anchor: Tensor | None = None, margin: float = 0.0
     ) -> list[Entries]:
         """The sums; or with an anchor those that leave, and those that stay."""
-        most = 0
-        for entries in contributions:
-            assert entries.starts is not None
-            most += int(entries.starts[-1] - entries.starts[0])
+        most = sum(entries.length for entries in contributions)
         rooms = [
             Entries(
                 recycled(-(-numel // BLOCK) + 1, torch.int64),
@@ -170,6 +169,16 @@ class Compiled:
         )
         return [room.filled() for room in rooms]
 
+    def write_blocks(self, entries: Entries, ahead: int) -> Tensor:
+        assert entries.starts is not None
+        blocks = entries.starts.numel() - 1
+        room = recycled(ahead + 5 * entries.length + 2 * blocks, torch.uint8)
+        size = self._library.loco_write_blocks(
+            *(blocks, _address(entries.starts), _address(entries.offsets), _address(entries.values)),
+            *(torch.get_num_threads(), room.data_ptr() + ahead),
+        )
+        return room[: ahead + size]
+
     def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
         starts = torch.empty(counts.numel() + 1, dtype=torch.int64, device="cpu")
         known_types = counts.dtype in (torch.uint8, torch.int16), offsets.dtype == torch.uint8
@@ -182,22 +191,21 @@ class Compiled:
         # The reference finds out what is wrong, and says it.
         return starts if fine else reference_entries.check_blocks(counts, offsets, values, numel)
 
-    def pack(self, entries: Entries, known: Known) -> Tensor | None:
+    def pack(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
         """A frame of the tight code, or None if a part of it would be larger than plain bytes."""
-        assert entries.starts is not None
-        n, count = known.anchor.numel(), int(entries.starts[-1] - entries.starts[0])
+        n, count = known.anchor.numel(), entries.length
         if not count:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        room = recycled(self._library.loco_pack_room(n, count), torch.uint8)
+            return torch.empty(ahead, dtype=torch.uint8, device="cpu")
+        room = recycled(ahead + self._library.loco_pack_room(n, count), torch.uint8)
         size = self._library.loco_pack(
             *(n, _address(known.anchor), _address(known.momentum)),
             *(_address(entries.starts), _address(entries.offsets), _address(entries.values)),
             *reference_tight.reach_of(known.gate),
-            *(torch.get_num_threads(), _address(room)),
+            *(torch.get_num_threads(), room.data_ptr() + ahead),
         )
         if size < 0:
             raise MemoryError("no memory to code the entries of a round")
-        return room[:size] if size else None
+        return room[: ahead + size] if size else None
 
     def unpack(self, body: Tensor, count: int, known: Known) -> Entries:
         n = known.anchor.numel()
@@ -240,7 +248,7 @@ class Compiled:
             results += entries.add_up([own, own], at.numel())
             results += [x for part in entries.add_and_split([own, own], anchor, 0.6) for x in part]
             tight, known = (reference_tight if home is reference else self), Known(anchor, residual, gates[0])
-            results += [tight.pack(own, known)]
+            results += [tight.pack(own, known), entries.write_blocks(own, 0)]
             found.append([*results, theta, m, e, *w])
         return all(_same(a, b) for a, b in zip(*found, strict=True))
 

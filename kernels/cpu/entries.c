@@ -1,5 +1,5 @@
-/* What an exchange does with entries, bit for bit as in ../reference_entries.py: adding up several sites', and checking
- * a peer's. */
+/* What an exchange does with entries, bit for bit as in ../reference_entries.py: adding up several sites', writing
+ * them into a message, and checking a peer's. */
 
 #include "economise.h"
 
@@ -190,6 +190,43 @@ void loco_add_whole(int64_t n, int64_t contributions, const Entries *contributio
     Sum call = {n, contributions, contribution, NULL, 0.0f, 1, {{NULL, NULL, values}}};
     Share shares[MAX_THREADS];
     share_out(add_whole_share, &call, blocks_of(n), threads, shares);
+}
+
+/* ---- writing ---- */
+
+typedef struct {
+    const int64_t *starts;
+    const uint8_t *offsets;
+    const float *values;
+    int wide;  /* counts have 2 bytes, else 1 */
+    char *values_to, *offsets_to, *counts_to;
+} Writing;
+
+static void *write_share(void *argument) {
+    Share *share = argument;
+    const Writing *c = share->call;
+    int64_t first = c->starts[share->first], count = c->starts[share->last] - first, before = first - c->starts[0];
+    memcpy(c->values_to + 4 * before, c->values + first, 4 * (size_t)count);
+    memcpy(c->offsets_to + before, c->offsets + first, (size_t)count);
+    for (int64_t b = share->first; b < share->last; b++) {
+        int16_t of_block = (int16_t)(c->starts[b + 1] - c->starts[b]);
+        if (c->wide)
+            memcpy(c->counts_to + 2 * b, &of_block, 2);
+        else
+            c->counts_to[b] = (char)of_block;
+    }
+    return NULL;
+}
+
+/* Writes values, offsets and how many entries each block has. There is room for counts of 2 bytes. -> bytes */
+int64_t loco_write_blocks(int64_t blocks, const int64_t *starts, const uint8_t *offsets, const float *values,
+                          int threads, char *room) {
+    int64_t count = starts[blocks] - starts[0];
+    Writing call = {starts, offsets, values, 0, room, room + 4 * count, room + 5 * count};
+    Share shares[MAX_THREADS];
+    for (int64_t b = 0; b < blocks; b++) call.wide |= starts[b + 1] - starts[b] > UINT8_MAX;
+    share_out(write_share, &call, blocks, threads, shares);
+    return 5 * count + (call.wide ? 2 : 1) * blocks;
 }
 
 /* ---- checking: of bytes that anybody may have made ---- */

@@ -26,7 +26,7 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
 
     def seal(number: int) -> dict[int, Frame]:
         at = frames.span(everything, number)
-        frame = work.seal(lambda: own.cut(at), at, number, Kind.ENTRIES)
+        frame = work.seal(lambda: own.part(at), at, number, Kind.ENTRIES)
         return dict.fromkeys(peers, frame)
 
     stream = Stream(

@@ -35,7 +35,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
 
     def seal(number: int) -> dict[int, Frame]:
         spans = {peer: frames.span(slices[peer], number) for peer in across.peers}
-        return {p: work.seal(lambda at=at: own.cut(at), at, number, Kind.SLICE) for p, at in spans.items()}
+        return {p: work.seal(lambda at=at: own.part(at), at, number, Kind.SLICE) for p, at in spans.items()}
 
     def add_up(number: int, arrived: Arrived) -> dict[int, Frame]:
         at = frames.span(mine, number)

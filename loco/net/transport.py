@@ -73,10 +73,12 @@ class Transport:
         """Whether a message may be shorter than the room for it. (A seal is of all that was received.)"""
         return self.mesh.takes_less and self._seals is None
 
-    def room(self, size: int) -> Tensor:
-        """For a short message of this many bytes, or for another one if its sender is at another point."""
+    def rooms(self, size: int) -> dict[int, Tensor]:
+        """For a message of so few bytes from each peer; or for another one, of a peer that is elsewhere."""
+        peers = self.peers
         size = max(size, RECORD_ROOM) if self.takes_less else size
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        rooms = torch.empty(len(peers) * size, dtype=torch.uint8, device=self.device)
+        return dict(zip(peers, rooms.split(size), strict=False))  # without peers there is one, which is empty
 
     def cut(self, room: Tensor, size: int) -> Tensor:
         """What a message of this many bytes has left of the room it was received in."""
@@ -136,7 +138,7 @@ class Transport:
     def swap_records(self, record: bytes, *, phase: str, limit: float | None = None) -> list[bytes]:
         """Every member's record, in order; all records have the same size."""
         mine = self.message(record)
-        incoming = {peer: self.room(mine.numel()) for peer in self.peers}
+        incoming = self.rooms(mine.numel())
         self.swap(dict.fromkeys(self.peers, mine), incoming, phase=phase, limit=limit)
         return [
             record if p == self.rank else to_bytes(self.cut(incoming[p], len(record)))

@@ -90,7 +90,7 @@ def announce(view: View, mine: Announcement | Vote, frame: Tensor | None = None)
     message = across.message(mine.pack())
     if frame is not None and isinstance(mine, Announcement) and mine.enclosed_bytes:
         message = torch.cat([message, frame])
-    incoming = {peer: across.room(RECORD_BYTES) for peer in across.peers}
+    incoming = across.rooms(RECORD_BYTES)
     across.swap(dict.fromkeys(across.peers, message), incoming, phase=phase, limit=across.patience)
     said = Said([], {})
     for site in range(across.size):

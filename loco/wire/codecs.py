@@ -5,7 +5,6 @@ Decoding trusts nothing: what no encoder would have written is a WireError, and 
 a whole run of elements needs.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,16 +15,18 @@ from loco.kernels import BLOCK, Entries, Known, MalformedError
 
 from ..errors import WireError
 
-Parts = Sequence[Tensor]  # uint8, one after the other
-
 
 class Codec(Protocol):
     id: int  # names the codec in a frame's header
     name: str
     exact: bool  # whether what is decoded is what was encoded, bit for bit
 
-    def encode(self, entries: Entries, known: Known) -> Parts | None:
-        """The body, in parts. None: these entries are not for this codec."""
+    def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
+        """The body. None: these entries are not for this codec.
+
+        Args:
+            ahead: bytes of room in front of it, which only a sparse codec leaves.
+        """
         ...
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries: ...
@@ -40,8 +41,8 @@ class Whole:
 
     id, name, exact = 0, "float32", True
 
-    def encode(self, entries: Entries, known: Known) -> Parts:
-        return [_whole_values(entries, known.anchor.numel()).view(torch.uint8)]
+    def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
+        return _whole_values(entries, known.anchor.numel()).view(torch.uint8)
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         _check_size(body, 4 * count, count, known)
@@ -60,13 +61,8 @@ class Fast:
 
     id, name, exact = 1, "fast", True
 
-    def encode(self, entries: Entries, known: Known) -> Parts:
-        assert entries.starts is not None
-        assert entries.offsets is not None
-        counts = entries.starts.diff()
-        width = torch.int16 if counts.numel() and int(counts.max()) > 255 else torch.uint8
-        parts = (entries.values, entries.offsets, counts.to(width))
-        return [part.view(torch.uint8) for part in parts]
+    def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
+        return kernels.write_blocks(entries, ahead)
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         numel = known.anchor.numel()
@@ -97,11 +93,11 @@ class Tight:
 
     id, name, exact = 2, "tight", True
 
-    def encode(self, entries: Entries, known: Known) -> Parts | None:
-        body = kernels.pack(entries.to("cpu"), known.to("cpu"))
-        if body is None or body.numel() > self.most_bytes(entries.values.numel(), known.anchor.numel()):
+    def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
+        body = kernels.pack(entries.to("cpu"), known.to("cpu"), ahead)
+        if body is None or body.numel() - ahead > self.most_bytes(entries.length, known.anchor.numel()):
             return None  # so few entries that they are not worth the tables, or so odd that there was no room
-        return [body.to(entries.values.device)]
+        return body.to(entries.values.device)
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         try:
@@ -118,9 +114,9 @@ class Bfloat16:
 
     id, name, exact = 3, "bfloat16", False
 
-    def encode(self, entries: Entries, known: Known) -> Parts:
+    def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
         values = _whole_values(entries, known.anchor.numel())
-        return [kernels.reference.cast(values, torch.bfloat16).view(torch.uint8)]
+        return kernels.reference.cast(values, torch.bfloat16).view(torch.uint8)
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         _check_size(body, 2 * count, count, known)
@@ -136,14 +132,14 @@ class Int8:
 
     id, name, exact = 4, "int8", False
 
-    def encode(self, entries: Entries, known: Known) -> Parts:
+    def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
         values = _whole_values(entries, known.anchor.numel())
         blocks = -(-values.numel() // BLOCK)
         padded = torch.nn.functional.pad(values, (0, blocks * BLOCK - values.numel())).view(blocks, BLOCK)
         largest = padded.abs().amax(1) if blocks else values
         steps = torch.where(largest > 0, largest, 1.0)[:, None]
         scaled = (padded / steps * 127).round_().to(torch.int8)
-        return [largest.view(torch.uint8), scaled.view(-1)[: values.numel()].view(torch.uint8)]
+        return torch.cat([largest.view(torch.uint8), scaled.view(-1)[: values.numel()].view(torch.uint8)])
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         blocks = -(-count // BLOCK)
@@ -166,7 +162,7 @@ def _whole_values(entries: Entries, numel: int) -> Tensor:
     if entries.starts is None:
         return entries.values
     values = torch.zeros(numel, dtype=torch.float32, device=entries.values.device)
-    values[entries.indices()] = entries.values
+    values[entries.indices()] = entries.cut(slice(0, numel)).values
     return values
 
 

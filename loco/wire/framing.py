@@ -9,10 +9,10 @@ from torch import Tensor
 
 from loco import kernels
 from loco.kernels import BLOCK, Entries, Known
-from loco.kernels.recycle import joined, recycled
+from loco.kernels.recycle import recycled
 
 from ..errors import WireError
-from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec, Parts
+from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec
 from .records import RECORD_BYTES, FrameHeader, Kind
 
 LEAST, MOST = 1 << 20, 1 << 23  # elements: some 300 kB to 2.4 MB at a density of 6%
@@ -25,7 +25,9 @@ class Frame(NamedTuple):
     whole: Tensor | None = None  # if the body has its header in front of it
 
     def in_one_piece(self) -> Tensor:
-        return torch.cat([_packed(self.header), self.body]) if self.whole is None else self.whole
+        if self.whole is not None:
+            return self.whole
+        return torch.cat([torch.frombuffer(bytearray(self.header.pack()), dtype=torch.uint8), self.body])
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,11 @@ class Framing:
         """A frame of the entries of the elements `at`."""
         codec = self.codec
         known = self._known(at, codec)
-        parts = codec.encode(entries, known)
-        if parts is None:
-            codec, parts = FAST, FAST.encode(entries, known)
-        room = None
-        if codec.name in DENSE:
-            body = _whole(parts)
-        else:  # which is copied anyway
-            room = joined([parts[0].new_empty(RECORD_BYTES), *parts])
-            body = room[RECORD_BYTES:]
+        ahead = 0 if codec.name in DENSE else RECORD_BYTES
+        whole = codec.encode(entries, known, ahead)
+        if whole is None:
+            codec, whole = FAST, FAST.encode(entries, known, ahead)
+        body = whole[ahead:]
         header = FrameHeader(
             kind=kind,
             codec=codec.id,
@@ -100,7 +98,7 @@ class Framing:
             round=self.round,
             number=number,
             numel=at.stop - at.start,
-            entries=known.anchor.numel() if codec.name in DENSE else entries.values.numel(),
+            entries=entries.length if ahead else known.anchor.numel(),
             body_bytes=body.numel(),
             digest=self.digest,
             checksum=kernels.digest(body),
@@ -108,13 +106,11 @@ class Framing:
         if kind != Kind.SUMS:
             self.coded_entries += header.entries
             self.coded_bytes += RECORD_BYTES + body.numel()
-        if room is None:
+        if not ahead or self.device.type != "cpu":  # a header travels alone
             return Frame(header, body.to(self.device))
-        room = room.to(self.device)
-        if self.device.type != "cpu":  # where a header travels alone
-            return Frame(header, room[RECORD_BYTES:])
-        room[:RECORD_BYTES] = _packed(header)
-        return Frame(header, room[RECORD_BYTES:], room)
+        whole = whole.to(self.device)
+        whole.numpy().data[:ahead] = header.pack()
+        return Frame(header, whole[ahead:], whole)
 
     @property
     def sizes_are_known(self) -> bool:
@@ -193,9 +189,9 @@ class Framing:
         if self.codec.exact and (entries.starts is None) == (self.codec.name in DENSE):
             return entries
         known = self.known.part(at)
-        parts = self.codec.encode(entries, known)
-        assert parts is not None
-        return self.codec.decode(_whole(parts), known.anchor.numel(), known)
+        body = self.codec.encode(entries, known)
+        assert body is not None
+        return self.codec.decode(body, known.anchor.numel(), known)
 
     def _known(self, at: slice, codec: Codec) -> Known:
         """What a codec is told of the elements `at`."""
@@ -209,12 +205,3 @@ class Framing:
                 kept.pop(next(iter(kept)))
             kept[key] = part.to("cpu")
         return kept[key]
-
-
-def _packed(header: FrameHeader) -> Tensor:
-    return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-
-
-def _whole(parts: Parts) -> Tensor:
-    """A body; one that is in one part is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from loco.kernels import Entries, Known
-from loco.kernels.recycle import joined
 from loco.wire.codecs import FAST, Codec
 from loco.wire.framing import Frames
 
@@ -32,10 +31,10 @@ def spans(numel: int) -> list[slice]:
 def encode(codec: Codec, known: Known, entries: Entries) -> Iterator[Body]:
     for at in spans(known.anchor.numel()):
         part, some = known.part(at), entries.cut(at)
-        used, parts = codec, codec.encode(some, part)
-        if parts is None:
-            used, parts = FAST, FAST.encode(some, part)
-        yield Body(used, joined(parts), some.values.numel())
+        used, body = codec, codec.encode(some, part)
+        if body is None:
+            used, body = FAST, FAST.encode(some, part)
+        yield Body(used, body, some.values.numel())
 
 
 def decode(bodies: Sequence[Body], known: Known) -> Iterator[Entries]:

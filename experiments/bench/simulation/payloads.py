@@ -23,7 +23,6 @@ from experiments.bench.simulation.simulator import Code, Work
 from experiments.processes.progress import Progress
 from loco import kernels
 from loco.kernels import Entries
-from loco.kernels.recycle import joined
 from loco.wire.codecs import DENSE, SPARSE
 
 SITES = (2, 4, 8, 16)
@@ -64,12 +63,12 @@ def _coding(crowd: Crowd, repeats: int) -> Iterator[Row]:
     forms = [(codec, of, e) for codec in SPARSE.values() for of, e in (("one site", own), ("sums", sums))]
     forms += [(codec, "all", whole) for codec in DENSE.values()]
     for codec, of, entries in forms:
-        parts = codec.encode(entries, crowd.known)
-        assert parts is not None
-        body, count = joined(parts), entries.values.numel()
+        body = codec.encode(entries, crowd.known)
+        assert body is not None
+        count = entries.values.numel()
 
         def seal(codec: Any = codec, entries: Entries = entries) -> None:
-            kernels.digest(joined(codec.encode(entries, crowd.known)))
+            kernels.digest(codec.encode(entries, crowd.known))
 
         def read(codec: Any = codec, body: torch.Tensor = body, count: int = count) -> None:
             kernels.digest(body)

@@ -14,6 +14,7 @@ void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_
 uint64_t loco_digest(const char *, int64_t, int);
 void loco_add_up(int64_t, int64_t, const void *, int, const float *, float, const void *, const void *);
 void loco_add_whole(int64_t, int64_t, const void *, int, float *);
+int64_t loco_write_blocks(int64_t, const int64_t *, const uint8_t *, const float *, int, char *);
 int loco_check_blocks(int64_t, const char *, int, int64_t, const uint8_t *, const char *, int64_t, int, int64_t *);
 int64_t loco_pack_room(int64_t, int64_t);
 int64_t loco_pack(int64_t, const float *, const float *, const int64_t *, const uint8_t *, const float *, int, int, uint32_t,
@@ -68,11 +69,13 @@ static void exchange_of(int64_t n, int64_t k, int gate, const float *anchor, con
             abort();
         free(frame);
     }
-    int16_t *counts = malloc(2 * (size_t)blocks);
-    for (int64_t b = 0; b < blocks; b++) counts[b] = (int16_t)(starts[b + 1] - starts[b]);
-    int fine = loco_check_blocks(blocks, (const char *)counts, 1, k, offsets, (const char *)values, n, threads, found);
+    char *body = malloc((size_t)(5 * k + 2 * blocks));
+    int64_t size = loco_write_blocks(blocks, starts, offsets, values, threads, body);
+    note(body, (size_t)size);
+    int wide = size == 5 * k + 2 * blocks;
+    int fine = loco_check_blocks(blocks, body + 5 * k, wide, k, (uint8_t *)body + 4 * k, body, n, threads, found);
     if ((!fine && !wild) || (fine && memcmp(found, starts, 8 * (size_t)(blocks + 1)))) abort();
-    free(counts), free(where), free(what);
+    free(body), free(where), free(what);
 
     const void *entries[3][3];
     for (int r = 0; r < gathers; r++) entries[r][0] = starts, entries[r][1] = offsets, entries[r][2] = values;

@@ -1,4 +1,4 @@
-"""Adding up several sites' entries and checking a peer's: in C as the reference does it, error for error."""
+"""Several sites' entries added up, written, and checked: in C as the reference does it, error for error."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def some(n: int, kind: str, seed: int) -> Entries:
     values = rng.standard_normal(len(where)).astype(np.float32)
     if kind == "zeros":  # of both signs, and pairs that cancel
         values = np.sign(values) * (rng.random(len(where)) < 0.5).astype(np.float32)
-    return Entries.at(where, torch.from_numpy(values), n)
+    return Entries.at(where, torch.tensor(values.tolist()), n)
 
 
 @homes
@@ -123,6 +123,27 @@ def test_tensors_in_host_memory_go_to_the_compiled_home() -> None:
         pytest.skip("no C compiler")
     assert isinstance(kernels._entries_home(torch.zeros(1)), cpu.Compiled)
     assert kernels._entries_home(torch.zeros(1, device="meta")) is reference_entries
+
+
+@homes
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("n", SIZES)
+def test_entries_and_parts_of_them_are_written_as_by_the_reference(
+    home: cpu.Compiled, n: int, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    blocks = -(-n // 256)
+    for kind in KINDS:
+        entries = some(n, kind, 0)
+        for first, last in ((0, blocks), (blocks // 3, blocks), (blocks // 3, blocks // 2), (blocks, blocks)):
+            part = entries.part(slice(min(first * 256, n), min(last * 256, n)))
+            counts = counts_of(part)
+            assert counts.numel() == last - first
+            for ahead in (0, 64):
+                written = home.write_blocks(part, ahead)
+                same_bits([written[ahead:]], [reference_entries.write_blocks(part, ahead)[ahead:]])
+            width = 2 if counts.numel() and int(counts.max()) == 256 else 1
+            assert written.numel() == 64 + 5 * part.length + width * counts.numel()
 
 
 def outcome(check: Callable[..., Tensor], *arguments: Any) -> list[int] | str:

@@ -39,10 +39,14 @@ def at_zero(entries: Entries) -> Entries:
 def check(entries: Entries, known: Known, *, read_slowly: bool = True) -> torch.Tensor:
     """All homes write the same frame, and read the same entries out of it. -> the frame"""
     expected, only = reference_tight.pack(entries, known), at_zero(entries)
+    same_bits([reference_tight.pack(entries, known, 64)[64:]], [expected])
     count = only.values.numel()
     assert (expected.numel() == 0) == (count == 0)
     for home in BUILDS:
         same_bits([home.pack(entries, known)], [expected])
+        behind = home.pack(entries, known, 64)
+        assert behind is not None
+        same_bits([behind[64:]], [expected])
         same_bits(home.unpack(expected, count, known), only)
     if read_slowly:
         same_bits(reference_tight.unpack(expected, count, known), only)
