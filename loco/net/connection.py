@@ -34,7 +34,7 @@ class Message:
         memory: the tensor's.
         over: it has been, or never will be.
         error: why not.
-        is_long: the thread is needed for it.
+        is_long: the thread moves it while nobody waits.
     """
 
     __slots__ = ("_complete", "error", "is_long", "memory", "over")
@@ -150,6 +150,11 @@ class Connection:
                 return
             else:
                 self._room = self._room[count:]
+
+    @property
+    def coming(self) -> tuple[Message | None, int]:
+        """The message that has begun to come, and how many of its bytes are yet to come."""
+        return (None, 0) if self._room is None else (self._expected[0], len(self._room))
 
     def lose(self, why: str) -> list[Message]:
         """-> the messages that are lost with it"""

@@ -2,7 +2,8 @@
 
 A message travels behind its length, so it may be shorter than the room for it. Whoever waits for a message
 moves the bytes of all connections meanwhile: no other thread has to be woken for the few bytes that the
-system takes and gives at once. Long messages are moved by a thread while this rank computes.
+system takes and gives at once. While this rank computes, a thread moves what the system did not take, and
+long messages of which the first bytes have come.
 """
 
 import os
@@ -18,7 +19,7 @@ import torch
 from .connection import EVENTS, Connection, Message
 from .mesh import GIVEN_UP, Messages
 
-LONG = 1 << 20  # bytes of room from which on a message that is expected is moved by the thread
+LONG = 1 << 20  # bytes from which on a message that is coming is moved by the thread
 _LONGEST_LOOK = 3600.0  # seconds; the system takes no more than some weeks
 
 
@@ -89,8 +90,6 @@ class Connections:
             for member, tensor in receives:
                 messages.append(message := Message(tensor, self.complete))
                 self._by_member[member].expect(message)
-                if len(message.memory) >= LONG:
-                    self._need_thread(message)
             for member, tensor in sends:
                 messages.append(message := Message(tensor, self.complete))
                 self._by_member[member].add(message)
@@ -179,6 +178,9 @@ class Connections:
         try:
             one.send(self._finish)
             one.receive(self._finish)
+            coming, left = one.coming
+            if coming is not None and left >= LONG and not coming.is_long:
+                self._need_thread(coming)
         except OSError as error:
             self._lose(one, error.strerror or str(error))
         except BaseException as error:  # Ctrl-C: nobody knows which bytes come next

@@ -19,6 +19,7 @@ from loco.net.connection import LENGTH
 from loco.net.tcp import LONG, TcpLinks
 
 SOON = timedelta(seconds=20)
+MORE = 32 << 20  # bytes than the system holds for both ends
 
 
 @contextmanager
@@ -96,11 +97,12 @@ def test_messages_of_all_sizes_arrive_whole_and_in_order(seed: int) -> None:
 
 
 def test_a_long_message_travels_while_nobody_waits_for_it() -> None:
-    """Longer than what the system holds for both ends; what it does not take at once a thread moves."""
-    data, got = filled(32 << 20, 0), room(32 << 20)
+    """Longer than what the system holds for both ends. A thread moves what is not taken at once, and what has
+    not come yet when the first of it is seen."""
+    data, got = filled(MORE, 0), room(MORE)
     with linked() as (left, right):
-        (received,) = right.begin([], [(0, got)])
         (sent,) = left.begin([(1, data)], [])
+        (received,) = right.begin([], [(0, got)])
         deadline = time.monotonic() + SOON.total_seconds()
         while not (sent.over and received.over) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -109,10 +111,11 @@ def test_a_long_message_travels_while_nobody_waits_for_it() -> None:
         assert torch.equal(data, got)
 
 
-def test_short_messages_start_no_thread() -> None:
+@pytest.mark.parametrize("size", [16_384, 2 * LONG])
+def test_short_messages_start_no_thread_whatever_room_there_is(size: int) -> None:
     before = threading.active_count()
     with linked() as (left, right):
-        sent, received = left.begin([(1, filled(100, 0))], []), right.begin([], [(0, room(16_384))])
+        sent, received = left.begin([(1, filled(100, 0))], []), right.begin([], [(0, room(size))])
         for one in sent + received:
             one.wait(SOON)
         assert threading.active_count() == before
@@ -223,7 +226,7 @@ def test_links_that_are_dropped_leave_no_descriptor_and_no_thread() -> None:
     gc.collect()
     before = held()
     with linked() as links:
-        links[0].begin([], [(1, room(2 * LONG))])  # which never comes, and whose thread waits for it
+        links[0].begin([(1, filled(MORE, 0))], [])  # which nobody receives, and whose thread waits for that
         descriptors, threads = held()
         assert descriptors > before[0]
         assert threads == before[1] + 1
@@ -262,7 +265,7 @@ def test_an_error_while_the_thread_moves_messages_ends_all_waits(monkeypatch: py
         raise MemoryError("no room")
 
     with linked() as (left, right):
-        (awaited,) = right.begin([], [(0, room(2 * LONG))])
+        awaited, _ = right.begin([(0, filled(MORE, 0))], [(0, room(5))])
         deadline = time.monotonic() + SOON.total_seconds()
         while right._connections._leader is None and time.monotonic() < deadline:
             time.sleep(0.01)  # until the thread leads
@@ -276,13 +279,13 @@ def test_links_in_a_circle_of_references_are_dropped_by_whichever_thread_finds_t
     """The garbage collector may run in the thread that moves messages, while it holds the lock."""
     with linked() as links:
         one = links.pop()
-        one.begin([], [(0, room(2 * LONG))])
+        one.begin([(0, filled(MORE, 0))], [])
         connections, circle = one._connections, [one]
         circle.append(circle)  # type: ignore[arg-type]
         del one, circle
         with connections._lock:
             gc.collect()
-        (awaited,) = links[0].begin([], [(1, room(1))])
+        (awaited,) = links[0].begin([], [(1, room(MORE))])
         with pytest.raises(RuntimeError, match=r"connection closed by peer|reset"):
             awaited.wait(SOON)
 
@@ -301,8 +304,8 @@ def test_a_signal_at_any_point_of_a_wait_leaves_no_lock_behind() -> None:
     try:
         for k in range(100):
             with linked() as (left, right):
-                (awaited,) = right.begin([], [(0, got := room(2 * LONG))])
                 (sent,) = left.begin([(1, data := filled(2 * LONG, k))], [])
+                (awaited,) = right.begin([], [(0, got := room(2 * LONG))])
                 try:
                     try:
                         signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 4e-4))
