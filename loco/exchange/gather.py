@@ -38,7 +38,7 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     ready = seal(0)
     for tick in range(stream.ticks + AHEAD):
         if tick < stream.ticks:
-            flying.append(work.post([stream.messages(ready)], "entries"))
+            flying.append(work.post(stream.messages(ready), "entries"))
         ready = seal(tick + 1) if tick + 1 < frames.count else {}
         for site, (header, body) in arrived.items():
             entries = work.open(site, header, body, frames.span(everything, header.number))

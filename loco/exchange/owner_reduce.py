@@ -69,29 +69,30 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     sums = stream("sums", check_sums, rooms[1])
     found: list[list[Entries]] = [[] for _ in slices]
     stay: list[Entries] = []  # sums of this site's slice that it keeps
-    flying: deque[tuple[PendingMessages, list[Stream]]] = deque()
+    flying: deque[dict[Stream, PendingMessages]] = deque()  # by tick
     arrived: dict[Stream, Arrived] = {}
-    ready, ready_sums = seal(0), {}
-    # A frame's body comes `lead` ticks after its header, is looked at AHEAD later, and then its sums leave.
-    looked_at = entries.lead + AHEAD
-    behind = looked_at + 1
+    ready = seal(0)
+    # A frame's body comes `lead` ticks after its header, and AHEAD later its sums leave.
+    behind = entries.lead + AHEAD
     for tick in range(behind + sums.ticks + AHEAD):
-        streams = [(entries, ready)] if tick < entries.ticks else []
-        streams += [(sums, ready_sums)] if behind <= tick < behind + sums.ticks else []
-        posted = work.post([stream.messages(frames_) for stream, frames_ in streams], "entries and sums")
-        flying.append((posted, [stream for stream, _ in streams]))
+        posted: dict[Stream, PendingMessages] = {}
+        if tick < entries.ticks:
+            posted[entries] = work.post(entries.messages(ready), "entries")
+        if 0 <= tick - behind < sums.ticks:
+            number = tick - behind
+            ready_sums = add_up(number, arrived.get(entries, {})) if number < frames.count else {}
+            posted[sums] = work.post(sums.messages(ready_sums), "sums")
+        flying.append(posted)
         ready = seal(tick + 1) if tick + 1 < frames.count else {}
-        number = tick - looked_at
-        ready_sums = add_up(number, arrived.get(entries, {})) if 0 <= number < frames.count else {}
         for site, (header, body) in arrived.get(sums, {}).items():
             part = work.open(site, header, body, frames.span(slices[site], header.number))
             if part is not None:
                 found[site].append(part)
         arrived = {}
         if tick >= AHEAD - 1:
-            posted, of = flying.popleft()
-            work.wait(posted)
-            arrived = {stream: stream.arrived() for stream in of}
+            for of, messages in flying.popleft().items():
+                work.wait(messages)
+                arrived[of] = of.arrived()
 
     def join() -> list[Entries]:
         if stay:

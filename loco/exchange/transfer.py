@@ -117,10 +117,9 @@ class Transfer:
 
         return self.attempt(read)
 
-    def post(self, streams: Sequence[tuple[Messages, Messages]], what: str) -> PendingMessages:
-        outgoing = [message for sends, _ in streams for message in sends]
-        incoming = [message for _, receives in streams for message in receives]
-        return self.across.post(outgoing, incoming, phase=self.phase(what))
+    def post(self, messages: tuple[Messages, Messages], what: str) -> PendingMessages:
+        """What to send, and where to receive."""
+        return self.across.post(*messages, phase=self.phase(what))
 
     def wait(self, posted: PendingMessages) -> None:
         posted.wait()
