@@ -4,12 +4,16 @@
     python -m experiments.bench peers --quick
     python -m experiments.bench peers --numel 1024 4194304 --sites 2 4 --rounds 30
     python -m experiments.bench peers --rates 100 0 --methods "SAVING, auto" "SAVING, fast" "SAVING, tight"
+    python -m experiments.bench peers --sites 2 16 --processes 16 --methods "γ 1, owner"
 
 Sites are processes on this machine's loopback, one thread each; with --rates each has a link of that many
 Mbit/s of its own (0: unshaped), which needs root, and where torchft can't reach its lighthouse and is left
 out. Every method has a model of its own, of parameters of 1024 x 1024 elements, and trains it on noise, so
 that each is in its own steady state. The methods take turns, round by round; a round takes as long as on the
 slowest site. At the end the weights of all sites are compared, bit for bit.
+
+Processes that share cores and caches need more processor time, whatever they do. With --processes, as many
+groups of sites run at once as make so many processes, so that only the number of sites of a group differs.
 
 torchft's DiLoCo runs as it comes: its bucketization loses tensors and its quantization commits no round on
 a CPU (docs/benchmarks.md). Rows go to experiments/results/bench/peers.csv, with a plot beside it.
@@ -22,6 +26,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from statistics import fmean, median
@@ -45,7 +50,7 @@ os.environ.setdefault("RUST_LOG", "error")  # or torchft writes some lines about
 
 SIDE = 1024  # a parameter is so many elements squared
 NUMEL = [1024, 1 << 22, 1 << 24]
-ALL_REDUCE, TORCHFT = "all-reduce", "torchft DiLoCo"
+ALL_REDUCE, TORCHFT, OWNER = "all-reduce", "torchft DiLoCo", "γ 1, owner"
 SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<18", "wire": "<8", "p50": ">9.5f"}
 SHOWN |= {
     "over_torchft": ">12.2f",
@@ -163,7 +168,9 @@ METHODS: dict[str, Callable[[list[torch.nn.Parameter], str], Peer]] = {
     "SAVING, auto": _ours(loco.PulseLoCo, **loco.SAVING),
     "SAVING, fast": _ours(loco.PulseLoCo, wire="fast", **loco.SAVING),
     "SAVING, tight": _ours(loco.PulseLoCo, wire="tight", **loco.SAVING),
+    OWNER: _ours(loco.PulseLoCo, exchange="owner", wire="fast", **loco.PAPER),
 }
+USUAL = [name for name in METHODS if name != OWNER]
 
 
 class Contender:
@@ -229,11 +236,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--numel", type=int, nargs="+", default=NUMEL, help="parameters")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", type=float, nargs="+", help="Mbit/s; 0: unshaped. Default: loopback")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=USUAL, metavar="METHOD")
+    parser.add_argument("--processes", type=int, default=0, help="at once; by default one for each site")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="rounds before those that count")
     parser.add_argument("--quick", action="store_true", help="the two smaller sizes, 2 sites, 5 rounds")
     options = parser.parse_args(arguments)
+    if options.processes and options.rates is not None:
+        parser.error("--processes is for loopback: groups would share the links of --rates")
     if options.quick:
         options.numel, options.sites, options.rounds = options.numel[:2], options.sites[:1], 5
     if options.rates is not None:
@@ -246,26 +256,35 @@ def main(arguments: list[str]) -> None:
     for numel in options.numel:
         for sites in options.sites:
             for rate in options.rates or [None]:
-                rows = measure(sites, numel, rate, options.methods, options.warm_up, options.rounds)
+                groups = max(1, options.processes // sites)
+                rows = measure(groups, sites, numel, rate, options.methods, options.warm_up, options.rounds)
                 table.add([run | row for row in rows])
     table.close()
 
 
 def measure(
-    sites: int, numel: int, rate: float | None, methods: list[str], warm_up: int, rounds: int
+    groups: int, sites: int, numel: int, rate: float | None, methods: list[str], warm_up: int, rounds: int
 ) -> list[Row]:
     """A row for each method.
 
     Args:
+        groups: of so many sites, which run at once.
         rate: of each site's link, in Mbit/s; None: loopback.
     """
     network = None if rate is None else Network()
     total = len(methods) * (warm_up + rounds)
     with ExitStack() as stack:
-        lighthouse = start_lighthouse(stack, sites) if TORCHFT in methods else ""
-        running = stack.enter_context(
-            Sites(sites, Contender, numel, methods, lighthouse, timeout=600.0, network=network)
-        )
+        running: list[Sites] = []
+        for _ in range(groups):
+            lighthouse = start_lighthouse(stack, sites) if TORCHFT in methods else ""
+            one = Sites(sites, Contender, numel, methods, lighthouse, timeout=600.0, network=network)
+            running.append(stack.enter_context(one))
+        pool = stack.enter_context(ThreadPoolExecutor(groups))
+
+        def call(what: str, name: str) -> list[list[Any]]:
+            """-> by group, by site"""
+            return list(pool.map(lambda one: one.call(what, name), running))
+
         called = f"{numel:,} parameters, {sites} sites"
         progress = stack.enter_context(Progress(called, total=total))
         if network is not None:
@@ -273,15 +292,15 @@ def measure(
         seen: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in methods}
         for number in range(warm_up + rounds):
             for name in methods:
-                running.call("train", name)
-                found = running.call("round", name)
+                call("train", name)
+                found = call("round", name)
                 if number >= warm_up:
-                    seen[name].append(found)
+                    seen[name] += found
                 progress.advance(name if rate is None else f"{name}, {rate_name(rate)}")
         for name in methods:
-            if len(set(running.call("digest", name))) != 1:
+            if any(len(set(digests)) != 1 for digests in call("digest", name)):
                 raise RuntimeError(f"{name}: the sites hold different weights")
-    cell = {"numel": numel, "sites": sites, "rate_mbit": rate}
+    cell = {"numel": numel, "sites": sites, "groups": groups, "rate_mbit": rate}
     rows = [cell | {"method": name, "rounds": rounds} | _row(seen[name]) for name in methods]
     medians = {row["method"]: row["p50"] for row in rows}
     for row in rows:

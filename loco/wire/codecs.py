@@ -70,16 +70,17 @@ class Fast:
         wide = body.numel() != 5 * count + blocks
         if count > numel or (wide and body.numel() != 5 * count + 2 * blocks):
             raise WireError(f"{body.numel()} bytes can't hold {count} of {numel} entries")
-        values, offsets, counts = body[: 4 * count], body[4 * count : 5 * count], body[5 * count :]
+        values = body[: 4 * count].view(torch.float32)
+        offsets, counts = body[4 * count : 5 * count], body[5 * count :]
         if wide:
             counts = counts.clone().view(torch.int16)  # bytes start anywhere in a message; a copy aligns them
             if blocks and not bool((counts > 255).any()):
                 raise WireError("block counts are written wider than needed")
         try:
-            starts = kernels.check_blocks(counts, offsets, values.view(torch.float32), numel)
+            starts = kernels.check_blocks(counts, offsets, values, numel)
         except MalformedError as error:
             raise WireError(str(error)) from error
-        return Entries(starts, offsets, values.view(torch.float32))
+        return Entries(starts, offsets, values)
 
     def most_bytes(self, count: int, numel: int) -> int:
         return 5 * count + 2 * -(-numel // BLOCK)

@@ -55,8 +55,17 @@ def test_a_row_for_each_method_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
     peers.main(["--numel", "5000", "--sites", "2", "--rounds", "3", "--warm-up", "2", "--out", str(tmp_path)])
     rows = {row["method"]: row for row in read(tmp_path / "peers.csv")}
-    assert list(rows) == list(peers.METHODS)
+    assert list(rows) == peers.USUAL
     assert all(row["p50"] > 0 and row["cpu_s"] > 0 for row in rows.values())
     assert rows[peers.TORCHFT]["over_torchft"] == rows[peers.ALL_REDUCE]["over_all_reduce"] == 1.0
     assert rows["loco.DiLoCo"]["sent_bytes"] > 4 * 5000 > rows["γ 1"]["sent_bytes"] > 0
     assert (tmp_path / "peers.png").exists()
+
+
+@pytest.mark.check(BASELINES)
+def test_groups_of_sites_that_run_at_once_make_one_row(tmp_path: Path) -> None:
+    few = ["--numel", "5000", "--sites", "2", "--rounds", "3", "--warm-up", "1", "--processes", "5"]
+    peers.main([*few, "--methods", peers.OWNER, "--out", str(tmp_path)])
+    (row,) = read(tmp_path / "peers.csv")
+    assert (row["sites"], row["groups"], row["exchange"], row["wire"]) == (2, 2, "owner", "fast")
+    assert row["cpu_s"] > 0
