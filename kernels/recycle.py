@@ -24,7 +24,9 @@ class Recycler:
 
     def __init__(self) -> None:
         self._uses = 0
-        self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}  # by capacity, with the use that left it
+        # By capacity and kind, with the use that left it. Tensors of which little is written are a kind of
+        # their own: if their memory were taken for others, too, one by one all of it would come to be used.
+        self._free: dict[tuple[int, bool], list[tuple[int, mmap.mmap]]] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -35,33 +37,40 @@ class Recycler:
         finally:
             _current.reset(token)
             self._uses += 1
-            for capacity, free in list(self._free.items()):
-                self._free[capacity] = [one for one in free if one[0] > self._uses - _KEPT]
+            for kind, free in list(self._free.items()):
+                self._free[kind] = [one for one in free if one[0] > self._uses - _KEPT]
 
-    def take(self, size: int) -> np.ndarray:
+    def take(self, size: int, *, at_most: bool) -> np.ndarray:
         """Some bytes, until nobody holds the result."""
         capacity = 1 << (size - 1).bit_length()  # pages that are never written take no memory
+        kind = capacity, at_most
         try:
-            _, memory = self._free[capacity].pop()
+            _, memory = self._free[kind].pop()
         except (KeyError, IndexError):
             memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         lease = np.frombuffer(memory, dtype=np.uint8, count=size)
-        weakref.finalize(lease, self._give_back, capacity, memory).atexit = False
+        weakref.finalize(lease, self._give_back, kind, memory).atexit = False
         return lease
 
-    def _give_back(self, capacity: int, memory: mmap.mmap) -> None:
-        self._free.setdefault(capacity, []).append((self._uses, memory))
+    def _give_back(self, kind: tuple[int, bool], memory: mmap.mmap) -> None:
+        self._free.setdefault(kind, []).append((self._uses, memory))
 
 
-def recycled(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def recycled(
+    numel: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, at_most: bool = False
+) -> Tensor:
     """As torch.empty; large tensors in host memory are from the recycler that is in use, if there is one, and
-    fresh ones use physical memory only for the pages that are written."""
+    fresh ones use physical memory only for the pages that are written.
+
+    Args:
+        at_most: far less than `numel` elements may be written.
+    """
     recycler, size = _current.get(), numel * dtype.itemsize
     if size < _LEAST or torch.device(device).type != "cpu":
         return torch.empty(numel, dtype=dtype, device=device)
     if recycler is None:
         return reserve(numel, dtype)
-    return torch.from_numpy(recycler.take(size)).view(dtype)
+    return torch.from_numpy(recycler.take(size, at_most=at_most)).view(dtype)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -42,8 +42,8 @@ class Streamed:
         gate: Gate | None,
     ) -> Encoded:
         n = anchor.numel()
-        values = recycled(n, torch.float32)
-        offsets = recycled(n, torch.uint8)
+        values = recycled(n, torch.float32, at_most=gate is not None)
+        offsets = recycled(n, torch.uint8, at_most=True)
         starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
         count, first_nonfinite = 0, -1
         for chunk in self._chunks(weights, read=True):

@@ -84,11 +84,11 @@ class Compiled:
         gate: Gate | None,
     ) -> Encoded:
         n = anchor.numel()
-        values = recycled(n, torch.float32)
+        values = recycled(n, torch.float32, at_most=gate is not None)
         starts = offsets = None
         if gate is not None:
             starts = recycled(-(-n // BLOCK) + 1, torch.int64)
-            offsets = recycled(n, torch.uint8)
+            offsets = recycled(n, torch.uint8, at_most=True)
         digest, first_nonfinite = c_uint64(), c_int64()
         pieces = _Pieces(weights, n)
         seen = (0, 1.0, 0.0, 0)

@@ -128,7 +128,7 @@ class Framing:
         numel = min(numel, Frames.of(numel).size)
         # In whole records, so that each room, and the values in it, begin at a multiple of four.
         size = RECORD_BYTES * (1 + -(-FAST.most_bytes(numel, numel) // RECORD_BYTES))
-        return recycled(count * size, torch.uint8, self.device).split(size)
+        return recycled(count * size, torch.uint8, self.device, at_most=True).split(size)
 
     def failed(self, at: slice, number: int, kind: Kind) -> Frame:
         """In the place of a frame that this site can't make; its vote will say why. The peers wait for a body

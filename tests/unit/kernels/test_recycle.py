@@ -41,6 +41,18 @@ def test_other_sizes_of_one_capacity_and_other_types_take_it_too() -> None:
     assert (smaller.dtype, smaller.shape) == (torch.int64, (MIB // 8 - 1,))
 
 
+def test_room_of_which_little_is_written_is_never_memory_that_was_filled() -> None:
+    """Nor the other way round: where they took turns, all of it came to be used."""
+    memory = Recycler()
+    filled = made(memory).data_ptr()
+    with memory.used():
+        room = recycled(MIB, torch.uint8, at_most=True).data_ptr()
+    assert room != filled
+    assert made(memory).data_ptr() == filled
+    with memory.used():
+        assert recycled(MIB, torch.uint8, at_most=True).data_ptr() == room
+
+
 def test_what_is_not_taken_for_some_rounds_goes_back_to_the_system() -> None:
     memory = Recycler()
     made(memory)
