@@ -180,7 +180,7 @@ def write_blocks(entries: Entries, ahead: int = 0) -> Tensor:
     """The values; their offsets; how many entries each block has, in 1 byte, or in 2 if a block has all 256.
 
     Args:
-        ahead: bytes of room in front of them, of no meaning.
+        ahead: bytes of room in front of them, a multiple of 8, which may hold anything.
     """
     return _entries_home(entries.values).write_blocks(entries, ahead)
 
@@ -200,7 +200,7 @@ def packs_fast() -> bool:
 
 
 def pack(entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
-    """Entries in host memory as a frame of the tight code, behind `ahead` bytes of room.
+    """Entries in host memory as a frame of the tight code, behind `ahead` bytes of room (a multiple of 8).
 
     None: part of them differs so much from the rest that its code would be larger than plain bytes.
     """

@@ -28,7 +28,7 @@ def add_up(contributions: Sequence[Entries], numel: int, out: Tensor | None = No
     for contribution in contributions:
         assert contribution.starts is not None
         where = contribution.indices()
-        total[where] += contribution.values[int(contribution.starts[0]) : int(contribution.starts[-1])]
+        total[where] += contribution.values[slice(*contribution.ends)]
         present[where] = True
     where = present.nonzero().view(-1)
     return Entries.at(where, total[where], numel)
@@ -55,12 +55,14 @@ def add_and_split(contributions: Sequence[Entries], anchor: Tensor, margin: floa
 def write_blocks(entries: Entries, ahead: int) -> Tensor:
     """The values; their offsets; how many entries each block has, in 1 byte, or in 2 if a block has all 256.
 
+    -> uint8
+
     Args:
-        ahead: bytes of room in front of them, of no meaning. -> uint8
+        ahead: bytes of room in front of them, which may hold anything.
     """
     assert entries.starts is not None
     assert entries.offsets is not None
-    first, last = int(entries.starts[0]), int(entries.starts[-1])
+    first, last = entries.ends
     counts = entries.starts.diff()
     width = torch.int16 if counts.numel() and int(counts.max()) > 255 else torch.uint8
     room = torch.empty(ahead, dtype=torch.uint8, device=counts.device)

@@ -174,7 +174,7 @@ def pack(entries: Entries, known: Known, ahead: int = 0) -> Tensor:
     where = entries.indices().numpy()
     if not len(where):
         return torch.empty(ahead, dtype=torch.uint8, device="cpu")
-    values = entries.values[int(entries.starts[0]) : int(entries.starts[-1])].numpy()
+    values = entries.values[slice(*entries.ends)].numpy()
     mantissa, emin = FORMATS[known.gate.dtype]
     seen = views(known, mantissa, emin)
     frame = _choose(where, values, seen, known)

@@ -49,23 +49,34 @@ class Entries(NamedTuple):
     @property
     def length(self) -> int:
         """How many entries these are."""
-        return self.values.numel() if self.starts is None else int(self.starts[-1]) - int(self.starts[0])
+        first, last = self.ends
+        return last - first
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The first of these among `values`, and the one behind the last."""
+        if self.starts is None:
+            return 0, self.values.numel()
+        first, last = self.starts.as_strided(
+            (2,), (self.starts.numel() - 1,)
+        ).tolist()  # which waits once for a GPU
+        return first, last
 
     def part(self, at: slice) -> "Entries":
         """The entries of some whole blocks, given by the elements they cover; shares offsets and values with
         `self`."""
         if self.starts is None:
             return Entries.whole(self.values[at])
-        first, last = (-(-place // BLOCK) for place in (at.start, at.stop))
+        first, last = (-(-element // BLOCK) for element in (at.start, at.stop))
         return Entries(self.starts[first : last + 1], self.offsets, self.values)
 
     def cut(self, at: slice) -> "Entries":
-        """As `part`, as entries of a vector of their own."""
+        """As `part`, but with `starts` of their own, from 0, and no other offsets and values."""
         part = self.part(at)
         if part.starts is None:
             return part
         assert part.offsets is not None
-        first, last = int(part.starts[0]), int(part.starts[-1])
+        first, last = part.ends
         return Entries(part.starts - first, part.offsets[first:last], part.values[first:last])
 
     def placed(self, at: slice, numel: int) -> "Entries":

@@ -153,6 +153,7 @@ class Compiled:
         self, contributions: Sequence[Entries], numel: int, anchor: Tensor | None = None, margin: float = 0.0
     ) -> list[Entries]:
         """The sums; or with an anchor those that leave, and those that stay."""
+        assert all(entries.starts is not None for entries in contributions)
         most = sum(entries.length for entries in contributions)
         rooms = [
             Entries(
@@ -171,6 +172,7 @@ class Compiled:
 
     def write_blocks(self, entries: Entries, ahead: int) -> Tensor:
         assert entries.starts is not None
+        assert ahead % 8 == 0
         blocks = entries.starts.numel() - 1
         room = recycled(ahead + 5 * entries.length + 2 * blocks, torch.uint8)
         size = self._library.loco_write_blocks(
@@ -193,10 +195,12 @@ class Compiled:
 
     def pack(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
         """A frame of the tight code, or None if a part of it would be larger than plain bytes."""
+        assert entries.starts is not None
+        assert ahead % 8 == 0  # the library writes words
         n, count = known.anchor.numel(), entries.length
         if not count:
             return torch.empty(ahead, dtype=torch.uint8, device="cpu")
-        room = recycled(ahead + self._library.loco_pack_room(n, count), torch.uint8)
+        room = recycled(ahead + self._library.loco_pack_room(n, count), torch.uint8, at_most=True)
         size = self._library.loco_pack(
             *(n, _address(known.anchor), _address(known.momentum)),
             *(_address(entries.starts), _address(entries.offsets), _address(entries.values)),

@@ -90,9 +90,9 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
                 found[site].append(part)
         arrived = {}
         if tick >= AHEAD - 1:
-            for of, messages in flying.popleft().items():
+            for done, messages in flying.popleft().items():
                 work.wait(messages)
-                arrived[of] = of.arrived()
+                arrived[done] = done.arrived()
 
     def join() -> list[Entries]:
         if stay:

@@ -118,7 +118,7 @@ class Transfer:
         return self.attempt(read)
 
     def post(self, messages: tuple[Messages, Messages], what: str) -> PendingMessages:
-        """What to send, and where to receive."""
+        """Begin to send, and to receive."""
         return self.across.post(*messages, phase=self.phase(what))
 
     def wait(self, posted: PendingMessages) -> None:

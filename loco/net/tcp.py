@@ -3,7 +3,7 @@
 A message travels behind its length, so it may be shorter than the room for it. Whoever waits for a message
 moves the bytes of all connections meanwhile: no other thread has to be woken for the few bytes that the
 system takes and gives at once. While this rank computes, a thread moves what the system did not take, and
-long messages of which the first bytes have come.
+long messages of which the first bytes have been read.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch
 from .connection import EVENTS, Connection, Message
 from .mesh import GIVEN_UP, Messages
 
-LONG = 1 << 20  # bytes from which on a message that is coming is moved by the thread
+LONG = 1 << 20  # bytes that are yet to come of a message which the thread moves
 _LONGEST_LOOK = 3600.0  # seconds; the system takes no more than some weeks
 
 
@@ -178,14 +178,14 @@ class Connections:
         try:
             one.send(self._finish)
             one.receive(self._finish)
-            coming, left = one.coming
-            if coming is not None and left >= LONG and not coming.is_long:
-                self._need_thread(coming)
         except OSError as error:
             self._lose(one, error.strerror or str(error))
         except BaseException as error:  # Ctrl-C: nobody knows which bytes come next
             self._lose(one, f"{type(error).__name__} at its messages")
             raise
+        coming, left = one.coming
+        if coming is not None and left >= LONG and not coming.is_long:
+            self._need_thread(coming)
 
     def _lose(self, one: "Connection", why: str) -> None:
         for message in one.lose(why):

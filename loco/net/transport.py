@@ -74,11 +74,11 @@ class Transport:
         return self.mesh.takes_less and self._seals is None
 
     def rooms(self, size: int) -> dict[int, Tensor]:
-        """For a message of so few bytes from each peer; or for another one, of a peer that is elsewhere."""
+        """For a short message of each peer: a longer one comes from a peer at another point of the round."""
         peers = self.peers
         size = max(size, RECORD_ROOM) if self.takes_less else size
         rooms = torch.empty(len(peers) * size, dtype=torch.uint8, device=self.device)
-        return dict(zip(peers, rooms.split(size), strict=False))  # without peers there is one, which is empty
+        return dict(zip(peers, rooms.split(size), strict=False))  # of nothing `split` makes one tensor
 
     def cut(self, room: Tensor, size: int) -> Tensor:
         """What a message of this many bytes has left of the room it was received in."""

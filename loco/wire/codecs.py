@@ -42,7 +42,7 @@ class Whole:
     id, name, exact = 0, "float32", True
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
-        return _whole_values(entries, known.anchor.numel()).view(torch.uint8)
+        return _whole_values(entries, known, ahead).view(torch.uint8)
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
         _check_size(body, 4 * count, count, known)
@@ -95,8 +95,10 @@ class Tight:
     id, name, exact = 2, "tight", True
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
-        body = kernels.pack(entries.to("cpu"), known.to("cpu"), ahead)
-        if body is None or body.numel() - ahead > self.most_bytes(entries.length, known.anchor.numel()):
+        numel = known.anchor.numel()
+        alone = entries.cut(slice(0, numel))  # or all that they share memory with would leave a GPU with them
+        body = kernels.pack(alone.to("cpu"), known.to("cpu"), ahead)
+        if body is None or body.numel() - ahead > self.most_bytes(alone.length, numel):
             return None  # so few entries that they are not worth the tables, or so odd that there was no room
         return body.to(entries.values.device)
 
@@ -116,7 +118,7 @@ class Bfloat16:
     id, name, exact = 3, "bfloat16", False
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
-        values = _whole_values(entries, known.anchor.numel())
+        values = _whole_values(entries, known, ahead)
         return kernels.reference.cast(values, torch.bfloat16).view(torch.uint8)
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
@@ -134,7 +136,7 @@ class Int8:
     id, name, exact = 4, "int8", False
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
-        values = _whole_values(entries, known.anchor.numel())
+        values = _whole_values(entries, known, ahead)
         blocks = -(-values.numel() // BLOCK)
         padded = torch.nn.functional.pad(values, (0, blocks * BLOCK - values.numel())).view(blocks, BLOCK)
         largest = padded.abs().amax(1) if blocks else values
@@ -158,8 +160,10 @@ DENSE: dict[str, Codec] = {codec.name: codec for codec in (WHOLE, Bfloat16(), In
 CODECS: dict[int, Codec] = {codec.id: codec for codec in (*SPARSE.values(), *DENSE.values())}
 
 
-def _whole_values(entries: Entries, numel: int) -> Tensor:
+def _whole_values(entries: Entries, known: Known, ahead: int) -> Tensor:
     """Every element's value: zero where nothing is sent, which adds nothing."""
+    assert not ahead
+    numel = known.anchor.numel()
     if entries.starts is None:
         return entries.values
     values = torch.zeros(numel, dtype=torch.float32, device=entries.values.device)

@@ -108,9 +108,11 @@ class Framing:
             self.coded_bytes += RECORD_BYTES + body.numel()
         if not ahead or self.device.type != "cpu":  # a header travels alone
             return Frame(header, body.to(self.device))
-        whole = whole.to(self.device)
+        if whole.device != self.device:
+            whole = whole.to(self.device)
+            body = whole[ahead:]
         whole.numpy().data[:ahead] = header.pack()
-        return Frame(header, whole[ahead:], whole)
+        return Frame(header, body, whole)
 
     @property
     def sizes_are_known(self) -> bool:

@@ -46,6 +46,26 @@ static void note(const void *data, size_t bytes) {
     result = result * 31 + loco_digest(data, (int64_t)bytes, 1);
 }
 
+/* What a frame is made of: a part of all entries, from the block `from` on, whose starts do not begin at 0. */
+static void frame_of(int64_t n, int64_t from, int gate, const float *anchor, const float *momentum, const int64_t *starts,
+                     const uint8_t *offsets, const float *values, int wild, int threads) {
+    static const int formats[5][2] = {{0, 0}, {7, -126}, {10, -14}, {3, -6}, {2, -14}};
+    int64_t blocks = (n + 255) / 256 - from, k = starts[from + blocks] - starts[from], rest = n - 256 * from;
+    char *body = malloc((size_t)(5 * k + 2 * blocks));
+    int64_t size = loco_write_blocks(blocks, starts + from, offsets, values, threads, body);
+    if (size < 5 * k + blocks || memcmp(body, values + starts[from], 4 * (size_t)k)) abort();
+    if (memcmp(body + 4 * k, offsets + starts[from], (size_t)k)) abort();
+    note(body, (size_t)size);
+    free(body);
+    if (!k) return;
+    uint8_t *room = malloc((size_t)loco_pack_room(rest, k));
+    size = loco_pack(rest, anchor + 256 * from, momentum ? momentum + 256 * from : NULL, starts + from, offsets, values,
+                     formats[gate][0], formats[gate][1], 256, 1 << 14, threads, room);
+    if (size < 0) abort();
+    if (!wild) note(room, (size_t)size);
+    free(room);
+}
+
 /* What an exchange does with the k entries of a round: packs and unpacks them, adds them up, checks them. */
 static void exchange_of(int64_t n, int64_t k, int gate, const float *anchor, const float *momentum, const int64_t *starts,
                         const uint8_t *offsets, const float *values, int gathers, int wild, int threads) {
@@ -76,6 +96,7 @@ static void exchange_of(int64_t n, int64_t k, int gate, const float *anchor, con
     int fine = loco_check_blocks(blocks, body + 5 * k, wide, k, (uint8_t *)body + 4 * k, body, n, threads, found);
     if ((!fine && !wild) || (fine && memcmp(found, starts, 8 * (size_t)(blocks + 1)))) abort();
     free(body), free(where), free(what);
+    if (blocks) frame_of(n, blocks / 3, gate, anchor, momentum, starts, offsets, values, wild, threads);
 
     const void *entries[3][3];
     for (int r = 0; r < gathers; r++) entries[r][0] = starts, entries[r][1] = offsets, entries[r][2] = values;

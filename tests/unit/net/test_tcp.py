@@ -19,7 +19,7 @@ from loco.net.connection import LENGTH
 from loco.net.tcp import LONG, TcpLinks
 
 SOON = timedelta(seconds=20)
-MORE = 32 << 20  # bytes than the system holds for both ends
+TOO_LONG = 32 << 20  # bytes: more than the system holds for both ends
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def test_messages_of_all_sizes_arrive_whole_and_in_order(seed: int) -> None:
 def test_a_long_message_travels_while_nobody_waits_for_it() -> None:
     """Longer than what the system holds for both ends. A thread moves what is not taken at once, and what has
     not come yet when the first of it is seen."""
-    data, got = filled(MORE, 0), room(MORE)
+    data, got = filled(TOO_LONG, 0), room(TOO_LONG)
     with linked() as (left, right):
         (sent,) = left.begin([(1, data)], [])
         (received,) = right.begin([], [(0, got)])
@@ -226,7 +226,9 @@ def test_links_that_are_dropped_leave_no_descriptor_and_no_thread() -> None:
     gc.collect()
     before = held()
     with linked() as links:
-        links[0].begin([(1, filled(MORE, 0))], [])  # which nobody receives, and whose thread waits for that
+        links[0].begin(
+            [(1, filled(TOO_LONG, 0))], []
+        )  # which nobody receives, and whose thread waits for that
         descriptors, threads = held()
         assert descriptors > before[0]
         assert threads == before[1] + 1
@@ -265,7 +267,7 @@ def test_an_error_while_the_thread_moves_messages_ends_all_waits(monkeypatch: py
         raise MemoryError("no room")
 
     with linked() as (left, right):
-        awaited, _ = right.begin([(0, filled(MORE, 0))], [(0, room(5))])
+        awaited, _ = right.begin([(0, filled(TOO_LONG, 0))], [(0, room(5))])
         deadline = time.monotonic() + SOON.total_seconds()
         while right._connections._leader is None and time.monotonic() < deadline:
             time.sleep(0.01)  # until the thread leads
@@ -279,13 +281,13 @@ def test_links_in_a_circle_of_references_are_dropped_by_whichever_thread_finds_t
     """The garbage collector may run in the thread that moves messages, while it holds the lock."""
     with linked() as links:
         one = links.pop()
-        one.begin([(0, filled(MORE, 0))], [])
+        one.begin([(0, filled(TOO_LONG, 0))], [])
         connections, circle = one._connections, [one]
         circle.append(circle)  # type: ignore[arg-type]
         del one, circle
         with connections._lock:
             gc.collect()
-        (awaited,) = links[0].begin([], [(1, room(MORE))])
+        (awaited,) = links[0].begin([], [(1, room(TOO_LONG))])
         with pytest.raises(RuntimeError, match=r"connection closed by peer|reset"):
             awaited.wait(SOON)
 
