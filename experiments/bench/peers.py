@@ -244,6 +244,8 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.processes and options.rates is not None:
         parser.error("--processes is for loopback: groups would share the links of --rates")
+    if 0 < options.processes < max(options.sites):
+        parser.error(f"{max(options.sites)} sites are more than {options.processes} --processes")
     if options.quick:
         options.numel, options.sites, options.rounds = options.numel[:2], options.sites[:1], 5
     if options.rates is not None:
@@ -256,7 +258,7 @@ def main(arguments: list[str]) -> None:
     for numel in options.numel:
         for sites in options.sites:
             for rate in options.rates or [None]:
-                groups = max(1, options.processes // sites)
+                groups = options.processes // sites or 1
                 rows = measure(groups, sites, numel, rate, options.methods, options.warm_up, options.rounds)
                 table.add([run | row for row in rows])
     table.close()
@@ -274,12 +276,12 @@ def measure(
     network = None if rate is None else Network()
     total = len(methods) * (warm_up + rounds)
     with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(groups))  # left last: its calls end with the sites
         running: list[Sites] = []
         for _ in range(groups):
             lighthouse = start_lighthouse(stack, sites) if TORCHFT in methods else ""
             one = Sites(sites, Contender, numel, methods, lighthouse, timeout=600.0, network=network)
             running.append(stack.enter_context(one))
-        pool = stack.enter_context(ThreadPoolExecutor(groups))
 
         def call(what: str, name: str) -> list[list[Any]]:
             """-> by group, by site"""

@@ -212,7 +212,8 @@ def draw_peers(table: Path) -> Path:
                 axis.text(ms, y, f" {told}{beside}", va="center", fontsize=8)
             axis.set_xlim(0, 1.3e3 * max(row["p50"] for row in found))
             link = "" if rate is None else f", {rate_name(rate)}"
-            axis.set_title(f"{numel:,.0f} parameters, {sites:.0f} sites{link}", fontsize=10)
+            groups = f", {found[0]['groups']:.0f} groups" if found[0]["groups"] > 1 else ""
+            axis.set_title(f"{numel:,.0f} parameters, {sites:.0f} sites{groups}{link}", fontsize=10)
             axis.set_yticks(range(len(names)), names, fontsize=9)
             axis.set_ylim(len(names) - 0.4, -0.6)
             axis.grid(axis="y", visible=False)
