@@ -8,7 +8,7 @@ from selection import MEMORY
 from sites import run_ranks
 
 import loco
-from experiments.bench.measuring import peak_bytes
+from experiments.bench.measuring import peak_bytes, resident_bytes
 
 NUMEL = 1 << 25
 
@@ -40,3 +40,28 @@ def test_an_exchange_holds_entries_and_frames(exchange: str, wire: str) -> None:
         # these once more while they are joined. Then half a byte for everything else.
         arrived = own if exchange == "gather" else sites * own
         assert peak < own + 2 * arrived + 0.5
+
+
+def memory_after_rounds(rank: int, exchange: str) -> list[float]:
+    """-> bytes per parameter that the process holds after each round, beyond those after the third"""
+    generator = torch.Generator().manual_seed(1)
+    param = torch.nn.Parameter(0.02 * torch.randn(NUMEL, generator=generator))
+    options: dict[str, Any] = {"exchange": exchange, "wire": "fast", "gate_gain": 1.0}
+    optimizer = loco.PulseLoCo(torch.optim.SGD([param], lr=1.0), sync_every=100, **options)
+    generator.manual_seed(rank + 2)
+    held = []
+    for _ in range(12):
+        noise = 3e-6 * torch.randn(1 << 20, generator=generator)
+        for part in param.data.split(noise.numel()):
+            part += noise
+        optimizer.sync()
+        held.append(resident_bytes() / NUMEL)
+    return [now - held[2] for now in held[3:]]
+
+
+@pytest.mark.check(MEMORY, sample="gather")
+@pytest.mark.parametrize("exchange", ["gather", "owner"])
+def test_rounds_hold_no_more_memory_as_they_go_on(exchange: str) -> None:
+    """Each leaves its memory to the next. A tenth of a byte is for rounds that have some more entries."""
+    for beyond in run_ranks(2, memory_after_rounds, exchange):
+        assert max(beyond) < 0.1
