@@ -69,8 +69,7 @@ class Stream:
         """What to send in the next tick, and where to receive. `frames`: the next one for each peer."""
         tick = self._posted
         self._posted += 1
-        peers = self.across.peers if tick < self.frames else []
-        headers = dict(zip(peers, self._rooms_for_headers(len(peers)), strict=True))
+        headers = self._rooms_for_headers() if tick < self.frames else {}
         if self._in_one_piece:
             self._flying.append((tick, headers, headers))
             return [(p, frame.in_one_piece()) for p, frame in frames.items()], list(headers.items())
@@ -79,7 +78,7 @@ class Stream:
         sent = [(peer, frame.body) for peer, frame in leaving.items()]
         announced = [(p, self.across.message(frame.header.pack())) for p, frame in frames.items()]
         if self._room is not None:
-            bodies = {peer: self._room(peer, tick) for peer in peers}
+            bodies = {peer: self._room(peer, tick) for peer in headers}
             self._flying.append((tick, bodies, headers))
             return announced + sent, [*headers.items(), *bodies.items()]
         bodies = {
@@ -112,11 +111,9 @@ class Stream:
             bodies = {peer: message[RECORD_BYTES:] for peer, message in headers.items()}
         return {peer: (announced[peer], body) for peer, body in bodies.items()}
 
-    def _rooms_for_headers(self, count: int) -> Sequence[Tensor]:
+    def _rooms_for_headers(self) -> dict[int, Tensor]:
         """And for whole frames, which a peer sends that takes the exchange for another one."""
-        if not count:
-            return ()
-        if self.across.takes_less:
-            return self._most(count)
-        rooms = torch.empty(count * RECORD_BYTES, dtype=torch.uint8, device=self.across.device)
-        return rooms.split(RECORD_BYTES)
+        if not self.across.takes_less:
+            return self.across.rooms(RECORD_BYTES)
+        peers = self.across.peers
+        return dict(zip(peers, self._most(len(peers)), strict=True))

@@ -163,11 +163,10 @@ CODECS: dict[int, Codec] = {codec.id: codec for codec in (*SPARSE.values(), *DEN
 def _whole_values(entries: Entries, known: Known, ahead: int) -> Tensor:
     """Every element's value: zero where nothing is sent, which adds nothing."""
     assert not ahead
-    numel = known.anchor.numel()
     if entries.starts is None:
         return entries.values
-    values = torch.zeros(numel, dtype=torch.float32, device=entries.values.device)
-    values[entries.indices()] = entries.cut(slice(0, numel)).values
+    values = torch.zeros(known.anchor.numel(), dtype=torch.float32, device=entries.values.device)
+    values[entries.indices()] = entries.values[slice(*entries.ends)]
     return values
 
 
