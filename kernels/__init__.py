@@ -59,7 +59,6 @@ __all__ = [
     "add_up",
     "all_finite",
     "apply",
-    "check_blocks",
     "digest",
     "digest_bits",
     "digest_hex",
@@ -73,6 +72,7 @@ __all__ = [
     "pack",
     "pack_patch",
     "packs_fast",
+    "read_blocks",
     "reference",
     "split_patch",
     "swap_bits",
@@ -147,12 +147,12 @@ class _EntriesHome(Protocol):
 
     def write_blocks(self, entries: Entries, ahead: int) -> Tensor: ...
 
-    def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor: ...
+    def read_blocks(self, body: Tensor, count: int, numel: int) -> Entries: ...
 
 
 def _entries_home(values: Tensor) -> _EntriesHome:
     """C in host memory, if there is a compiler; torch on a GPU, where it is fast enough."""
-    return (compiled() if values.device.type == "cpu" else None) or reference_entries
+    return (compiled() if values.is_cpu else None) or reference_entries
 
 
 def add_up(contributions: Sequence[Entries], numel: int, out: Tensor | None = None) -> Entries:
@@ -185,13 +185,14 @@ def write_blocks(entries: Entries, ahead: int = 0) -> Tensor:
     return _entries_home(entries.values).write_blocks(entries, ahead)
 
 
-def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
-    """Where each block's entries start, given how many each block has. -> [blocks + 1] int64
+def read_blocks(body: Tensor, count: int, numel: int) -> Entries:
+    """What `write_blocks` wrote of `count` finite entries of a vector of `numel` elements; offsets and values
+    stay where they are. `body` is untrusted: it may be any bytes.
 
     Raises:
-        MalformedError: these are not the finite entries of a vector of `numel` elements, in order.
+        MalformedError: these are not bytes that it writes.
     """
-    return _entries_home(values).check_blocks(counts, offsets, values, numel)
+    return _entries_home(body).read_blocks(body, count, numel)
 
 
 def packs_fast() -> bool:

@@ -70,19 +70,38 @@ def write_blocks(entries: Entries, ahead: int) -> Tensor:
     return torch.cat([part.view(torch.uint8) for part in parts])
 
 
-def check_blocks(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
-    """Where each block's entries start, given how many each block has. -> [blocks + 1] int64
-
-    Args:
-        counts: the number of entries of each block, [blocks] uint8 or int16.
+def read_blocks(body: Tensor, count: int, numel: int) -> Entries:
+    """What `write_blocks` wrote of `count` finite entries of a vector of `numel` elements.
 
     Raises:
-        MalformedError: these are not the finite entries of a vector of `numel` elements, in order.
+        MalformedError: these are not bytes that it writes; they may be any.
     """
-    counts, count = counts.long(), values.numel()
-    blocks = counts.numel()
-    if offsets.numel() != count:
-        raise MalformedError(f"{offsets.numel()} positions for {count} values")
+    counts = block_counts(body, count, numel)
+    offsets, values = body[4 * count : 5 * count], body[: 4 * count].view(torch.float32)
+    return Entries(_checked_starts(counts.long(), offsets, values, numel), offsets, values)
+
+
+def block_counts(body: Tensor, count: int, numel: int) -> Tensor:
+    """How many entries each block is said to have. -> [blocks] uint8 or int16
+
+    Raises:
+        MalformedError: `body` has not the size of so many entries, or has counts of 2 bytes where 1 will do.
+    """
+    blocks = -(-numel // BLOCK)
+    counts = body[5 * count :]
+    if count > numel or body.numel() not in (5 * count + blocks, 5 * count + 2 * blocks):
+        raise MalformedError(f"{body.numel()} bytes can't hold {count} of {numel} entries")
+    if counts.numel() == blocks:
+        return counts
+    counts = counts.clone().view(torch.int16)  # bytes start anywhere in a message; a copy aligns them
+    if not bool((counts > 255).any()):
+        raise MalformedError("block counts are written wider than needed")
+    return counts
+
+
+def _checked_starts(counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
+    """Where each block's entries start, given how many each block has. -> [blocks + 1] int64"""
+    blocks, count = counts.numel(), values.numel()
     if blocks and not 0 <= int(counts.min()) <= int(counts.max()) <= BLOCK:
         raise MalformedError(f"a block of {BLOCK} elements with more entries than that")
     starts = torch.zeros(blocks + 1, dtype=torch.int64, device=counts.device)

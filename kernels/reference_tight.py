@@ -334,7 +334,7 @@ def unpack(body: Tensor, count: int, known: Known) -> Entries:
     Raises:
         MalformedError: these are not the bytes of a frame.
     """
-    raw, n = body.numpy().tobytes(), known.anchor.numel()
+    raw, n = body.numpy().tobytes(), known.numel
     check_size(body, count, n)
     where: list[int] = []
     values: list[np.float32] = []

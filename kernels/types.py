@@ -145,16 +145,38 @@ class Gate:
     value_steps: int | None = None  # V, a power of two from 1 to 256; None: exact values
 
 
-class Known(NamedTuple):
-    """What the sender and the receivers of some entries all hold, and from which both predict the entries."""
+class Known:
+    """What the sender and the receivers of some entries all hold, and from which both predict the entries.
 
-    anchor: Tensor  # θ  [n] float32
-    momentum: Tensor | None  # m  [n] float32
-    gate: Gate  # its format says which borders an update must have crossed
+    Args:
+        anchor: θ, float32.
+        momentum: m, float32.
+        gate: its format says which borders an update must have crossed.
+        at: the elements that are meant, of these; by default all. They are cut out once a code asks for them.
+    """
+
+    __slots__ = ("_anchor", "_at", "_momentum", "gate", "numel")
+
+    def __init__(self, anchor: Tensor, momentum: Tensor | None, gate: Gate, at: slice | None = None) -> None:
+        self._anchor, self._momentum, self.gate = anchor, momentum, gate
+        self._at = slice(0, anchor.numel()) if at is None else at
+        self.numel = self._at.stop - self._at.start
+
+    @property
+    def anchor(self) -> Tensor:
+        return self._anchor[self._at]
+
+    @property
+    def momentum(self) -> Tensor | None:
+        return None if self._momentum is None else self._momentum[self._at]
+
+    @property
+    def device(self) -> torch.device:
+        return self._anchor.device
 
     def part(self, at: slice) -> "Known":
-        momentum = None if self.momentum is None else self.momentum[at]
-        return Known(self.anchor[at], momentum, self.gate)
+        first = self._at.start
+        return Known(self._anchor, self._momentum, self.gate, slice(first + at.start, first + at.stop))
 
     def to(self, device: torch.device | str) -> "Known":
         momentum = None if self.momentum is None else self.momentum.to(device)

@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> None:
             rows += speeds(data.known, data.sites[0], timed, options.repeats)
         gate = data.known.gate
         about = {"data": data.name, "lr": data.lr, "value_steps": gate.value_steps, "margin": gate.margin}
-        about["numel"] = data.known.anchor.numel()
+        about["numel"] = data.known.numel
         table.add([dict.fromkeys(COLUMNS) | about | row for row in rows])
     table.close()
 
@@ -107,7 +107,7 @@ def all_data(lrs: tuple[float, ...], numel: int, *, quick: bool) -> Iterator[Dat
 def sizes(data: Data) -> Iterator[Row]:
     """Bytes of the sites' entries and of their sums, by every code, beside the floors."""
     known = data.known
-    numel = known.anchor.numel()
+    numel = known.numel
     for of, parts in (("entries", data.sites), ("sums", [kernels.add_up(data.sites, numel)])):
         entries, all_of = sum(part.values.numel() for part in parts), numel * len(parts)
         found: dict[str, tuple[float, Row]] = {}
@@ -128,13 +128,13 @@ def sizes(data: Data) -> Iterator[Row]:
 
 def speeds(known: Known, entries: Entries, numel: int, repeats: int) -> Iterator[Row]:
     """How fast a core codes and reads about `numel` elements: the given ones, as often as it takes."""
-    copies = max(numel // known.anchor.numel(), 1)
-    if copies > 1 and known.anchor.numel() % BLOCK:
-        raise ValueError(f"only whole blocks can be tiled, got {known.anchor.numel()} elements")
+    copies = max(numel // known.numel, 1)
+    if copies > 1 and known.numel % BLOCK:
+        raise ValueError(f"only whole blocks can be tiled, got {known.numel} elements")
     momentum = None if known.momentum is None else known.momentum.repeat(copies)
     known = Known(known.anchor.repeat(copies), momentum, known.gate)
     entries = Entries.join([entries] * copies)
-    numel, k = known.anchor.numel(), entries.values.numel()
+    numel, k = known.numel, entries.values.numel()
     # Of an entry's 5 bytes and a block's start and count: encode reads and writes them; decode reads and
     # checks them, and writes the starts.
     moved = {"encode": 10 * k + 9 * numel / BLOCK, "decode": 5 * k + 9 * numel / BLOCK}

@@ -181,23 +181,22 @@ class Compiled:
         )
         return room[: ahead + size]
 
-    def check_blocks(self, counts: Tensor, offsets: Tensor, values: Tensor, numel: int) -> Tensor:
+    def read_blocks(self, body: Tensor, count: int, numel: int) -> Entries:
+        counts = reference_entries.block_counts(body, count, numel)
         starts = torch.empty(counts.numel() + 1, dtype=torch.int64, device="cpu")
-        known_types = counts.dtype in (torch.uint8, torch.int16), offsets.dtype == torch.uint8
-        if not all(known_types) or values.dtype != torch.float32 or offsets.numel() != values.numel():
-            return reference_entries.check_blocks(counts, offsets, values, numel)
+        offsets, values = body[4 * count : 5 * count], body[: 4 * count].view(torch.float32)
         fine = self._library.loco_check_blocks(
-            *(counts.numel(), _address(counts), counts.dtype == torch.int16, values.numel()),
+            *(counts.numel(), _address(counts), counts.dtype == torch.int16, count),
             *(_address(offsets), _address(values), numel, torch.get_num_threads(), _address(starts)),
         )
         # The reference finds out what is wrong, and says it.
-        return starts if fine else reference_entries.check_blocks(counts, offsets, values, numel)
+        return Entries(starts, offsets, values) if fine else reference_entries.read_blocks(body, count, numel)
 
     def pack(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
         """A frame of the tight code, or None if a part of it would be larger than plain bytes."""
         assert entries.starts is not None
         assert ahead % 8 == 0  # the library writes words
-        n, count = known.anchor.numel(), entries.length
+        n, count = known.numel, entries.length
         if not count:
             return torch.empty(ahead, dtype=torch.uint8, device="cpu")
         room = recycled(ahead + self._library.loco_pack_room(n, count), torch.uint8, at_most=True)
@@ -212,7 +211,7 @@ class Compiled:
         return room[: ahead + size] if size else None
 
     def unpack(self, body: Tensor, count: int, known: Known) -> Entries:
-        n = known.anchor.numel()
+        n = known.numel
         reference_tight.check_size(body, count, n)
         starts = torch.zeros(-(-n // BLOCK) + 1, dtype=torch.int64, device="cpu")
         offsets = recycled(count, torch.uint8)
@@ -292,6 +291,6 @@ def _address(tensor: Tensor | None) -> int | None:
     """The address of a contiguous tensor in host memory."""
     if tensor is None:
         return None
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+    if not (tensor.is_cpu and tensor.is_contiguous()):
         raise ValueError("the C kernels take contiguous tensors in host memory")
     return tensor.data_ptr()

@@ -16,7 +16,7 @@ from .transfer import Transfer
 
 def enclose(framing: Framing, entries: Entries) -> Tensor | None:
     """The frame of all entries, in one piece. None: that would take more than one."""
-    numel = framing.known.anchor.numel()
+    numel = framing.known.numel
     if Frames.of(numel).count != 1:
         return None
     return framing.seal(entries, slice(0, numel), 0, Kind.ENTRIES).in_one_piece()

@@ -201,7 +201,7 @@ class ExchangeTuner:
             if len(contributions) > 1:
                 if framing.round % SAMPLED != 1:
                     return  # it takes long, for what changes slowly
-                entries, sums = _sampled(own, contributions, framing.known.anchor.numel())
+                entries, sums = _sampled(own, contributions, framing.known.numel)
             if entries >= ENOUGH:
                 self.spread = sums / entries
 

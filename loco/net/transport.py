@@ -293,7 +293,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
+    return (tensor if tensor.is_cpu else tensor.cpu()).numpy().tobytes()
 
 
 def listed(member: str, numbers: Sequence[int]) -> str:

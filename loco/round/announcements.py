@@ -42,7 +42,7 @@ class Said(NamedTuple):
 def opening(
     view: View, encoded: Encoded, framing: Framing, tuner: ExchangeTuner, norm: float, *, may_enclose: bool
 ) -> Opening:
-    entries, numel, codec = encoded.entries, framing.known.anchor.numel(), framing.codec
+    entries, numel, codec = encoded.entries, framing.known.numel, framing.codec
     if entries.starts is None:
         payload = sums = codec.most_bytes(numel, numel)
     else:

@@ -65,22 +65,10 @@ class Fast:
         return kernels.write_blocks(entries, ahead)
 
     def decode(self, body: Tensor, count: int, known: Known) -> Entries:
-        numel = known.anchor.numel()
-        blocks = -(-numel // BLOCK)
-        wide = body.numel() != 5 * count + blocks
-        if count > numel or (wide and body.numel() != 5 * count + 2 * blocks):
-            raise WireError(f"{body.numel()} bytes can't hold {count} of {numel} entries")
-        values = body[: 4 * count].view(torch.float32)
-        offsets, counts = body[4 * count : 5 * count], body[5 * count :]
-        if wide:
-            counts = counts.clone().view(torch.int16)  # bytes start anywhere in a message; a copy aligns them
-            if blocks and not bool((counts > 255).any()):
-                raise WireError("block counts are written wider than needed")
         try:
-            starts = kernels.check_blocks(counts, offsets, values, numel)
+            return kernels.read_blocks(body, count, known.numel)
         except MalformedError as error:
             raise WireError(str(error)) from error
-        return Entries(starts, offsets, values)
 
     def most_bytes(self, count: int, numel: int) -> int:
         return 5 * count + 2 * -(-numel // BLOCK)
@@ -95,7 +83,7 @@ class Tight:
     id, name, exact = 2, "tight", True
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
-        numel = known.anchor.numel()
+        numel = known.numel
         alone = entries.cut(slice(0, numel))  # or all that they share memory with would leave a GPU with them
         body = kernels.pack(alone.to("cpu"), known.to("cpu"), ahead)
         if body is None or body.numel() - ahead > self.most_bytes(alone.length, numel):
@@ -165,14 +153,14 @@ def _whole_values(entries: Entries, known: Known, ahead: int) -> Tensor:
     assert not ahead
     if entries.starts is None:
         return entries.values
-    values = torch.zeros(known.anchor.numel(), dtype=torch.float32, device=entries.values.device)
+    values = torch.zeros(known.numel, dtype=torch.float32, device=entries.values.device)
     values[entries.indices()] = entries.values[slice(*entries.ends)]
     return values
 
 
 def _check_size(body: Tensor, size: int, count: int, known: Known) -> None:
-    if count != known.anchor.numel() or body.numel() != size:
-        raise WireError(f"{body.numel()} bytes can't hold {count} of {known.anchor.numel()} entries")
+    if count != known.numel or body.numel() != size:
+        raise WireError(f"{body.numel()} bytes can't hold {count} of {known.numel} entries")
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class Framing:
             round=self.round,
             number=number,
             numel=at.stop - at.start,
-            entries=entries.length if ahead else known.anchor.numel(),
+            entries=entries.length if ahead else known.numel,
             body_bytes=body.numel(),
             digest=self.digest,
             checksum=kernels.digest(body),
@@ -126,7 +126,7 @@ class Framing:
 
     def most_rooms(self, count: int) -> Sequence[Tensor]:
         """For any frames of this vector in one piece. Only the pages that are written take memory."""
-        numel = self.known.anchor.numel()
+        numel = self.known.numel
         numel = min(numel, Frames.of(numel).size)
         # In whole records, so that each room, and the values in it, begin at a multiple of four.
         size = RECORD_BYTES * (1 + -(-FAST.most_bytes(numel, numel) // RECORD_BYTES))
@@ -180,7 +180,7 @@ class Framing:
         """
         if header.is_missing:
             return None
-        body = body.to(self.known.anchor.device)
+        body = body.to(self.known.device)
         if kernels.digest(body) != header.checksum:
             raise WireError("a body whose checksum does not match")
         codec = CODECS[header.codec]
@@ -193,12 +193,12 @@ class Framing:
         known = self.known.part(at)
         body = self.codec.encode(entries, known)
         assert body is not None
-        return self.codec.decode(body, known.anchor.numel(), known)
+        return self.codec.decode(body, known.numel, known)
 
     def _known(self, at: slice, codec: Codec) -> Known:
         """What a codec is told of the elements `at`."""
         part = self.known.part(at)
-        if codec is not TIGHT or part.anchor.device.type == "cpu":
+        if codec is not TIGHT or part.device.type == "cpu":
             return part
         # Copied from a GPU once for all sites' frames of the same elements; few are worked on at a time.
         kept, key = self._in_host_memory, (at.start, at.stop)

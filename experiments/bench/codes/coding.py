@@ -29,7 +29,7 @@ def spans(numel: int) -> list[slice]:
 
 
 def encode(codec: Codec, known: Known, entries: Entries) -> Iterator[Body]:
-    for at in spans(known.anchor.numel()):
+    for at in spans(known.numel):
         part, some = known.part(at), entries.cut(at)
         used, body = codec, codec.encode(some, part)
         if body is None:
@@ -38,7 +38,7 @@ def encode(codec: Codec, known: Known, entries: Entries) -> Iterator[Body]:
 
 
 def decode(bodies: Sequence[Body], known: Known) -> Iterator[Entries]:
-    for at, body in zip(spans(known.anchor.numel()), bodies, strict=True):
+    for at, body in zip(spans(known.numel), bodies, strict=True):
         yield body.codec.decode(body.raw, body.entries, known.part(at))
 
 
