@@ -71,7 +71,7 @@ class Stream:
         self._posted += 1
         headers = self._rooms_for_headers() if tick < self.frames else {}
         if self._in_one_piece:
-            self._flying.append((tick, headers, headers))
+            self._flying.append((tick, {}, headers))  # the bodies are in the same rooms
             return [(p, frame.in_one_piece()) for p, frame in frames.items()], list(headers.items())
         self._leaving[tick] = frames
         leaving = self._leaving.pop(tick - self.lead, {})
@@ -105,10 +105,10 @@ class Stream:
                 raise unreadable(self._phase, peer, error) from error
             expected[peer] = header
             inside = header.body_bytes if self._in_one_piece else 0
-            headers[peer] = self.across.cut(room, RECORD_BYTES + inside)
+            self.across.count_as(RECORD_BYTES + inside, room)
+            if self._in_one_piece:
+                bodies[peer] = room[RECORD_BYTES : RECORD_BYTES + inside]
         announced = self._expected.pop(tick - self.lead, {})
-        if self._in_one_piece:
-            bodies = {peer: message[RECORD_BYTES:] for peer, message in headers.items()}
         return {peer: (announced[peer], body) for peer, body in bodies.items()}
 
     def _rooms_for_headers(self) -> dict[int, Tensor]:

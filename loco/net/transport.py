@@ -80,10 +80,9 @@ class Transport:
         rooms = torch.empty(len(peers) * size, dtype=torch.uint8, device=self.device)
         return dict(zip(peers, rooms.split(size), strict=False))  # of nothing `split` makes one tensor
 
-    def cut(self, room: Tensor, size: int) -> Tensor:
-        """What a message of this many bytes has left of the room it was received in."""
+    def count_as(self, size: int, room: Tensor) -> None:
+        """Of a message that has come, which was counted as large as its room: it had only so many bytes."""
         self.received_bytes -= room.numel() - size
-        return room[:size]
 
     @property
     def peers(self) -> list[int]:
@@ -140,10 +139,9 @@ class Transport:
         mine = self.message(record)
         incoming = self.rooms(mine.numel())
         self.swap(dict.fromkeys(self.peers, mine), incoming, phase=phase, limit=limit)
-        return [
-            record if p == self.rank else to_bytes(self.cut(incoming[p], len(record)))
-            for p in range(self.size)
-        ]
+        for room in incoming.values():
+            self.count_as(len(record), room)
+        return [record if p == self.rank else to_bytes(incoming[p][: len(record)]) for p in range(self.size)]
 
     def swap_blobs(self, blob: bytes, *, phase: str, limit: float | None = None) -> list[bytes]:
         """Every member's bytes, in order; sizes may differ and travel first."""

@@ -103,9 +103,9 @@ def announce(view: View, mine: Announcement | Vote, frame: Tensor | None = None)
         said.records.append(theirs)
         enclosed = theirs.enclosed_bytes if isinstance(theirs, Announcement) else 0
         if site in incoming:
-            room = across.cut(room, RECORD_BYTES + enclosed)
+            across.count_as(RECORD_BYTES + enclosed, room)
             if enclosed:
-                said.enclosed[site] = room[RECORD_BYTES:]
+                said.enclosed[site] = room[RECORD_BYTES : RECORD_BYTES + enclosed]
     return said
 
 
