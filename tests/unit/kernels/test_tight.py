@@ -28,17 +28,9 @@ def threads_again() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def at_zero(entries: Entries) -> Entries:
-    """The same entries with `starts` from 0, and no others beside them."""
-    assert entries.starts is not None
-    assert entries.offsets is not None
-    first, last = int(entries.starts[0]), int(entries.starts[-1])
-    return Entries(entries.starts - first, entries.offsets[first:last], entries.values[first:last])
-
-
 def check(entries: Entries, known: Known, *, read_slowly: bool = True) -> torch.Tensor:
     """All homes write the same frame, and read the same entries out of it. -> the frame"""
-    expected, only = reference_tight.pack(entries, known), at_zero(entries)
+    expected, only = reference_tight.pack(entries, known), entries.cut(slice(0, known.numel))
     same_bits([reference_tight.pack(entries, known, 64)[64:]], [expected])
     count = only.values.numel()
     assert (expected.numel() == 0) == (count == 0)
@@ -91,12 +83,10 @@ def test_any_values_beside_any_weights(gate: Gate, values: str) -> None:
 def test_parts_of_larger_vectors() -> None:
     entries, known = case(20_000, 0.1, values="sums")
     for at in (slice(10 * BLOCK, 30 * BLOCK), slice(20 * BLOCK, 20_000)):
-        assert known.momentum is not None
-        part = Known(known.anchor[at], known.momentum[at], known.gate)
-        some = entries.part(at)
-        assert some.starts is not None
-        assert int(some.starts[0])
-        check(some, part)
+        assert entries.part(at).ends[0]
+        behind_one_block = slice(at.start - BLOCK, at.stop - BLOCK)
+        for part in (known.part(at), known.part(slice(BLOCK, 20_000)).part(behind_one_block)):
+            check(entries.part(at), part)
 
 
 @settings(max_examples=150)
