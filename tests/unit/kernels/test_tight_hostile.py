@@ -48,6 +48,8 @@ def outcome(unpack: Unpack, body: bytes | Tensor, count: int, known: Known) -> E
     if count:
         written = reference_entries.write_blocks(entries, 0)
         same_bits(reference_entries.read_blocks(written, count, known.numel), entries)
+    else:
+        same_bits([entries.starts], [Entries.none(known.numel, entries.starts.device).starts])
     return entries
 
 
