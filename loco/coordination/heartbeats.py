@@ -1,5 +1,6 @@
 """What a rank that waits for others wants to know of them: who is lost, and why."""
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ AT_WORK, LEFT, ENDED = "+", "-", "!"
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of life, as the store holds it.
+    """A heartbeat, as the store holds it: JSON, because a vote's name may contain any character.
 
     count: of the rank's beats. confirmed: its latest votes that were committed, by set of links.
     """
@@ -41,13 +42,21 @@ class Beat:
 
     @classmethod
     def parse(cls, text: str) -> "Beat":
-        """What `str` made of one; a ValueError if it is malformed."""
-        head, _, status = text.partition(" ")
-        count, *confirmed = head.split(":")
-        return cls(int(count), status, tuple(confirmed))
+        """The inverse of `str`.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        try:
+            count, status, *confirmed = json.loads(text)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"not a heartbeat: {error}") from error
+        if type(count) is not int or any(type(part) is not str for part in (status, *confirmed)):
+            raise ValueError("not a heartbeat: its fields have other types")
+        return cls(count, status, tuple(confirmed))
 
     def __str__(self) -> str:
-        return f"{':'.join([str(self.count), *self.confirmed])} {self.status}"
+        return json.dumps([self.count, self.status, *self.confirmed], separators=(",", ":"))
 
     @property
     def has_left(self) -> bool:

@@ -227,18 +227,19 @@ def test_a_verdict_of_before_a_state_was_loaded_is_not_on_the_round_of_the_same_
         verdicts(store, confirmed, "run/1").on(4, ABORT)
 
 
-def test_a_commit_is_confirmed_by_heartbeats() -> None:
+@pytest.mark.parametrize("links", ["loco/ab12/first 0", "loco/ab12/1"])
+def test_a_commit_is_confirmed_by_heartbeats(links: str) -> None:
     store, seals = HashStore(), StoreSeals(KEY, bytes(16))
     pair = [Liveness(store, "x", rank, dead_after=0.8, seals=seals) for rank in range(2)]
-    assert not pair[1].is_confirmed([0], "run/0/vote/1")
+    assert not pair[1].is_confirmed([0], f"{links}/vote/1")
     voter = object.__new__(Verdicts)
-    pair[0].confirm(voter, "run/0/vote/1")
-    assert pair[1].is_confirmed([0], "run/0/vote/1")
-    pair[0].confirm(voter, "run/0/vote/2")
-    assert pair[1].is_confirmed([0], "run/0/vote/2")
+    pair[0].confirm(voter, f"{links}/vote/1")
+    assert pair[1].is_confirmed([0], f"{links}/vote/1")
+    pair[0].confirm(voter, f"{links}/vote/2")
+    assert pair[1].is_confirmed([0], f"{links}/vote/2")
     pair[0].close()
     began = time.monotonic()
-    assert not pair[1].is_confirmed([0], "run/0/vote/3")  # who does not beat is not waited for
+    assert not pair[1].is_confirmed([0], f"{links}/vote/3")  # who does not beat is not waited for
     assert time.monotonic() - began < 5.0
 
 

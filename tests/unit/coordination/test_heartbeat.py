@@ -14,7 +14,7 @@ from selection import INTERRUPTIONS, MESSAGES
 from torch._C._distributed_c10d import HashStore
 
 from loco.coordination.authentication import StoreSeals
-from loco.coordination.heartbeats import Loss
+from loco.coordination.heartbeats import AT_WORK, ENDED, LEFT, Beat, Loss
 from loco.coordination.liveness import Liveness
 
 DEAD_AFTER = 0.8
@@ -65,6 +65,28 @@ def test_who_never_began_is_missed_too() -> None:
     listener = Liveness(HashStore(), "x", 0, dead_after=DEAD_AFTER)
     [loss] = losses_while(listener, lambda: None)
     assert loss.silent == (1,)
+
+
+# The names that `World` gives to a run's first links and to those after them; names that break other formats.
+VOTES = ["loco/ab12/first 0/vote/5", "loco/ab12/1/vote/5", 'a:b c\n"d",[e]\\', "", "é\u2028"]
+
+
+@pytest.mark.parametrize("status", [AT_WORK, f"{LEFT}round 6: gave up", f"{ENDED}its program has ended"])
+@pytest.mark.parametrize("confirmed", [(), *((vote,) for vote in VOTES), tuple(VOTES)])
+def test_a_beat_is_read_as_it_was_written_whatever_its_votes_are_called(
+    confirmed: tuple[str, ...], status: str
+) -> None:
+    beat = Beat(3, status, confirmed)
+    assert Beat.parse(str(beat)) == beat
+    assert beat.has_left == (status != AT_WORK)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3 +", "3", "[]", "[3]", '["3","+"]', "[true,0]", '[3,"+",4]', "{}", "[" * 100_000]
+)
+def test_a_malformed_beat_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Beat.parse(text)
 
 
 class Counting(HashStore):
