@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,9 @@ def started(config: PipelineConfig, processes: int) -> Iterator[None]:
         _knock(config.address)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # visible GPUs stay visible
     own: dict[str, Any] = {"include_dashboard": False, "num_cpus": processes}
+    if config.address is None:
+        # Ray asks for a token by default. Left to itself it keeps one in a file that other users can read.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
         ray.init(
             address=config.address,

@@ -1,12 +1,16 @@
 """What SECURITY.md promises: nothing that comes from a peer, a file or a configuration is executed."""
 
 import ast
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from selection import COMMANDS
 from sites import error_of, run_ranks
 
 from experiments.training.gathering import from_all
@@ -107,3 +111,32 @@ def test_a_configuration_is_data(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="could not determine a constructor for the tag"):
         OmegaConf.load(path)
     assert not (tmp_path / "it ran").exists()
+
+
+@pytest.mark.check(COMMANDS)
+def test_nobody_joins_a_pipelines_cluster_without_its_token(tmp_path: Path) -> None:
+    """The cluster of one machine: Ray would run whatever a process that joins it sends."""
+    stranger = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
+    run = f"""
+        import os, subprocess, sys
+        import ray
+        from experiments.pipeline.cluster import started
+        from experiments.pipeline.config import PipelineConfig
+
+        with started(PipelineConfig(), 1):
+            at = ray.get_runtime_context().gcs_address
+            others = {{k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}}
+            tried = subprocess.run([sys.executable, "-c", {stranger!r}, at], env=others, capture_output=True)
+            mine = subprocess.run([sys.executable, "-c", {stranger!r}, at], capture_output=True)
+        print(tried.returncode, b"token is missing or incorrect" in tried.stderr, mine.returncode)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(run)],
+        cwd=ROOT,
+        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["1", "True", "0"]
+    assert not (tmp_path / ".ray").exists()  # where Ray leaves a token that it has made, for all to read
