@@ -15,10 +15,11 @@ from loco.kernels.cpu import build
 
 
 @contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A disk of its own in this folder. Where mounting is not allowed the test is skipped."""
+def small_disk(folder: Path, size: str, inodes: int = 0) -> Iterator[None]:
+    """A disk of its own in this folder, for as many files as its inodes allow (0: any number). Where mounting
+    is not allowed the test is skipped."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes}", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"needs to mount a small tmpfs, which is not allowed: {mounted.stderr.strip()}")

@@ -63,7 +63,7 @@ def read_manifest(text: bytes, key: bytes | None = None) -> dict[str, Any]:
         expected = blake2b(first, 32, b"loco manifest", blake2b(key, 32, b"loco sync key"))
     must(seal == expected.hex().encode(), "a manifest must have its seal", seal)
     found = json.loads(first)
-    must(found["format"] == 1, "format must be 1", found["format"])
+    must(found["format"] == 2, "format must be 2", found["format"])
     return found
 
 
@@ -89,10 +89,15 @@ class Store:
             name = f"{manifest['version']:012}.{manifest['index']}-of-{manifest['count']}.json"
             must(path.name == name, f"a manifest must be named {name}", path.name)
             must(manifest["count"] == len(found), "all publishers' manifests must be there", len(found))
+            must(manifest["training"] == found[0]["training"], "all must be of one training", path.name)
+        for name in {name for manifest in found for name in manifest["ties"]}:
+            values = {manifest["ties"][name] for manifest in found if name in manifest["ties"]}
+            must(len(values) == 1, f"{name} must be the same for all publishers", values)
         return found
 
     def layout(self, manifest: dict[str, Any]) -> dict[str, list[Entry]]:
         text = (self.folder / "layouts" / f"{manifest['layout']}.json").read_bytes()
+        must(len(text) == manifest["layout_bytes"], "a layout must have its size", len(text))
         must(
             hashlib.sha256(text).hexdigest() == manifest["layout"],
             "a layout must have its SHA-256",

@@ -64,7 +64,11 @@ class WeightTransfer:
     ) -> None:
         self.url, self.server = url, server.rstrip("/")
         self.published: Published | None = None
-        self._init_info = {"url": _absolute(read_url or url), "key_file": key_file}
+        self._init_info = {
+            "url": _absolute(read_url or url),
+            "key_file": key_file,
+            "training": options.get("training"),
+        }
         self._options: dict[str, Any] = options | {"key": Path(key_file).read_bytes() if key_file else None}
         self._timeout = timeout
         self._held: dict[str, Tensor] = {}  # what the publisher reads

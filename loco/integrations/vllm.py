@@ -50,10 +50,12 @@ class InitInfo(WeightTransferInitInfo):
     Attributes:
         url: where the trainer publishes its weights.
         key_file: a file with the publisher's key, on the machine of each worker; no secret is sent by HTTP.
+        training: the publisher's name for it, if it has one.
     """
 
     url: str
     key_file: str | None = None
+    training: str | None = None
 
 
 @dataclass
@@ -128,7 +130,9 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         # Of tensors that the ranks have divided each must know the whole: at first, what it has loaded.
         divided = any(isinstance(one, list) for one in self._weights.values())
         loaded = checkpoint_of(self.vllm_config) if divided else None
-        self._subscriber = Subscriber(self._weights, init_info.url, key=key, loaded=loaded)
+        self._subscriber = Subscriber(
+            self._weights, init_info.url, training=init_info.training, key=key, loaded=loaded
+        )
 
     @property
     def subscriber(self) -> Subscriber:

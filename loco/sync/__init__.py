@@ -1,20 +1,34 @@
 """PULSESync: the weights that changed, to inference workers, bit for bit. See docs/sync.md."""
 
-from .errors import DamagedError, LayoutError, NotThisVersionError, NoVersionError, SyncError, TakenOverError
-from .publisher import Published, Publisher
-from .subscriber import Prepared, Subscriber, Updated
+from .errors import (
+    DamagedError,
+    LayoutError,
+    MixedVersionError,
+    NotThisVersionError,
+    NoVersionError,
+    OtherTrainingError,
+    StaleStoreError,
+    SyncError,
+    TakenOverError,
+)
+from .publisher import Publisher
+from .reports import Published, Updated
+from .subscriber import Prepared, Subscriber
 from .weights.fp8 import fp8_checkpoint
 from .weights.tensors import Placed
 
 __all__ = [
     "DamagedError",
     "LayoutError",
+    "MixedVersionError",
     "NoVersionError",
     "NotThisVersionError",
+    "OtherTrainingError",
     "Placed",
     "Prepared",
     "Published",
     "Publisher",
+    "StaleStoreError",
     "Subscriber",
     "SyncError",
     "TakenOverError",

@@ -31,5 +31,17 @@ class TakenOverError(SyncError):
     """Somebody else publishes under the same name."""
 
 
+class StaleStoreError(SyncError):
+    """The newest version in the store is older than what is held: `update(version=…)` goes back to it."""
+
+
+class OtherTrainingError(SyncError):
+    """What is published belongs to another training than what is followed: make a new `Subscriber` for it."""
+
+
+class MixedVersionError(SyncError):
+    """The publishers of a version hold different weights, or another one's part is of an earlier attempt."""
+
+
 class NotThisVersionError(SyncError):
     """What is in memory is not the version that it should be: something else has written into the weights."""

@@ -5,13 +5,14 @@ import os
 import threading
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Self
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .reports import Published
 from .share import Ranks
 from .storage.stores import open_store
 from .versions.anchors import pack_anchor
@@ -19,6 +20,7 @@ from .versions.history import History, Packed, packed
 from .versions.layout import Layout
 from .versions.manifest import Manifest, checked_key
 from .versions.route import bytes_of, find_route
+from .versions.training import checked_training
 from .versions.vectors import ChangesOf, Vectors
 from .versions.writer import Writer
 from .weights.source import Source
@@ -28,33 +30,6 @@ logger = logging.getLogger(__name__)
 HISTORY_BYTES = 0.4  # a weight: what the patches over several versions are made of
 ANCHOR_SHARE = 0.5  # of an anchor's bytes: what a newcomer may have to read beside it
 DENSE_SHARE = 0.4  # of the bytes in memory: from here on an anchor may take less than a patch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """What became of one `publish`.
-
-    Attributes:
-        reason: why a subscriber must read all weights (an anchor), if there is no patch; else "".
-        entries: how many elements changed since the last version; all of them if there is no patch.
-        numel: how many elements this publisher has.
-        patch_bytes: of the patch from the last version, or of the anchor if there is no patch.
-        bytes: all that was written, patches over several versions, anchor and manifest included; 0 as long as
-            `publish(wait=False)` has not finished.
-        dense_bytes: of all weights, as they are in memory.
-        skips: the older versions from which a patch leads to this one.
-        seconds: "find" and "pack", while the weights may not change, and then "write".
-    """
-
-    version: int
-    reason: str
-    entries: int
-    numel: int
-    patch_bytes: int
-    dense_bytes: int
-    seconds: dict[str, float]
-    bytes: int = 0
-    skips: tuple[int, ...] = ()
 
 
 class Publisher:
@@ -78,9 +53,12 @@ class Publisher:
         dtype: what receivers hold for FP32 tensors, or a function of name and tensor that says it. Other
             tensors are published as they are.
         stream: (k, n) for the k-th of n publishers that share the work, each with shards of its own. Tensors
-            that are no DTensors are divided among them: all n must hold the same. All must publish the same
-            versions. Or an optimizer's topology: every rank of every site publishes, after rounds, when all
-            hold the same weights; shards that each site has are divided among the sites, too.
+            that are no DTensors are divided among them: all n must hold the same, which each proves by a
+            digest of all of them. All must publish the same versions. Or an optimizer's topology: every rank
+            of every site publishes, after rounds, when all hold the same weights; shards that each site has
+            are divided among the sites, too.
+        training: a name that subscribers can ask for: they take no other training's weights. None: one that
+            is drawn where the store is empty, and is then kept in it.
         key: shared with the subscribers, at least 16 bytes: what anybody else writes is then refused.
         keep: versions after which a subscriber that stays behind may have to begin with an anchor.
         anchor_every: versions. None: when a newcomer would have to read half as much again beside the anchor.
@@ -97,6 +75,7 @@ class Publisher:
         *,
         dtype: DtypeOf = torch.bfloat16,
         stream: tuple[int, int] | Ranks = (0, 1),
+        training: str | None = None,
         key: str | bytes | None = None,
         keep: int = 128,
         anchor_every: int | None = None,
@@ -110,11 +89,14 @@ class Publisher:
         self._source = Source(source, dtype, stream)
         self.stream = self._source.share.stream
         self._source.read()  # refuses now what can't be published
-        self._writer = Writer(open_store(url, token), self.stream, checked_key(key))
+        self._writer = Writer(
+            open_store(url, token), self.stream, checked_key(key), checked_training(training)
+        )
         self._run = uuid.uuid4().hex
         self._weights: Vectors | None = None  # as they were published last
         self._history = History(0)
         self._manifests: dict[int, Manifest] = {}  # of the versions of this run that are there
+        self._since_anchor = 0  # versions
         self._last: Published | None = None
         self._turn = threading.RLock()
         self._writing: threading.Thread | None = None
@@ -137,13 +119,15 @@ class Publisher:
 
         Raises:
             TakenOverError: somebody else publishes here.
+            MixedVersionError: another publisher has published other weights as this version, or did so in an
+                attempt that has ended. The next version goes on.
             OSError: the store can't be written. This version does not exist, unless the store failed in a way
                 that does not tell; the next one will be an anchor.
         """
         with self._turn:
             self.flush()
             if (settled := self._writer.settle()) is not None:
-                self._manifests[settled.version] = settled
+                self._is_there(settled)
             chosen, follows = self._writer.begin(version, self.version)
             try:
                 return self._publish(chosen, follows, wait)
@@ -155,7 +139,7 @@ class Publisher:
         """Wait until what was published is in the store. -> the report of the last version
 
         Raises:
-            TakenOverError, OSError: as of `publish`.
+            TakenOverError, MixedVersionError, OSError: as of `publish`.
         """
         with self._turn:
             if self._writing is not None:
@@ -208,7 +192,8 @@ class Publisher:
 
     def _publish(self, version: int, follows: bool, wait: bool) -> Published:
         begun = perf_counter()
-        layout, tensors = self._source.read()
+        source = self._source.read()
+        layout, ties = source.layout, source.ties() if self.stream.count > 1 else {}
         last = self._manifests[max(self._manifests)] if self._manifests else None
         reason = self._why_anchor(layout, follows)
         if reason:
@@ -216,13 +201,13 @@ class Publisher:
                 logging.WARNING if last else logging.INFO, "version %d is an anchor: %s", version, reason
             )
             self._weights = None  # so that there are never two copies
-            weights = self._weights = Vectors(layout, tensors)
+            weights = self._weights = Vectors(layout, source.pieces)
             self._history = History(int(HISTORY_BYTES * layout.numel))
             changes, patch, found = ChangesOf(), None, perf_counter()
         else:
             assert self._weights is not None
             weights = self._weights
-            changes = weights.changes(tensors)
+            changes = weights.changes(source.pieces)
             found = perf_counter()
             patch = packed(weights, changes)
             weights.swap(changes)  # from now on `changes` takes the step back
@@ -238,8 +223,8 @@ class Publisher:
             seconds={"find": found - begun, "pack": coded - found},
         )
         if wait:
-            return self._write(report, weights, last, patch, changes)
-        arguments = (report, weights, last, patch, changes)
+            return self._write(report, weights, ties, last, patch, changes)
+        arguments = (report, weights, ties, last, patch, changes)
         self._writing = threading.Thread(target=self._try_to_write, args=arguments, name="loco-publish")
         self._writing.start()
         return report
@@ -266,19 +251,20 @@ class Publisher:
         self,
         report: Published,
         weights: Vectors,
+        ties: dict[str, str],
         last: Manifest | None,
         patch: Packed | None,
         undo: ChangesOf,
     ) -> Published:
-        """A version into the store, and out of it what nobody needs any more."""
+        """Out of the store what nobody will need any more, and a version into it."""
         begun = perf_counter()
+        self._writer.remove_old(self._keep, self._manifests)
         try:
-            manifest, patches, said = self._write_files(report.version, weights, last, patch, undo)
+            manifest, patches, said = self._write_files(report.version, weights, ties, last, patch, undo)
         except BaseException:
             self._writer.discard()
             raise
-        self._manifests[manifest.version] = manifest
-        self._writer.remove_old(self._keep, self._manifests)
+        self._is_there(manifest)
         self._last = replace(
             report,
             patch_bytes=manifest.files[0].bytes if not patches else patches[0][2].bytes,
@@ -288,10 +274,15 @@ class Publisher:
         )
         return self._last
 
+    def _is_there(self, manifest: Manifest) -> None:
+        self._manifests[manifest.version] = manifest
+        self._since_anchor = 0 if manifest.anchor == manifest.version else self._since_anchor + 1
+
     def _write_files(
         self,
         version: int,
         weights: Vectors,
+        ties: dict[str, str],
         last: Manifest | None,
         patch: Packed | None,
         undo: ChangesOf,
@@ -321,7 +312,10 @@ class Publisher:
             index=self.stream.index,
             count=self.stream.count,
             run=self._run,
+            training=self._writer.training,
+            ties=ties,
             layout=weights.layout.digest,
+            layout_bytes=len(weights.layout.text),
             digest=digest,
             anchor=version if has_anchor or last is None else last.anchor,
             files=tuple(files),
@@ -332,8 +326,7 @@ class Publisher:
         if last is None or not patches:
             return False
         if self._anchor_every is not None:
-            since = [v for v in self._manifests if v > last.anchor]
-            return len(since) + 1 >= self._anchor_every
+            return self._since_anchor + 1 >= self._anchor_every
         route = find_route(self._manifests.get, last.version, None, ())
         if route is None:
             return True

@@ -16,33 +16,14 @@ from loco.kernels import Changes
 from .decoding import decoded, decoded_slices
 from .errors import DamagedError, NotThisVersionError, NoVersionError, SyncError
 from .journal import Journal
+from .reports import Updated
 from .storage.stores import open_store
 from .versions.manifest import Manifest, Stream, checked_key
 from .versions.reader import Download, Reader
 from .versions.route import Held, find_route
+from .versions.training import checked_training
 from .weights.memory import Memory, Target
 from .weights.places import Places
-
-
-@dataclass(frozen=True, kw_only=True)
-class Updated:
-    """What became of one `update`.
-
-    Attributes:
-        version: that the weights are now.
-        previous: that they were; None if they were of no version that is known.
-        entries: how many elements were written.
-        bytes: that were read of patches and anchors.
-        files: how many these were.
-        seconds: "prepare" (download and decode, while the weights are only read) and "apply".
-    """
-
-    version: int
-    previous: int | None
-    entries: int
-    bytes: int
-    files: int
-    seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -70,6 +51,7 @@ class _Standing(NamedTuple):
     """What the weights are: always replaced as a whole, since Ctrl-C may come between any two lines."""
 
     number: int  # another one whenever the weights change
+    least: int = 0  # the version that they were last: to an older one only who asks for it goes back
     version: int | None = None  # None: of no version that is known
     held: Mapping[Stream, Held] = MappingProxyType({})
     undo: "_Undo | None" = None
@@ -102,6 +84,8 @@ class Subscriber:
             memory. Of tensors of which only parts are here, a list of these parts (`Placed`): all of such a
             tensor is then kept in host memory, too.
         url: where the versions are: as of `Publisher`, or the http:// address of `python -m loco.sync serve`.
+        training: the publishers' name for it; no other training's weights are taken. None: of the training
+            whose version is the first that is held.
         key: the publishers'.
         token: that the HTTP server asks for. None: the environment variable LOCO_SYNC_TOKEN.
         loaded: the checkpoint that the parts were loaded from: a version that it is need not be read.
@@ -112,12 +96,13 @@ class Subscriber:
         target: Target,
         url: str | os.PathLike[str],
         *,
+        training: str | None = None,
         key: str | bytes | None = None,
         token: str | None = None,
         loaded: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._memory = Memory.of(target, loaded)
-        self._reader = Reader(open_store(url, token), checked_key(key))
+        self._reader = Reader(open_store(url, token), checked_key(key), checked_training(training))
         self._places: dict[Stream, Places] = {}
         self._now = _Standing(0)
         self._turn = threading.RLock()
@@ -131,11 +116,13 @@ class Subscriber:
         """Make the weights those of a version: `prepare`, then `apply`.
 
         Args:
-            version: None for the newest one.
+            version: also an older one than is held. None: the newest one, which may not be older.
             wait: seconds to wait for a version newer than the one that is held.
 
         Raises:
             NoVersionError: there is none, or no way leads to it.
+            StaleStoreError: the newest one is older than the one that is held.
+            OtherTrainingError: it is of another training. The next call takes another version.
             DamagedError: a file is not what its publisher wrote. The next call takes another way.
             NotThisVersionError: something else has written into the weights. The next call writes them all.
             LayoutError: the tensors here are not those that are published.
@@ -151,13 +138,12 @@ class Subscriber:
         Arguments and errors as of `update`.
         """
         begun = perf_counter()
-        goal, count = self._reader.choose(version, self.version, wait)
+        manifests = self._reader.choose(version, self.version, self._now.least, wait)
         with self._turn:
-            manifests = [self._reader.manifest(goal, Stream(k, count)) for k in range(count)]
             places = self._find_places(manifests)
             self._recognise(manifests, places)
             parts = [self._prepare(manifest, places[manifest.stream]) for manifest in manifests]
-            return Prepared(goal, self._now.number, parts, perf_counter() - begun)
+            return Prepared(manifests[0].version, self._now.number, parts, perf_counter() - begun)
 
     def apply(self, prepared: Prepared) -> Updated:
         """Write a prepared update. It counts whole or not at all.
@@ -175,6 +161,7 @@ class Subscriber:
                 )
             begun, previous = perf_counter(), self.version
             entries = self._write(prepared)
+            self._reader.training = prepared.parts[0].manifest.training
         downloads = [download for part in prepared.parts for download in part.downloads]
         return Updated(
             version=prepared.version,
@@ -196,7 +183,7 @@ class Subscriber:
             undo = self._now.undo
             if undo is None:
                 raise SyncError("there is no update that can be taken back")
-            self._now = _Standing(undo.before.number + 1)
+            self._now = _Standing(undo.before.number + 1, self._now.least)
             interrupt = undo.journal.restore()
             self._places = undo.places
             self._now = undo.before._replace(number=undo.before.number + 1)
@@ -222,7 +209,7 @@ class Subscriber:
         """Where each publisher's regions lie here."""
         found = {}
         for manifest in manifests:
-            layout, known = self._reader.layout(manifest.layout), self._places.get(manifest.stream)
+            layout, known = self._reader.layout(manifest), self._places.get(manifest.stream)
             found[manifest.stream] = (
                 known if known and known.layout == layout else Places(layout, self._memory)
             )
@@ -280,15 +267,15 @@ class Subscriber:
         can_be_restored = all(part.changes is not None for part in prepared.parts)
         journal = Journal()
         try:
-            self._now = _Standing(before.number)
+            self._now = _Standing(before.number, before.least)
             entries = sum(self._write_part(part, journal) for part in prepared.parts)
             journal.complete()
             self._places = {part.stream: part.places for part in prepared.parts}
             held = {part.stream: Held(prepared.version, part.manifest.digest) for part in prepared.parts}
             undo = _Undo(before, places, journal) if can_be_restored else None
-            self._now = _Standing(before.number, prepared.version, held, undo)
+            self._now = _Standing(before.number, prepared.version, prepared.version, held, undo)
         except BaseException as error:
-            self._now = _Standing(before.number)
+            self._now = _Standing(before.number, before.least)
             interrupt = journal.restore()
             self._places = places
             if can_be_restored:
@@ -341,7 +328,7 @@ class Subscriber:
                 wrong += [region.name for region, is_, should in expected if is_ != should]
         if wrong:
             versions = {self._now.version, *(held.version for held in self._now.held.values())} - {None}
-            self._now, self._places = _Standing(self._now.number + 1), {}
+            self._now, self._places = _Standing(self._now.number + 1, self._now.least), {}
             named = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
             raise NotThisVersionError(
                 f"the weights in memory are not version {max(filter(None, versions))}: {named} differ"

@@ -125,6 +125,11 @@ def test_any_damage_leads_to_no_other_weights(data: st.DataObject, key: bytes | 
     update_until_told_all(store, data.draw(st.sampled_from([0, 1, VERSIONS - 1])), key, were)
 
 
+def _with_a_point(file: dict[str, Any]) -> None:
+    file["bytes"] = sum(body["bytes"] for body in file["bodies"])
+    file["bodies"][0]["bytes"] += 0.0
+
+
 def forgeries() -> Iterator[tuple[str, Callable[[dict[str, Any]], object]]]:
     def file(fields: dict[str, Any]) -> dict[str, Any]:
         return fields["files"][0]
@@ -143,8 +148,14 @@ def forgeries() -> Iterator[tuple[str, Callable[[dict[str, Any]], object]]]:
     yield "bodies below 0", lambda m: file(m)["bodies"][0].update(bytes=-5)
     yield "a body that is none", lambda m: file(m).update(bodies=[7])
     yield "a format that is none", lambda m: file(m)["bodies"][0].update(format="Tensor")
+    yield "a format that is a list of torch's", lambda m: file(m)["bodies"][0].update(format="__all__")
     yield "a format of another type", lambda m: file(m)["bodies"][0].update(format=["bfloat16"])
     yield "another format", lambda m: file(m)["bodies"][0].update(format="float16")
+    yield "a size with a point", lambda m: _with_a_point(file(m))
+    yield "ties that are none", lambda m: m.update(ties=["a"])
+    yield "a tie that is none", lambda m: m.update(ties={"a": 1})
+    yield "a training that is none", lambda m: m.update(training=7)
+    yield "a layout's size that is none", lambda m: m.update(layout_bytes="many")
     yield "no format", lambda m: file(m).update(bodies=[], bytes=0)
     yield "fewer entries", lambda m: file(m)["bodies"][0].update(entries=1)
     yield "files that are none", lambda m: m.update(files={"a": 1})
@@ -191,7 +202,7 @@ def test_a_layout_of_any_text_is_refused_by_name(text: bytes) -> None:
     store, _ = chain(0, None)
     digest = hashlib.sha256(text).hexdigest()
     store.files[f"layouts/{digest}.json"] = text
-    _forge(store, VERSIONS, lambda m: m.update(layout=digest))
+    _forge(store, VERSIONS, lambda m: m.update(layout=digest, layout_bytes=len(text)))
     with pytest.raises(DamagedError, match=f"layouts/{digest}.json can't be read"):
         subscriber_at(store, zeros(small_weights())).update()
 
@@ -202,7 +213,7 @@ def test_the_next_anchor_mends_a_layout() -> None:
     publisher = publisher_at(store, trained, anchor_every=2)
     publisher.publish()
     (layout,) = [path for path in store.files if path.startswith("layouts/")]
-    store.files[layout] = b"?"
+    store.files[layout] = b"?" * len(store.files[layout])
     engine = zeros(trained)
     subscriber = subscriber_at(store, engine)
     for _ in range(2):
@@ -247,17 +258,3 @@ def test_shards_of_which_one_is_published_twice_and_one_never_are_refused(
     else:
         with pytest.raises(LayoutError, match=told):
             check_coverage(regions, tensors)
-
-
-def test_versions_of_another_training_under_the_same_names_are_told_apart_by_their_digests() -> None:
-    """As when a folder is used again: what is held is of the old one."""
-    store, _ = chain(0, KEY)
-    theirs, other = chain(1, KEY)
-    engine = zeros(small_weights())
-    subscriber = subscriber_at(store, engine, key=KEY)
-    subscriber.update(VERSIONS - 1)
-    store.files.clear()
-    store.files.update(theirs.files)
-    subscriber.update()
-    same_bits(engine, other[VERSIONS])
-    subscriber.verify()

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -103,12 +104,12 @@ class SlowStore:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    def read(self, path: str) -> bytes:
+    def read_chunks(self, path: str) -> Iterator[bytes]:
         names = self._store.names("versions")
         goal = min(self._last, _newest(names) + self._versions)
         while _newest(names) < goal:
             names = self._store.wait("versions", names, 60.0)
-        return self._store.read(path)
+        return self._store.read_chunks(path)
 
 
 def _newest(names: list[str]) -> int:

@@ -92,6 +92,20 @@ def open_store(url: str | os.PathLike[str], token: str | None = None, *, timeout
     return FsspecStore(url)
 
 
+def read_start(store: Store, path: str, most: int) -> bytearray:
+    """The first `most` bytes of a file, or all of them: whatever lies there, no more is held in memory.
+
+    Raises:
+        FileNotFoundError, OSError: as of `Store.read`.
+    """
+    content = bytearray()
+    for chunk in store.read_chunks(path):
+        content += memoryview(chunk)[: most - len(content)]
+        if len(content) == most:
+            break
+    return content
+
+
 class FsspecStore:
     """A store in any file system that fsspec knows: s3://, gs://, az://, memory:// and others.
 

@@ -98,7 +98,7 @@ class Layout:
         return digest_of(self.text)
 
     @staticmethod
-    def load(text: bytes) -> "Layout":
+    def load(text: bytes | bytearray) -> "Layout":
         """
         Raises:
             ValueError: this is no layout.
@@ -117,7 +117,7 @@ class Layout:
         return "" if self == other else "the order of the tensors"
 
 
-def digest_of(text: bytes) -> str:
+def digest_of(text: bytes | bytearray) -> str:
     return hashlib.sha256(text).hexdigest()
 
 

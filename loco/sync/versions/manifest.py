@@ -7,18 +7,22 @@ import hashlib
 import hmac
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...errors import AuthenticationError
 from ..errors import DamagedError
 from ..storage.names import is_path
-from ..storage.stores import Store
+from ..storage.stores import Store, read_start
 
 FOLDER = "versions"
 WEIGHTS = "weights"  # the folder of anchors and patches
-FORMAT = 1
+FORMAT = 2
 LEAST_KEY_BYTES = 16
+MOST_BYTES = 1 << 20  # of a manifest: about 30 times what the longest one takes
+LAST_VERSION = 10**12 - 1  # names have 12 digits
+_NAME = re.compile(r"([0-9]{12})\.([0-9]{1,6})-of-([0-9]{1,6})\.json")
 
 
 @dataclass(frozen=True, order=True)
@@ -38,12 +42,11 @@ def name_of(version: int, stream: Stream) -> str:
 
 def parse_name(name: str) -> tuple[int, Stream] | None:
     """The inverse of `name_of`; None for any other file."""
-    try:
-        version, stream, _ = name.split(".")
-        index, _, count = stream.partition("-of-")
-        found = int(version), Stream(int(index), int(count))
-    except ValueError:
+    parts = _NAME.fullmatch(name)
+    if not parts:
         return None
+    version, index, count = map(int, parts.groups())
+    found = version, Stream(index, count)
     return found if name_of(*found) == name and found[1].index < found[1].count else None
 
 
@@ -102,7 +105,10 @@ class Manifest:
     index: int
     count: int
     run: str  # of the publisher's process: new with every start
+    training: str  # the same in all manifests of a training, however often it is resumed
+    ties: Mapping[str, str]  # see `ties.py`
     layout: str  # SHA-256 of the layout, which is a file of that name
+    layout_bytes: int
     digest: str  # of the weights
     anchor: int  # the newest version of which there is an anchor
     files: tuple[File, ...]
@@ -155,10 +161,12 @@ def load_or_none(store: Store, version: int, stream: Stream, key: bytes | None) 
     """
     path = f"{FOLDER}/{name_of(version, stream)}"
     try:
-        text = store.read(path)
+        text = read_start(store, path, MOST_BYTES + 1)
     except FileNotFoundError:
         return None
-    return Manifest.load(text, path, key)
+    if len(text) > MOST_BYTES:
+        raise DamagedError(path, f"has more than {MOST_BYTES} bytes, so it is no manifest")
+    return Manifest.load(bytes(text), path, key)
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
@@ -168,25 +176,28 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     for file in fields.pop("files"):
         bodies = tuple(Body(**body) for body in file.pop("bodies"))
         files.append(File(**file, bodies=bodies))
-        if sum(body.bytes for body in bodies) != files[-1].bytes or any(
-            b.entries < 0 or b.bytes < 0 for b in bodies
-        ):
+        sizes = [files[-1].bytes, *(n for body in bodies for n in (body.bytes, body.entries))]
+        if not all(map(_is_natural, sizes)) or sum(body.bytes for body in bodies) != files[-1].bytes:
             raise ValueError("the sizes of a file do not add up")
     manifest = Manifest(**fields, files=tuple(files))
-    texts = [manifest.run, manifest.layout, manifest.digest]
+    texts = [manifest.run, manifest.training, manifest.layout, manifest.digest, *manifest.ties.values()]
     for file in files:
         texts += [file.path, file.sha256, file.base_digest, *(body.format for body in file.bodies)]
     if any(type(text) is not str for text in texts):
         raise ValueError("a text is none")
-    numbers = [manifest.version, manifest.index, manifest.count, manifest.anchor]
+    numbers = [manifest.version, manifest.index, manifest.count, manifest.anchor, manifest.layout_bytes]
     bases = [file.base for file in files if file.base is not None]
-    if any(type(n) is not int or n < 0 for n in numbers + bases) or any(n >= manifest.version for n in bases):
+    if not all(map(_is_natural, numbers + bases)) or any(n >= manifest.version for n in bases):
         raise ValueError("a version is no number, or does not come before its successor")
     if not all(re.fullmatch(rf"{WEIGHTS}/[\w.-]+", file.path) and is_path(file.path) for file in files):
         raise ValueError(f"a file lies outside of {WEIGHTS}")
     if not re.fullmatch("[0-9a-f]{64}", manifest.layout):
         raise ValueError("its layout is no SHA-256")
     return manifest
+
+
+def _is_natural(n: Any) -> bool:
+    return type(n) is int and n >= 0
 
 
 def checked_key(key: str | bytes | None) -> bytes | None:

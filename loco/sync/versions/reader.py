@@ -1,7 +1,9 @@
 """What a subscriber reads in a store, and what it has found damaged there."""
 
 import hashlib
+import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple
 
@@ -11,12 +13,16 @@ from torch import Tensor
 from loco import kernels
 
 from ...errors import AuthenticationError
-from ..errors import DamagedError, NoVersionError
-from ..storage.stores import Store
-from .layout import Layout, digest_of
+from ..errors import DamagedError, NoVersionError, OtherTrainingError, StaleStoreError
+from ..storage.stores import Store, read_start
+from .layout import Layout, digest_of, name_of_dtype
 from .manifest import FOLDER, Body, Manifest, Stream, complete_versions, load_or_none, name_of
 from .retention import versions_of
 from .route import Step
+from .ties import why_mixed
+
+logger = logging.getLogger(__name__)
+_FORMATS = {name_of_dtype(format): format for format in kernels.FORMATS}
 
 
 class Download(NamedTuple):
@@ -29,63 +35,90 @@ class Download(NamedTuple):
 class Reader:
     """
     Attributes:
-        avoid: paths of files that are not what their publishers wrote. Other ways are found.
+        training: whose versions are taken; None: any one's.
+        avoid: paths of files that are not what their publishers wrote, or of another training. Other ways are
+            found.
     """
 
-    def __init__(self, store: Store, key: bytes | None) -> None:
-        self._store, self._key = store, key
+    def __init__(self, store: Store, key: bytes | None, training: str | None) -> None:
+        self._store, self._key, self.training = store, key, training
         self._layouts: dict[str, Layout] = {}
+        self._mixed: dict[int, str] = {}  # versions that are none, and why
         self.avoid: set[str] = set()
 
     @property
     def url(self) -> str:
         return self._store.url
 
-    def choose(self, version: int | None, held: int | None, wait: float) -> tuple[int, int]:
-        """The version to go to, the newest one if it is not said. Waits for another one than is held.
+    def choose(self, version: int | None, held: int | None, least: int, wait: float) -> list[Manifest]:
+        """The version to go to, the newest one if it is not said. Waits for a newer one than is held.
 
-        -> the version, and how many publishers it has
+        -> the manifests of all its publishers
+
+        Args:
+            least: the version that was held last; older than this only if that is said.
 
         Raises:
             NoVersionError: it is not there.
+            StaleStoreError: the newest one is older than the one that was held.
+            DamagedError, AuthenticationError, OtherTrainingError: a manifest can't be used.
         """
         until, names = monotonic() + wait, self._store.names(FOLDER)
+        enough = least if held is None else least + 1
         while True:
-            there = complete_versions([name for name in names if f"{FOLDER}/{name}" not in self.avoid])
-            newest = max(there, default=None)
-            goal = newest if version is None else version if version in there else None
-            left = until - monotonic()
-            if left <= 0 or (goal is not None and (version is not None or goal != held)):
+            named = complete_versions([name for name in names if f"{FOLDER}/{name}" not in self.avoid])
+            there = {found: count for found, count in named.items() if found not in self._mixed}
+            goal, left = max(there, default=0) if version is None else version, until - monotonic()
+            if goal in there and (left <= 0 or version is not None or goal >= enough):
+                if version is None and goal < least:
+                    raise StaleStoreError(
+                        f"the newest version of {self._store.url} is {goal}, and {least} was held: it is "
+                        f"a copy that lags behind, or versions were removed. update({goal}) goes back to it"
+                    )
+                manifests = [self.manifest(goal, Stream(k, there[goal])) for k in range(there[goal])]
+                if not (why := why_mixed(manifests)):
+                    return manifests
+                self._mixed[goal] = why
+                logger.warning("version %d is none: %s", goal, why)
+            elif left <= 0:
                 break
-            names = self._store.wait(FOLDER, names, left)
-        if goal is None:
-            there_is = f"there are {min(there)} to {newest}" if there else "nothing is published there"
-            which = "no version" if version is None else f"no version {version}"
-            raise NoVersionError(f"{self._store.url} has {which}: {there_is}")
-        return goal, there[goal]
+            else:
+                names = self._store.wait(FOLDER, names, left)
+        there_is = f"there are {min(there)} to {max(there)}" if there else "nothing is published there"
+        which = "no version" if version is None else f"no version {version}"
+        mixed = "".join(
+            f"; {number} is none: {why}" for number, why in self._mixed.items() if number in named
+        )
+        raise NoVersionError(f"{self._store.url} has {which}: {there_is}{mixed}")
 
     def manifest(self, version: int, stream: Stream) -> Manifest:
         """
         Raises:
-            DamagedError, AuthenticationError: it can't be read.
+            DamagedError, AuthenticationError, OtherTrainingError: it can't be used.
         """
-        path = f"{FOLDER}/{name_of(version, stream)}"
-        try:
-            manifest = load_or_none(self._store, version, stream, self._key)
-        except (DamagedError, AuthenticationError):
-            self.avoid.add(path)
-            raise
+        manifest = self._load(version, stream)
         if manifest is None:
-            raise DamagedError(path, "was removed while it was read")
+            raise DamagedError(f"{FOLDER}/{name_of(version, stream)}", "was removed while it was read")
         return manifest
 
     def find(self, version: int, stream: Stream) -> Manifest | None:
         """A manifest on the way; None if it is gone, or damaged, so that another way must be found."""
+        with suppress(DamagedError, AuthenticationError, OtherTrainingError):
+            return self._load(version, stream)
+        return None
+
+    def _load(self, version: int, stream: Stream) -> Manifest | None:
         try:
-            return load_or_none(self._store, version, stream, self._key)
-        except (DamagedError, AuthenticationError):
+            manifest = load_or_none(self._store, version, stream, self._key)
+            if manifest is not None and self.training not in (None, manifest.training):
+                raise OtherTrainingError(
+                    f"{manifest.path} in {self._store.url} is of training {manifest.training}, and "
+                    f"{self.training} is followed: make a new Subscriber for another one"
+                )
+        except (DamagedError, AuthenticationError, OtherTrainingError):
             self.avoid.add(f"{FOLDER}/{name_of(version, stream)}")
-            return None
+            raise
+        return manifest
 
     def manifests(self, first: Manifest) -> Iterator[Manifest]:
         """Those of one publisher: `first`, that of its anchor, and then the others, the newest first."""
@@ -96,13 +129,11 @@ class Reader:
             if found is not None:
                 yield found
 
-    def layout(self, digest: str) -> Layout:
+    def layout(self, manifest: Manifest) -> Layout:
+        digest = manifest.layout
         if digest not in self._layouts:
             path = f"layouts/{digest}.json"
-            try:
-                text = self._store.read(path)
-            except FileNotFoundError as error:
-                raise DamagedError(path, "is not there") from error
+            text = _read(self._store, path, manifest.layout_bytes)
             if digest_of(text) != digest:
                 raise DamagedError(path, "is damaged: its SHA-256 is not its name")
             try:
@@ -126,24 +157,30 @@ def _download(store: Store, step: Step) -> Download:
         OSError: the store can't be read.
     """
     file = step.file
-    try:
-        content = store.read(file.path)
-    except FileNotFoundError as error:
-        raise DamagedError(file.path, "is not there") from error
-    if len(content) != file.bytes:
-        raise DamagedError(file.path, f"has {len(content)} bytes, and was written with {file.bytes}")
+    content = _read(store, file.path, file.bytes)
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise DamagedError(file.path, "is damaged: its SHA-256 is not what its publisher says")
+    raw = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     bodies, at = {}, 0
-    raw = (
-        torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if content
-        else torch.empty(0, dtype=torch.uint8)
-    )
     for body in file.bodies:
-        format = getattr(torch, body.format, None)
-        if format not in kernels.FORMATS:
+        if body.format not in _FORMATS:
             raise DamagedError(file.path, f"has a vector of {body.format}, which is no format")
-        bodies[format] = (body, raw[at : at + body.bytes])
+        bodies[_FORMATS[body.format]] = (body, raw[at : at + body.bytes])
         at += body.bytes
     return Download(step, bodies)
+
+
+def _read(store: Store, path: str, size: int) -> bytearray:
+    """
+    Raises:
+        DamagedError: the file is not there, or has another size. What is too long is not read to its end.
+        OSError: the store can't be read.
+    """
+    try:
+        content = read_start(store, path, size + 1)
+    except FileNotFoundError as error:
+        raise DamagedError(path, "is not there") from error
+    if len(content) != size:
+        has = f"{len(content)}" if len(content) < size else f"more than {size}"
+        raise DamagedError(path, f"has {has} bytes, and was written with {size}")
+    return content

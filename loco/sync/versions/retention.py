@@ -12,20 +12,21 @@ def versions_of(names: list[str], stream: Stream) -> list[int]:
     return sorted(version for version, whose in filter(None, map(parse_name, names)) if whose == stream)
 
 
-def remove_old(store: Store, stream: Stream, keep: int, read: Read) -> Iterator[int]:
-    """Remove the versions of one publisher that nobody needs who is at most `keep` versions behind, or begins
-    now.
+def remove_old(store: Store, stream: Stream, keep: int, newest: int, read: Read) -> Iterator[int]:
+    """Make room for a version: remove those of one publisher that nobody will need who is at most `keep`
+    versions behind that one, or begins now.
 
     Kept are the last `keep` versions, and those that lead from an anchor to the first of these. -> those that
     are gone, one by one; some of their files may be left if the store fails
 
     Args:
+        newest: the publisher's; what has a larger number is not its own.
         read: None also of a manifest that can't be read: nobody can use its version.
     """
-    versions = versions_of(store.names(FOLDER), stream)
-    if len(versions) <= keep + 1:
+    versions = [version for version in versions_of(store.names(FOLDER), stream) if version <= newest]
+    if len(versions) <= keep:
         return
-    first = versions[-keep - 1]
+    first = versions[-keep]
     route = find_route(read, first, None, ())
     if route is None:
         return  # how a newcomer begins is not known, so nothing is taken away
@@ -41,14 +42,17 @@ def remove_old(store: Store, stream: Stream, keep: int, read: Read) -> Iterator[
             store.delete(file.path)
 
 
-def remove_orphans(store: Store, stream: Stream, newest: int, read: Read) -> None:
+def remove_orphans(store: Store, stream: Stream, newest: int, read: Read) -> bool:
     """Remove the files of one publisher that belong to no version up to its newest one: what is left where
-    one was killed, or the store failed.
+    one was killed, or the store failed. -> whether there are files of later versions, which may be orphans
     """
     found: dict[int, list[str]] = {}
     for name in store.names(WEIGHTS):
-        if (whose := version_of_file(name)) and whose[1] == stream and whose[0] <= newest:
+        if (whose := version_of_file(name)) and whose[1] == stream:
             found.setdefault(whose[0], []).append(name)
+    later = [version for version in found if version > newest]
+    for version in later:
+        del found[version]
     there = set(versions_of(store.names(FOLDER), stream))  # listed later: what it lacks was not there before
     for version, names in found.items():
         used: set[str] = set()
@@ -62,3 +66,4 @@ def remove_orphans(store: Store, stream: Stream, newest: int, read: Read) -> Non
         for name in names:
             if f"{WEIGHTS}/{name}" not in used:
                 store.delete(f"{WEIGHTS}/{name}")
+    return bool(later)

@@ -18,6 +18,14 @@ class Step(NamedTuple):
     file: File
 
 
+class _Branch(NamedTuple):
+    """A version that has not been looked at, and what leads from it to the goal."""
+
+    version: int
+    digest: str | None  # that its weights must have
+    route: list[Step]
+
+
 Read = Callable[[int], Manifest | None]  # of a version; None: it is gone
 
 
@@ -60,25 +68,24 @@ def _walk(read: Read, goal: int, avoid: Collection[str], lowest: int, held: Held
     """Backwards from `goal`, the longest steps first and none to before `lowest`: to what is held, or if that
     is None to an anchor.
     """
-    came: dict[int, list[Step]] = {goal: []}  # what leads from a version to the goal
-    waiting = [goal]
+    tried, waiting = set[int](), [_Branch(goal, None, [])]
     while waiting:
-        version = waiting.pop()
-        manifest, route = read(version), came[version]
-        if manifest is None:
-            continue
+        version, digest, route = waiting.pop()
+        manifest = None if version in tried else read(version)
+        if manifest is None or digest not in (None, manifest.digest):
+            continue  # it is gone, or somebody else published another version of that number
+        tried.add(version)
         if held == (version, manifest.digest):
             return route
         anchor = manifest.file(None) if held is None else None
         if anchor is not None and anchor.path not in avoid:
             return [Step(manifest, anchor), *route]
         patches = [
-            f for f in manifest.files if f.base is not None and f.base >= lowest and f.path not in avoid
+            (f.base, f)
+            for f in manifest.files
+            if f.base is not None and f.base >= lowest and f.path not in avoid
         ]
-        for file in sorted(patches, key=lambda f: f.base or 0, reverse=True):
-            before = None if file.base in came else read(file.base or 0)
-            if before is None or before.digest != file.base_digest:
-                continue  # it is gone, was tried, or somebody else published another version of that number
-            came[before.version] = [Step(manifest, file), *route]
-            waiting.append(before.version)
+        # Manifests are read only of those that come next, the longest step first.
+        for base, file in sorted(patches, key=lambda patch: patch[0], reverse=True):
+            waiting.append(_Branch(base, file.base_digest, [Step(manifest, file), *route]))
     return None

@@ -9,12 +9,25 @@ from contextlib import suppress
 import torch
 
 from ...errors import AuthenticationError
-from ..errors import DamagedError, TakenOverError
+from ..errors import DamagedError, MixedVersionError, TakenOverError
 from ..storage.names import Buffer
-from ..storage.stores import Store
+from ..storage.stores import Store, read_start
 from .layout import Layout, name_of_dtype
-from .manifest import FOLDER, Body, File, Manifest, Stream, load_or_none, parse_name, path_of_file
-from .retention import remove_old, remove_orphans, versions_of
+from .manifest import (
+    FOLDER,
+    LAST_VERSION,
+    Body,
+    File,
+    Manifest,
+    Stream,
+    load_or_none,
+    name_of,
+    parse_name,
+    path_of_file,
+)
+from .retention import remove_old, remove_orphans
+from .ties import why_mixed
+from .training import training_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +36,26 @@ class Writer:
     """
     Args:
         key: seals the manifests, if there is one.
+        training: its name. None: the identity that the store has.
     """
 
-    def __init__(self, store: Store, stream: Stream, key: bytes | None) -> None:
-        self._store, self._stream, self._key = store, stream, key
+    def __init__(self, store: Store, stream: Stream, key: bytes | None, training: str | None) -> None:
+        self._store, self._stream, self._key, self._training = store, stream, key, training
         self._attempt, self._written = "", list[str]()  # of the version that is being written
+        self._newest = 0  # of this publisher's versions in the store, also of an earlier process
+        self._foreign = set[str]()  # names in the place of manifests that are none of this training
         self._unsure: Manifest | None = None  # the store has failed, and may have it or not
         self._may_have_orphans = True  # of a publisher that was killed
+
+    @property
+    def training(self) -> str:
+        """
+        Raises:
+            OSError: the store can't say it.
+        """
+        if self._training is None:
+            self._training = training_of(self._store)
+        return self._training
 
     def begin(self, asked: int | None, last: int | None) -> tuple[int, bool]:
         """-> the version to write, and whether the last one is still there
@@ -42,21 +68,51 @@ class Writer:
             ValueError: what is asked for can't be the next one.
         """
         names = self._store.names(FOLDER)
-        unsure = self._unsure.version if self._unsure else 0  # it may come yet
-        newest = max(last or 0, unsure, _newest(names))
-        own = max(versions_of(names, self._stream), default=0)
-        if last is not None and own > last:
-            raise self._taken_over(own)
+        own = [name for name in names if (found := parse_name(name)) and found[1] == self._stream]
+        self._newest = self._newest_of(own, last or 0)
+        if last is not None and self._newest > last:
+            raise self._taken_over(self._newest)
         self._attempt = uuid.uuid4().hex[:8]
+        unsure = self._unsure.version if self._unsure else 0  # it may come yet
         if asked is None:
             if self._stream.count > 1:
                 raise ValueError(
                     "version must be given where several publishers share the work, such as the step"
                 )
-            return newest + 1, own == last
-        if asked <= max(own, last or 0):
-            raise ValueError(f"version must be > {max(own, last or 0)}, which is published, got {asked}")
-        return asked, own == last
+            asked = max(self._newest_of(names, last or 0), unsure) + 1
+            while name_of(asked, self._stream) in self._foreign:
+                asked += 1
+        elif asked <= self._newest:
+            raise ValueError(f"version must be > {self._newest}, which is published, got {asked}")
+        elif name_of(asked, self._stream) in own:
+            raise ValueError(f"version must be one that is free: {self._store.url} has a file for {asked}")
+        if asked > LAST_VERSION:
+            raise ValueError(f"version must be <= {LAST_VERSION}, got {asked}")
+        return asked, last is not None and name_of(last, self._stream) in own
+
+    def _newest_of(self, names: list[str], least: int) -> int:
+        """The newest version of this training, or `least`. A file that is none stops no publisher."""
+        found = filter(None, map(parse_name, names))
+        for version, stream in sorted(found, reverse=True):
+            if version <= least:
+                break
+            name = name_of(version, stream)
+            if name not in self._foreign and self._is_of_this_training(version, stream):
+                return version
+        return least
+
+    def _is_of_this_training(self, version: int, stream: Stream) -> bool:
+        try:
+            manifest = load_or_none(self._store, version, stream, self._key)
+        except (DamagedError, AuthenticationError) as error:
+            what = str(error)
+        else:
+            if manifest is None or manifest.training == self.training:
+                return manifest is not None
+            what = f"{manifest.path} is of another training"
+        logger.warning("%s: its number is left out", what)
+        self._foreign.add(name_of(version, stream))
+        return False
 
     def settle(self) -> Manifest | None:
         """The manifest of which it was not known whether it is in the store, if it is there.
@@ -81,7 +137,7 @@ class Writer:
 
     def newest(self) -> int:
         """The last version of any publisher, complete or not; 0 if there is none."""
-        return _newest(self._store.names(FOLDER))
+        return self._newest_of(self._store.names(FOLDER), 0)
 
     def layout(self, layout: Layout) -> None:
         self._store.write(f"layouts/{layout.digest}.json", layout.text)
@@ -130,7 +186,9 @@ class Writer:
 
         Raises:
             TakenOverError: it was there already.
+            MixedVersionError: another publisher has written another version of this number.
         """
+        self._check_ties(manifest)
         said = manifest.dump(self._key)
         self._unsure = manifest
         try:
@@ -145,9 +203,24 @@ class Writer:
         self._end()
         return len(said)
 
+    def _check_ties(self, manifest: Manifest) -> None:
+        """With one of the others that are there. Where two write at once subscribers find out."""
+        if manifest.count == 1:
+            return
+        for version, stream in filter(None, map(parse_name, self._store.names(FOLDER))):
+            if version == manifest.version and stream.count == manifest.count and stream != self._stream:
+                with suppress(DamagedError, AuthenticationError):
+                    other = load_or_none(self._store, version, stream, self._key)
+                    if other and (why := why_mixed([other, manifest])):
+                        raise MixedVersionError(
+                            f"version {version} was not published: {why}. All publishers must hold the same "
+                            f"weights, as after a round, and what an earlier attempt left takes its number"
+                        )
+                return
+
     def remove_old(self, keep: int, known: dict[int, Manifest]) -> None:
-        """Remove what nobody needs, also from `known`. A store that fails here fails no version: it is
-        logged, and tried again."""
+        """Make room for the next version, also in `known`: a store that is full takes one only then. If it
+        fails that fails no version: it is logged, and tried again."""
 
         def read(version: int) -> Manifest | None:
             try:
@@ -158,18 +231,18 @@ class Writer:
                 return None
 
         try:
-            for gone in remove_old(self._store, self._stream, keep, read):
+            for gone in remove_old(self._store, self._stream, keep, self._newest, read):
                 known.pop(gone, None)
-            if self._may_have_orphans and known:
-                remove_orphans(self._store, self._stream, max(known), read)
-                self._may_have_orphans = False
+            if self._may_have_orphans:
+                self._may_have_orphans = remove_orphans(self._store, self._stream, self._newest, read)
         except OSError as error:
             self._may_have_orphans = True
             logger.warning("what is no longer needed was not removed: %s", error)
 
     def _is_there(self, manifest: Manifest) -> bool:
         try:
-            return self._store.read(manifest.path) == manifest.dump(self._key)
+            said = manifest.dump(self._key)
+            return read_start(self._store, manifest.path, len(said) + 1) == said
         except FileNotFoundError:
             return False
 
@@ -182,7 +255,3 @@ class Writer:
             f"version {version} was published by another process: two publishers use {self._store.url} as "
             f"stream {self._stream}"
         )
-
-
-def _newest(names: list[str]) -> int:
-    return max([version for version, _ in filter(None, map(parse_name, names))], default=0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..versions.layout import Region, cut
+from ..versions.layout import Region
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -75,9 +75,11 @@ def published_as(name: str, tensor: Tensor, dtype: DtypeOf) -> torch.dtype:
     return dtype(name, tensor) if callable(dtype) else dtype
 
 
-def region_of(name: str, tensor: Tensor, dtype: torch.dtype, copy: int = 0, copies: int = 1) -> Region | None:
-    """What this process publishes of a tensor: all of it, or of a DTensor its part. What several ranks hold
-    alike they divide. None: others publish it.
+def shard_of(
+    name: str, tensor: "DTensor", dtype: torch.dtype, copy: int, copies: int
+) -> tuple[Region, int, int] | None:
+    """What this process holds of a DTensor, and which one this is of so many that hold the same; None if it
+    holds nothing.
 
     Args:
         copy, copies: which one this is of so many DTensors of the same elements, each over ranks of its own.
@@ -85,8 +87,6 @@ def region_of(name: str, tensor: Tensor, dtype: torch.dtype, copy: int = 0, copi
     Raises:
         ValueError: the part is no box of elements.
     """
-    if not is_sharded(tensor):
-        return Region.whole(name, tensor.shape, dtype)
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinates = mesh.get_coordinate()
     if coordinates is None:
@@ -115,4 +115,4 @@ def region_of(name: str, tensor: Tensor, dtype: torch.dtype, copy: int = 0, copi
         start=0,
         stop=math.prod(size),
     )
-    return next(iter(cut([part], copy, copies)), None)
+    return part, copy, copies

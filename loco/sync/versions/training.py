@@ -1,0 +1,34 @@
+"""Which training the versions in a store are of, so that those of another one are not taken for its own."""
+
+import hashlib
+import uuid
+from contextlib import suppress
+
+from ..storage.stores import Store, read_start
+
+_PATH = "training"
+_MOST_BYTES = 1024
+
+
+def checked_training(name: str | None) -> str | None:
+    if name == "":
+        raise ValueError("training must be a name that is not empty, or None, got ''")
+    return name
+
+
+def training_of(store: Store) -> str:
+    """The identity of the training that publishes in a store: the first of its publishers draws it. A digest,
+    so that no contents of the file can be wrong.
+
+    Raises:
+        OSError: the store can't be read or written.
+    """
+    with suppress(FileNotFoundError):
+        return _read(store)
+    with suppress(FileExistsError):
+        store.create(_PATH, uuid.uuid4().hex.encode())
+    return _read(store)
+
+
+def _read(store: Store) -> str:
+    return hashlib.sha256(read_start(store, _PATH, _MOST_BYTES)).hexdigest()
