@@ -9,7 +9,7 @@ from ..errors import LocoError, TransportError, first_line
 from .authentication import StoreSeals
 from .guard import Guard, guarded
 from .heartbeats import Heartbeats
-from .register import Register
+from .register import Register, number_in
 from .store_client import KeyValueStore
 
 _PHASE = "reconnecting"
@@ -138,21 +138,13 @@ class _Roll:
     def of(cls, value: str, least: int = 0) -> "_Roll":
         """What a value says; one that is malformed, or from before meeting number `least`, says nothing."""
         held, _, waiting = value.partition(":")
-        if not held.isdecimal() or int(held) < least:
+        if number_in(held) < least:
             return cls(least, set())
-        return cls(int(held), ranks_in(waiting))
+        return cls(number_in(held), {number_in(rank) for rank in waiting.split(",")} - {-1})
 
     def joined_by(self, rank: int, world: int) -> "_Roll":
         come = self.waiting | {rank}
         return _Roll(self.held + 1, set()) if len(come) == world else _Roll(self.held, come)
 
     def __str__(self) -> str:
-        return f"{self.held}:{listed_ranks(self.waiting)}"
-
-
-def ranks_in(listed: str) -> set[int]:
-    return {int(rank) for rank in listed.split(",") if rank.isdecimal()}
-
-
-def listed_ranks(ranks: set[int]) -> str:
-    return ",".join(map(str, sorted(ranks)))
+        return f"{self.held}:{','.join(map(str, sorted(self.waiting)))}"
