@@ -5,6 +5,7 @@ between two checkpoints until a router forgets them. The store answers every ran
 """
 
 import json
+import logging
 import math
 import secrets
 import time
@@ -14,10 +15,12 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from ..errors import CheckpointError, LocoError, TransportError, no_store
+from ..logs import Waiting
 from .register import number_in
 from .reunion import Party, Reunion
 
 _POLL = 0.02  # seconds
+_logger = logging.getLogger(__name__)
 _MOST_ROLLS = 100  # that are removed at once
 
 
@@ -235,7 +238,8 @@ class Rendezvous:
         party, confirm_by = self._party, math.inf
         deadline = time.monotonic() + party.patience
         roll = self._join(number)
-        with party.guarded(phase, raises=False) as guard:
+        told = Waiting(_logger, lambda: f"{phase}: {party.named(roll.missing(party.world))}")
+        with party.guarded(phase, raises=False) as guard, told:
             while self._is_open(roll):
                 time.sleep(_POLL)
                 roll = self._join(number)
@@ -279,8 +283,7 @@ class Rendezvous:
         return f"{self._party.root}/{number}/{rank}/{note}"
 
     def _number(self) -> int:
-        """Of the call that is open. A value of the store that is malformed, or of a call that is over, says
-        nothing."""
+        """Of the call that is open. A malformed value, or one of a call that is over, says nothing."""
         register, least = self._party.register("call"), self._through + 1
 
         def later(value: str) -> str | None:

@@ -11,17 +11,19 @@ import errno
 import fcntl
 import hmac
 import ipaddress
+import logging
 import os
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from ..coordination.store_client import KeyValueStore
+from ..logs import Waiting
 from .tcp import TcpLinks
 
 _POLL = 0.01  # seconds
@@ -29,6 +31,7 @@ _TOKEN = 16  # bytes
 _MEMBER = struct.Struct("<I")
 _SIOCGIFADDR = 0x8915
 _STRANGERS = 64  # connections that have not said who they are, beside one for each member that is missing
+_logger = logging.getLogger(__name__)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -57,9 +60,10 @@ class PatientStore:
         Raises:
             RuntimeError: somebody will not set one any more.
         """
-        while keys and not self._store.check(keys):
-            self.check()
-            time.sleep(_POLL)
+        with Waiting(_logger, lambda: f"the ranks that are to set {', '.join(keys)} in the store"):
+            while keys and not self._store.check(keys):
+                self.check()
+                time.sleep(_POLL)
         return [self._store.get(key).decode() for key in keys]
 
     def check(self) -> None:
@@ -135,7 +139,9 @@ def _connections(
             ends[other] = opened.enter_context(end)
             _write(end, promised, store)
         for other, card in enumerate(cards):
-            if _read(ends[other], _TOKEN, store) != card.promised:
+            with Waiting(_logger, lambda other=other: f"an answer of {_listed([other])}"):
+                answer = _read(ends[other], _TOKEN, store)
+            if answer != card.promised:
                 raise RuntimeError(f"what listens at the address of member {other} is not that member")
         listener.close()
         opened.pop_all()
@@ -185,7 +191,7 @@ def _departures(cards: Sequence[_Card], store: PatientStore) -> Iterator[tuple[i
     """Connections to the members that listen there, as each is made. They are tried again and again: a try
     that fails may say little."""
     missing = dict.fromkeys(range(len(cards)), "it does not answer")
-    with _selector() as selector:
+    with _selector() as selector, Waiting(_logger, lambda: f"connections to {_listed(missing)}"):
         for other, card in enumerate(cards):
             selector.register(_connecting(card), selectors.EVENT_WRITE, other)
         while missing:
@@ -226,7 +232,7 @@ def _arrivals(
     missing = set(members)
     said: dict[socket.socket, bytes] = {}  # by those who have not said all
     listener.setblocking(False)
-    with _selector() as selector:
+    with _selector() as selector, Waiting(_logger, lambda: f"connections of {_listed(missing)}"):
         selector.register(listener, selectors.EVENT_READ)
 
         def take(end: socket.socket) -> bytes:
@@ -269,6 +275,10 @@ def _arrivals(
                 oldest.close()
             elif is_full:  # of what this process has opened elsewhere
                 time.sleep(_POLL)
+
+
+def _listed(members: Iterable[int]) -> str:
+    return f"members {', '.join(map(str, sorted(members)))} of these links"
 
 
 def _write(end: socket.socket, data: bytes, store: PatientStore) -> None:
