@@ -185,8 +185,9 @@ def _reached(at: str, patience: float) -> RemoteStore:
                 why = str(error)
                 if time.monotonic() > deadline:
                     raise TransportError(
-                        f"{error}, for {round(patience, 1):g} s: the site whose machine has this address hosts the "
-                        f"store at which all meet; start it, or give another machine's address (LOCO_AT)",
+                        f"{error}, for {round(patience, 1):g} s: the site whose machine has this address "
+                        f"hosts the store at which all meet; start it, or give another machine's address "
+                        f"(LOCO_AT)",
                         lasting=True,
                     ) from error
                 time.sleep(_POLL)
