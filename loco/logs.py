@@ -1,7 +1,14 @@
-"""Warnings that concern all ranks, said once on each machine."""
+"""What concerns all ranks, logged once on each machine, and waits that last, logged every minute."""
 
 import logging
 import os
+import threading
+import time
+from collections.abc import Callable
+from weakref import WeakSet
+
+REMIND_EVERY = 60.0  # seconds of one wait
+SAY_SOON = 4.0  # seconds, for a wait at the start, which may end only once somebody has mended what is wrong
 
 
 def warn_once_per_machine(logger: logging.Logger, message: str, *args: object) -> None:
@@ -11,3 +18,75 @@ def warn_once_per_machine(logger: logging.Logger, message: str, *args: object) -
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     logger.log(logging.WARNING if first else logging.INFO, message, *args)
+
+
+class Waiting:
+    """A wait, as a context: every `REMIND_EVERY` seconds it says what is still waited for, and since when.
+
+    Args:
+        what: is still waited for; called by another thread.
+        first: seconds until it is said for the first time, if that is sooner.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, what: Callable[[], str], *, first: float | None = None
+    ) -> None:
+        self._logger = logger
+        self._what = what
+        self._began = time.monotonic()
+        self.due = self._began + min(REMIND_EVERY, REMIND_EVERY if first is None else first)
+
+    def __enter__(self) -> "Waiting":
+        _clock.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _clock.remove(self)
+
+    def say(self) -> None:
+        now = time.monotonic()
+        self.due = now + REMIND_EVERY
+        text = "still waiting after %.0f s: %s"
+        warn_once_per_machine(self._logger, text, now - self._began, self._what())
+
+
+class _Clock:
+    """One thread for all waits of this process; it ends when there is none left."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waits = WeakSet[Waiting]()  # a wait that Ctrl-C has ended anywhere is forgotten
+        self._thread: threading.Thread | None = None
+        self._next = 0.0  # when it looks again
+
+    def add(self, wait: Waiting) -> None:
+        with self._changed:
+            self._waits.add(wait)
+            if self._thread is None or not self._thread.is_alive():  # or this is a forked child
+                self._thread = threading.Thread(target=self._run, name="loco tells of waits", daemon=True)
+                self._thread.start()
+            elif wait.due < self._next:
+                self._changed.notify()
+
+    def remove(self, wait: Waiting) -> None:
+        with self._changed:
+            self._waits.discard(wait)
+
+    def _run(self) -> None:
+        while self._look():
+            pass
+
+    def _look(self) -> bool:
+        with self._changed:
+            if not self._waits:
+                self._thread = None
+                return False
+            self._next = min(wait.due for wait in self._waits)
+            self._changed.wait(max(self._next - time.monotonic(), 0.0))
+            due = [wait for wait in self._waits if wait.due <= time.monotonic()]
+        for wait in due:
+            wait.say()
+        return True
+
+
+_clock = _Clock()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..coordination.rendezvous import Agreement, swap_or_fail
+from ..coordination.rendezvous import Agreement
 from ..errors import CheckpointError, ReplicaError
 from ..logs import warn_once_per_machine
 from ..round.state import digest_of, identity
@@ -37,6 +37,31 @@ _DAMAGE = (
     EOFError,
     UnpicklingError,
 )
+
+
+def swap_or_fail(
+    notes: Agreement,
+    note: dict[str, Any],
+    failure: Exception | None,
+    phase: str,
+) -> list[dict[str, Any]]:
+    """Every rank's note, if none of them failed before.
+
+    Raises:
+        Exception: `failure`, this rank's own.
+        CheckpointError: another rank's, or a disk's.
+        TransportError, NeededError, CheckpointError: as `Rendezvous.swap`.
+    """
+    note["failure"] = None if failure is None else str(failure) or type(failure).__name__
+    told = notes.swap(note, phase)
+    if isinstance(failure, OSError):
+        raise CheckpointError(f"{phase}: {failure}") from failure
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(told):
+        if theirs["failure"] is not None:
+            raise CheckpointError(f"{phase}: rank {rank} failed: {theirs['failure']}")
+    return told
 
 
 def together(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from ..errors import AgreementError, TransportError, first_line
+from ..logs import SAY_SOON, Waiting
 from .authentication import StoreSeals
 from .heartbeats import Loss
 from .liveness import Liveness
@@ -21,8 +22,6 @@ from .store_client import RemoteStore, StoreClient
 BEATS = "sites"  # the name of the heartbeats by which sites know who on the roll is alive
 _POLL = 0.1  # seconds
 _ANSWERS = 30.0  # seconds: a store that looks up the name of each host that connects may take long at first
-_PATIENT = 5.0  # seconds until it is said that sites are missing
-_REMIND = 60.0  # and said again
 _logger = logging.getLogger(__name__)
 
 
@@ -117,24 +116,22 @@ class Gathering:
         self._client.close()
 
     def _gather(self) -> list[Arrival]:
-        deadline, remind = time.monotonic() + self.patience, time.monotonic() + _PATIENT
-        while True:
-            roll = _Roll.of(self._register.change(self._enter))
-            if self.mine not in roll.here:
-                self._clear_the_way(roll)
-            elif roll.refused:
-                raise AgreementError(roll.refused)
-            elif roll.is_complete:
-                return sorted(roll.here, key=lambda one: one.site)
-            elif time.monotonic() > deadline:
-                self._register.change(self._withdraw)
-                raise TransportError(f"{self._missing(roll)} after {self.patience:g} s", lasting=True)
-            else:
-                if time.monotonic() > remind:
-                    remind = time.monotonic() + _REMIND
-                    _logger.warning("waiting for the run's sites: %s", self._missing(roll))
-                others = [one for one in roll.here if one != self.mine]
-                self._watch(others, roll, min(deadline, remind) - time.monotonic())
+        deadline, roll = time.monotonic() + self.patience, _Roll()
+        with Waiting(_logger, lambda: f"the run's sites: {self._missing(roll)}", first=SAY_SOON):
+            while True:
+                roll = _Roll.of(self._register.change(self._enter))
+                if self.mine not in roll.here:
+                    self._clear_the_way(roll)
+                elif roll.refused:
+                    raise AgreementError(roll.refused)
+                elif roll.is_complete:
+                    return sorted(roll.here, key=lambda one: one.site)
+                elif time.monotonic() > deadline:
+                    self._register.change(self._withdraw)
+                    raise TransportError(f"{self._missing(roll)} after {self.patience:g} s", lasting=True)
+                else:
+                    others = [one for one in roll.here if one != self.mine]
+                    self._watch(others, roll, deadline - time.monotonic())
 
     def _enter(self, value: str) -> str | None:
         """Take this site's place on the roll, if it is free."""

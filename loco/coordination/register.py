@@ -6,6 +6,11 @@ from .authentication import StoreSeals
 from .store_client import KeyValueStore
 
 
+def number_in(value: str) -> int:
+    """Of a value that counts from 0; −1: it is malformed, or nobody has written it."""
+    return int(value) if value.isascii() and value.isdecimal() and len(value) <= 18 else -1
+
+
 class Register:
     """A key and its value, "" as long as nobody has written it.
 

@@ -5,18 +5,23 @@ between two checkpoints until a router forgets them. The store answers every ran
 """
 
 import json
+import logging
+import math
+import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from ..errors import CheckpointError, LocoError, TransportError, no_store
-from .register import Register
-from .reunion import Party, Reunion, listed_ranks, ranks_in
+from ..logs import Waiting
+from .register import number_in
+from .reunion import Party, Reunion
 
-_ALL = "all"  # have come
 _POLL = 0.02  # seconds
+_logger = logging.getLogger(__name__)
+_MOST_ROLLS = 100  # that are removed at once
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,51 @@ class _Off:
     phase: str  # of the rank that did it
     why: str
     elsewhere: bool = False  # the ranks are needed for a reconnection
+
+
+@dataclass(frozen=True)
+class _Roll:
+    """What has become of a call.
+
+    notes: by rank that has come, the name of its note: random, and new each time that it comes.
+    sure: the ranks that have seen their own names in a full roll. Each has come to this very call, so a roll
+        or a note that somebody has kept and written again never completes one.
+    """
+
+    notes: dict[str, str] = field(default_factory=dict)
+    sure: tuple[int, ...] = ()
+    off: _Off | None = None
+
+    @classmethod
+    def of(cls, value: str) -> "_Roll":
+        """
+        Raises:
+            RuntimeError: it is malformed.
+        """
+        if not value:
+            return cls()
+        try:
+            found = json.loads(value)
+            off = found.pop("off")
+            return cls(dict(found["notes"]), tuple(found["sure"]), off and _Off(**off))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise RuntimeError(f"it holds {value[:80]!r} where ranks come together") from error
+
+    def joined_by(self, rank: int, note: str, world: int) -> "_Roll":
+        notes = self.notes | {str(rank): note}
+        sure = set(self.sure) if notes == self.notes else set[int]()
+        if len(notes) == world:
+            sure.add(rank)
+        return _Roll(notes, tuple(sorted(sure)))
+
+    def missing(self, world: int) -> list[int]:
+        """Ranks that have not come, or else those that have not seen that all have."""
+        return [rank for rank in range(world) if str(rank) not in self.notes] or sorted(
+            set(range(world)) - set(self.sure)
+        )
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
 
 
 class NeededError(TransportError):
@@ -55,9 +105,9 @@ class Rendezvous:
 
     To **swap** notes, for a save or a load: a call is for all ranks, and has one verdict: all have come, and
     every rank reads every note; or it is called off, by the first rank that can't wait any longer, and a rank
-    that comes later for the same thing is told so. Calls are counted in the store and not by the ranks, so
-    that they meet again whatever one of them has missed. For a rank that the store does not answer, the
-    verdict stays open until its next call.
+    that comes later for the same thing is told so. Calls are counted in the store, so that ranks meet again
+    whatever one of them has missed, and each rank refuses numbers of calls that it knows to be over. For a
+    rank that the store does not answer, the verdict stays open until its next call.
 
     To **meet** before they reconnect (`Reunion`): a rank that gives up takes its arrival back, and the others
     wait on.
@@ -65,14 +115,15 @@ class Rendezvous:
     A reconnection outranks a swap: when ranks wait to reconnect under a name that this rank `answers`, the
     call that it waits in is called off, and all that wait in it are told (`NeededError`) to reconnect first.
 
-    In the store: `call`, the number of the call that is open; under each number the roll, which is "0,2" (who
-    has come), "all" or why it is off, and beside it a note of each rank that has come.
+    In the store: `call`, the number of the call that is open; under each number its `_Roll`, and beside it a
+    note of each rank that has come.
     """
 
     def __init__(self, party: Party) -> None:
         self._party = party
         self._through = -1  # the last call whose verdict this rank knows
         self._open: tuple[int, str] | None = None  # a call whose verdict it could not ask for, and its phase
+        self._note = ""  # the name of this rank's note in that call
         self._used: list[str] = []  # keys that some rank may still have to read
         self._first_roll = 0  # that may still be there
         self._users: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -143,7 +194,7 @@ class Rendezvous:
         if self._open is None or self._open[1] != phase:
             return False
         try:
-            return not isinstance(self._verdict(self._open[0]), _Off)
+            return self._roll(self._open[0]).off is None
         except LocoError:
             raise
         except RuntimeError as error:
@@ -152,26 +203,26 @@ class Rendezvous:
     def _call(self, note: dict[str, Any], phase: str) -> list[str]:
         if self._open is not None:
             asked, for_what = self._open
-            verdict = self._verdict(asked)
-            if for_what == phase and verdict == _ALL:  # the others went on with it
-                texts = self._read(asked)
+            roll = self._roll(asked)
+            if for_what == phase and self._is_complete(roll):  # the others went on with it
+                texts = self._read(asked, roll)
                 self._open, self._through = None, asked
                 return texts
-            if for_what != phase and verdict is None:  # they wait, and this rank does not come back to it
+            if for_what != phase and self._is_open(roll):  # they wait, and this rank does not come back to it
                 self._call_off(asked, _Off(for_what, f"it came for something else, {phase}"))
             self._open = None
         number = self._number()
-        last = self._verdict(number - 1) if number - 1 > self._through else None
-        if isinstance(last, _Off) and last.phase == phase and not last.elsewhere:
+        last = self._roll(number - 1).off if number - 1 > self._through else None
+        if last is not None and last.phase == phase and not last.elsewhere:
             self._through = number - 1
             raise TransportError(f"{phase}: {last.why}", lasting=True)
         try:
-            mine = self._notes_of(number)[self._party.rank]
+            self._note = secrets.token_hex(8)
+            mine = self._key_of(number, self._party.rank, self._note)
             self._used.append(mine)
             sealed = self._party.seals.write(mine, json.dumps([phase, note]))
             self._party.store.compare_set(mine, "", sealed)
-            self._await_all(number, phase)
-            return self._read(number)
+            return self._read(number, self._await_all(number, phase))
         except LocoError:
             raise
         except RuntimeError:
@@ -182,36 +233,45 @@ class Rendezvous:
                 self._call_off(number, _Off(phase, type(error).__name__))
             raise
 
-    def _await_all(self, number: int, phase: str) -> None:
+    def _await_all(self, number: int, phase: str) -> _Roll:
         """Return once all ranks have come; or call it off, for all of them."""
-        deadline = time.monotonic() + self._party.patience
-        verdict = self._enter(number)
-        with self._party.guarded(phase, raises=False) as guard:
-            while verdict is None:
+        party, confirm_by = self._party, math.inf
+        deadline = time.monotonic() + party.patience
+        roll = self._join(number)
+        told = Waiting(_logger, lambda: f"{phase}: {party.named(roll.missing(party.world))}")
+        with party.guarded(phase, raises=False) as guard, told:
+            while self._is_open(roll):
                 time.sleep(_POLL)
-                verdict = self._verdict(number)
-                if verdict is not None:
+                roll = self._join(number)
+                if not self._is_open(roll):
                     break
+                now = time.monotonic()
+                # Those that have come look all the time, unless they have lost the store.
+                is_full = len(roll.notes) == party.world
+                confirm_by = min(confirm_by, now + 2 * party.liveness.dead_after) if is_full else math.inf
                 if guard.loss is not None:
-                    verdict = self._call_off(number, _Off(phase, guard.sentence))
+                    roll = self._call_off(number, _Off(phase, guard.sentence))
                 elif self._called():
-                    verdict = self._call_off(number, _Off(phase, "others wait for it elsewhere", True))
-                elif time.monotonic() > deadline:
-                    verdict = self._call_off(number, _Off(phase, self._late(number)))
+                    roll = self._call_off(number, _Off(phase, "others wait for it elsewhere", True))
+                elif now > min(deadline, confirm_by):
+                    roll = self._call_off(number, _Off(phase, self._late(roll)))
         self._through = number
-        if isinstance(verdict, _Off):
-            error = NeededError if verdict.elsewhere else TransportError
-            raise error(f"{phase}: {verdict.why}", lasting=True)
+        if roll.off is not None:
+            error = NeededError if roll.off.elsewhere else TransportError
+            raise error(f"{phase}: {roll.off.why}", lasting=True)
+        return roll
 
-    def _read(self, number: int) -> list[str]:
+    def _read(self, number: int, roll: _Roll) -> list[str]:
         """What all wrote to a call to which all came, so that they are through with those before it."""
-        party, keys = self._party, self._notes_of(number)
+        party = self._party
+        keys = [self._key_of(number, rank, roll.notes[str(rank)]) for rank in range(party.world)]
         if not party.store.check(keys):  # the store would wait for them
             raise RuntimeError("it has lost a note, or somebody else writes to it")
         texts = party.store.multi_get(keys)
         used, self._used = self._used, [keys[party.rank]]
         if party.rank == 0:
-            used += [f"{party.root}/{k}" for k in range(self._first_roll, number)]
+            first = max(self._first_roll, number - _MOST_ROLLS)
+            used += [f"{party.root}/{k}" for k in range(first, number)]
             self._first_roll = number
         with suppress(RuntimeError):  # a slow store may keep them
             for key in used:
@@ -219,48 +279,57 @@ class Rendezvous:
                     party.store.delete_key(key)
         return [party.seals.read(key, text.decode()) for key, text in zip(keys, texts, strict=True)]
 
-    def _notes_of(self, number: int) -> list[str]:
-        """The store keys of a call's notes, by rank."""
-        return [f"{self._party.root}/{number}/{rank}" for rank in range(self._party.world)]
+    def _key_of(self, number: int, rank: int, note: str) -> str:
+        return f"{self._party.root}/{number}/{rank}/{note}"
 
     def _number(self) -> int:
-        """Of the call that is open."""
-        number, store, key = 0, self._party.store, f"{self._party.root}/call"
-        while True:
-            number = int(store.compare_set(key, "", str(number)))
-            if self._verdict(number) is None:
-                return number
-            store.compare_set(key, str(number), str(number + 1))
+        """Of the call that is open. A malformed value, or one of a call that is over, says nothing."""
+        register, least = self._party.register("call"), self._through + 1
 
-    def _roll(self, number: int) -> Register:
-        return self._party.register(str(number))
+        def later(value: str) -> str | None:
+            return None if number_in(value) >= least else str(least)
 
-    def _verdict(self, number: int) -> "str | _Off | None":
-        """What has become of a call; None: it is open."""
-        return _verdict_in(self._roll(number).read())
+        while not self._is_open(self._roll(number := number_in(register.change(later)))):
+            least = number + 1
+        return number
 
-    def _enter(self, number: int) -> "str | _Off | None":
-        """Be counted in -> what has become of the call."""
+    def _roll(self, number: int) -> _Roll:
+        return _Roll.of(self._party.register(str(number)).read())
 
-        def enter(roll: str) -> str | None:
-            if _verdict_in(roll) is not None:
-                return None
-            come = ranks_in(roll) | {self._party.rank}
-            return _ALL if len(come) == self._party.world else listed_ranks(come)
+    def _is_complete(self, roll: _Roll) -> bool:
+        return roll.off is None and len(roll.sure) == self._party.world
 
-        return _verdict_in(self._roll(number).change(enter))
+    def _is_open(self, roll: _Roll) -> bool:
+        return roll.off is None and not self._is_complete(roll)
 
-    def _call_off(self, number: int, off: _Off) -> "str | _Off | None":
+    def _join(self, number: int) -> _Roll:
+        """Be counted in, and once all are, say that this rank has seen it -> what has become of the call."""
+
+        def join(value: str) -> str | None:
+            roll = _Roll.of(value)
+            joined = roll.joined_by(self._party.rank, self._note, self._party.world)
+            return str(joined) if self._is_open(roll) and joined != roll else None
+
+        return _Roll.of(self._party.register(str(number)).change(join))
+
+    def _call_off(self, number: int, off: _Off) -> _Roll:
         """-> what has become of the call: all may have come just now."""
         me = self._party.named([self._party.rank])
-        why = json.dumps(vars(replace(off, why=f"{off.why} (so {me} gave it up)")))
-        return _verdict_in(self._roll(number).change(lambda roll: why if _verdict_in(roll) is None else None))
 
-    def _late(self, number: int) -> str:
-        party = self._party
-        missing = sorted(set(range(party.world)) - ranks_in(self._roll(number).read())) or [party.rank]
+        def call_off(value: str) -> str | None:
+            roll = _Roll.of(value)
+            why = replace(off, why=f"{off.why} (so {me} gave it up)")
+            return str(replace(roll, off=why)) if self._is_open(roll) else None
+
+        return _Roll.of(self._party.register(str(number)).change(call_off))
+
+    def _late(self, roll: _Roll) -> str:
+        party, missing = self._party, roll.missing(self._party.world)
+        limit = party.patience
+        if len(roll.notes) == party.world:
+            limit = min(limit, 2 * party.liveness.dead_after)
         return (
-            f"no answer from {party.named(missing)} within {party.patience:g} s, though alive; "
+            f"no answer from {party.named(missing)} within {limit:g} s, though alive; "
             f"last heard of: {party.liveness.last_words(missing[0])}"
         )
 
@@ -279,34 +348,3 @@ class Alone:
 
     def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         return [json.loads(json.dumps(note))]
-
-
-def swap_or_fail(
-    notes: Agreement,
-    note: dict[str, Any],
-    failure: Exception | None,
-    phase: str,
-) -> list[dict[str, Any]]:
-    """Every rank's note, if none of them failed before.
-
-    Raises:
-        Exception: `failure`, this rank's own.
-        CheckpointError: another rank's, or a disk's.
-        TransportError, NeededError, CheckpointError: as `Rendezvous.swap`.
-    """
-    note["failure"] = None if failure is None else str(failure) or type(failure).__name__
-    told = notes.swap(note, phase)
-    if isinstance(failure, OSError):
-        raise CheckpointError(f"{phase}: {failure}") from failure
-    if failure is not None:
-        raise failure
-    for rank, theirs in enumerate(told):
-        if theirs["failure"] is not None:
-            raise CheckpointError(f"{phase}: rank {rank} failed: {theirs['failure']}")
-    return told
-
-
-def _verdict_in(roll: str) -> "str | _Off | None":
-    if roll == _ALL:
-        return _ALL
-    return _Off(**json.loads(roll)) if roll.startswith("{") else None

@@ -1,19 +1,22 @@
 """All ranks meet within a time limit before they reconnect, or none of them goes on."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from ..errors import LocoError, TransportError, first_line
+from ..logs import Waiting
 from .authentication import StoreSeals
 from .guard import Guard, guarded
 from .heartbeats import Heartbeats
-from .register import Register
+from .register import Register, number_in
 from .store_client import KeyValueStore
 
 _PHASE = "reconnecting"
 _POLL = 0.02  # seconds
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,10 @@ class Party:
 
     def register(self, key: str) -> Register:
         return Register(self.store, f"{self.root}/{key}", self.seals)
+
+    def named_but(self, come: set[int]) -> str:
+        """The ranks that have not come."""
+        return self.named([rank for rank in range(self.world) if rank not in come])
 
     def guarded(self, phase: str, *, raises: bool = True) -> AbstractContextManager[Guard]:
         """Watch the other ranks."""
@@ -98,7 +105,11 @@ class Reunion:
                 return None
             return str(_Roll(roll.held, roll.waiting - {party.rank}))
 
-        with party.guarded(_PHASE) as guard:
+        def missing() -> str:
+            return f"{_PHASE}: {party.named_but(roll.waiting)}"
+
+        roll = _Roll(number, set())
+        with party.guarded(_PHASE) as guard, Waiting(_logger, missing):
             try:
                 roll = _Roll.of(register.change(arrive), number)
                 # Without anybody who waits, this rank was the last one to come, and has ended the meeting.
@@ -138,21 +149,13 @@ class _Roll:
     def of(cls, value: str, least: int = 0) -> "_Roll":
         """What a value says; one that is malformed, or from before meeting number `least`, says nothing."""
         held, _, waiting = value.partition(":")
-        if not held.isdecimal() or int(held) < least:
+        if number_in(held) < least:
             return cls(least, set())
-        return cls(int(held), ranks_in(waiting))
+        return cls(number_in(held), {number_in(rank) for rank in waiting.split(",")} - {-1})
 
     def joined_by(self, rank: int, world: int) -> "_Roll":
         come = self.waiting | {rank}
         return _Roll(self.held + 1, set()) if len(come) == world else _Roll(self.held, come)
 
     def __str__(self) -> str:
-        return f"{self.held}:{listed_ranks(self.waiting)}"
-
-
-def ranks_in(listed: str) -> set[int]:
-    return {int(rank) for rank in listed.split(",") if rank.isdecimal()}
-
-
-def listed_ranks(ranks: set[int]) -> str:
-    return ",".join(map(str, sorted(ranks)))
+        return f"{self.held}:{','.join(map(str, sorted(self.waiting)))}"

@@ -6,7 +6,9 @@ forgets a connection which was idle during the inner steps would cut this rank o
 """
 
 import math
+import os
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -19,8 +21,13 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from ..errors import TransportError
+
 _Asked = SimpleQueue["tuple[Future[Any], float, str, tuple[Any, ...]] | None"]
 _PATIENT = 5.0  # seconds, for all threads to come back from the store when the program ends
+# How torch's store is greeted: that this is a client of it, and four bytes that it sends back.
+_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13
+_GREETING = struct.Struct("<BIB4s")
 _AGAIN = 60.0  # seconds until a thread that waits without end is replaced a second time
 
 
@@ -159,7 +166,7 @@ class RemoteStore:
 
     def clone(self) -> PrefixStore:
         # torch tries a host that refuses until its time is over, and logs pages about it.
-        check_reachable(self.host, self.port, self._timeout)
+        check_store(self.host, self.port, self._timeout)
         limit = timedelta(seconds=self._timeout)
         return PrefixStore(self._prefix, TCPStore(self.host, self.port, is_master=False, timeout=limit))
 
@@ -211,8 +218,36 @@ def check_reachable(host: str, port: int, limit: float) -> None:
     Raises:
         RuntimeError: nobody listens there.
     """
+    _connection(host, port, limit).close()
+
+
+def check_store(host: str, port: int, limit: float) -> None:
+    """
+    Raises:
+        RuntimeError: no store answers there; one may do so later.
+        TransportError: another program does.
+    """
+    mine, answer = os.urandom(4), b""
+    with _connection(host, port, limit) as connection:
+        try:
+            connection.sendall(_GREETING.pack(_VALIDATE, _MAGIC, _PING, mine))
+            while len(answer) < len(mine) and (more := connection.recv(64)):
+                answer += more
+        except OSError as error:
+            raise RuntimeError(f"what listens at {host}:{port} does not answer: {error}") from error
+    if not mine.startswith(answer):
+        raise TransportError(
+            f"what listens at {host}:{port} is no store of loco's: it says {answer!r}. Is another program "
+            f"using the port? Choose another one (LOCO_AT)",
+            lasting=True,
+        )
+    if answer != mine:
+        raise RuntimeError(f"what listens at {host}:{port} closes the connection and does not answer")
+
+
+def _connection(host: str, port: int, limit: float) -> socket.socket:
     try:
-        socket.create_connection((host, port), limit).close()
+        return socket.create_connection((host, port), limit)
     except OSError as error:
         raise RuntimeError(f"{host}:{port} can't be reached: {error}") from error
 

@@ -17,8 +17,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..coordination.gathering import BEATS, Arrival, Gathering, session_of
 from ..coordination.liveness import await_end
-from ..coordination.store_client import RemoteStore, StoreClient, check_reachable, host_and_port
+from ..coordination.store_client import RemoteStore, StoreClient, check_store, host_and_port
 from ..errors import AgreementError, LocoError, TransportError, first_line, no_store
+from ..logs import SAY_SOON, Waiting
 from ..net.linking import PatientStore, link
 from ..net.mesh import Mesh, NoLinks
 from .own_world import check_one_site, own_world
@@ -26,7 +27,8 @@ from .own_world import check_one_site, own_world
 _PREFIX = "sites"  # of the keys in the store at which the sites meet
 _LINGER = 30.0  # seconds that a host serves others that live, when its own program has ended
 _POLL = 0.2  # seconds
-_PATIENT = 5.0  # seconds until it is said what is waited for
+_PATIENT = 5.0  # seconds that a host waits for others before it says so
+_ANSWERS = 30.0  # seconds: a store that looks up the name of each host that connects may take long
 _logger = logging.getLogger(__name__)
 
 # By port, until this process ends: others may need it longer than its Sites.
@@ -116,12 +118,14 @@ class JoinedWorlds:
         try:
             store.set(keys[self._rank_in_site], json.dumps(told))
             if self._rank_in_site > 0:
-                store.wait([root], timedelta(seconds=2 * patience + 60))
+                with Waiting(_logger, lambda: "this site's first rank, which meets the other sites"):
+                    store.wait([root], timedelta(seconds=2 * patience + 60))
                 said = json.loads(store.get(root))
                 if "here" not in said:
                     raise AgreementError(f"this site's first rank: {said['why']}")
                 return [Arrival(**one) for one in said["here"]]
-            store.wait(keys, timedelta(seconds=patience))
+            with Waiting(_logger, lambda: f"all {len(keys)} ranks of this site"):
+                store.wait(keys, timedelta(seconds=patience))
             each = [json.loads(store.get(key)) for key in keys]
         except RuntimeError as error:
             if isinstance(error, LocoError):
@@ -155,25 +159,38 @@ class JoinedWorlds:
 
 
 def _reached(at: str, patience: float) -> RemoteStore:
-    """The store, once somebody listens there."""
+    """The store, once it answers there.
+
+    Raises:
+        TransportError: it does not, or another program does.
+    """
     store = RemoteStore(at, _PREFIX, patience)
-    began, told = time.monotonic(), False
-    while True:
-        try:
-            check_reachable(store.host, store.port, patience)
-            return store
-        except RuntimeError as error:
-            waited = time.monotonic() - began
-            if waited > patience:
-                raise TransportError(
-                    f"{error}, for {patience:g} s: the site whose machine has this address hosts the "
-                    f"store at which all meet; start it, or give another machine's address (LOCO_AT)",
-                    lasting=True,
-                ) from error
-            if waited > _PATIENT and not told:
-                told = True
-                _logger.warning("waiting for the site that hosts the sites' store: %s", error)
-            time.sleep(_POLL)
+    deadline, why = time.monotonic() + patience, "nothing has answered there yet"
+
+    def what() -> str:
+        return (
+            f"the sites' store at {at} (LOCO_AT), which another site hosts; {why}. If another program uses "
+            f"that port, choose another one"
+        )
+
+    with Waiting(_logger, what, first=SAY_SOON):
+        while True:
+            try:
+                left = max(deadline - time.monotonic(), 0.1)
+                check_store(store.host, store.port, min(left, _ANSWERS))
+                return store
+            except LocoError:
+                raise
+            except RuntimeError as error:
+                why = str(error)
+                if time.monotonic() > deadline:
+                    raise TransportError(
+                        f"{error}, for {round(patience, 1):g} s: the site whose machine has this address "
+                        f"hosts the store at which all meet; start it, or give another machine's address "
+                        f"(LOCO_AT)",
+                        lasting=True,
+                    ) from error
+                time.sleep(_POLL)
 
 
 def _host_if_local(host: str, port: int) -> None:

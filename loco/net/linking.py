@@ -1,30 +1,38 @@
 """Connections that can be built again and again, and whose building ends when a rank is lost.
 
-Members find each other by a store: each says where it listens. Who connects sends what the listener has
-asked for in the store, and gets what the listener has promised there, so that neither takes a stranger for a
-member: another machine's 127.0.0.1 is no error that a network reports.
+Members find each other by a store: each publishes there the address at which it listens, and two tokens. The
+connecting side sends the first token, the listener answers with the second one, so that neither takes a
+stranger for a member: another machine's 127.0.0.1 is no error that a network reports.
+
+Nothing here waits without a limit: all sockets are non-blocking, and every wait asks `PatientStore.check`.
 """
 
 import errno
 import fcntl
 import hmac
+import ipaddress
+import logging
 import os
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from ..coordination.store_client import KeyValueStore
+from ..logs import Waiting
 from .tcp import TcpLinks
 
 _POLL = 0.01  # seconds
 _TOKEN = 16  # bytes
 _MEMBER = struct.Struct("<I")
 _SIOCGIFADDR = 0x8915
+_STRANGERS = 64  # connections that have not said who they are, beside one for each member that is missing
+_logger = logging.getLogger(__name__)
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class PatientStore:
@@ -52,9 +60,10 @@ class PatientStore:
         Raises:
             RuntimeError: somebody will not set one any more.
         """
-        while keys and not self._store.check(keys):
-            self.check()
-            time.sleep(_POLL)
+        with Waiting(_logger, lambda: f"the ranks that are to set {', '.join(keys)} in the store"):
+            while keys and not self._store.check(keys):
+                self.check()
+                time.sleep(_POLL)
         return [self._store.get(key).decode() for key in keys]
 
     def check(self) -> None:
@@ -75,9 +84,22 @@ class _Card(NamedTuple):
     promised: bytes
 
     @staticmethod
-    def read(said: str) -> "_Card":
-        host, port, asked, promised = said.split(" ")
-        return _Card(host, int(port), bytes.fromhex(asked), bytes.fromhex(promised))
+    def read(key: str, said: str) -> "_Card":
+        """
+        Raises:
+            RuntimeError: it is malformed.
+        """
+        try:
+            host, port, asked, promised = said.split(" ")
+            card = _Card(str(ipaddress.ip_address(host)), int(port), *map(bytes.fromhex, (asked, promised)))
+            if 0 < card.port < 65536 and len(card.asked) == len(card.promised) == _TOKEN:
+                return card
+        except ValueError:
+            pass
+        raise RuntimeError(
+            f"{key} in the store must hold an IP address, a port and two tokens of {_TOKEN} bytes, got "
+            f"{said[:80]!r} ({len(said):,} characters): somebody else writes to the store"
+        )
 
 
 def link(store: PatientStore, name: str, member: int, size: int, *, address: str = "") -> TcpLinks:
@@ -107,17 +129,19 @@ def _connections(
         host, port = listener.getsockname()[:2]
         asked, promised = os.urandom(_TOKEN), os.urandom(_TOKEN)
         store.set(f"{name}/{member}", f"{host} {port} {asked.hex()} {promised.hex()}")
-        cards = [_Card.read(said) for said in store.wait([f"{name}/{other}" for other in range(member)])]
-        begun = [opened.enter_context(_connecting(card)) for card in cards]  # all are on their way at once
+        keys = [f"{name}/{other}" for other in range(member)]
+        cards = [_Card.read(*one) for one in zip(keys, store.wait(keys), strict=True)]
         ends: dict[int, socket.socket] = {}
-        for other, (card, end) in enumerate(zip(cards, begun, strict=True)):
-            ends[other] = opened.enter_context(_connected(end, card, store))
-            ends[other].sendall(card.asked + _MEMBER.pack(member))
+        for other, end in _departures(cards, store):
+            ends[other] = opened.enter_context(end)
+            _write(end, cards[other].asked + _MEMBER.pack(member), store)
         for other, end in _arrivals(listener, asked, range(member + 1, size), store):
             ends[other] = opened.enter_context(end)
-            end.sendall(promised)
+            _write(end, promised, store)
         for other, card in enumerate(cards):
-            if _read(ends[other], _TOKEN, store) != card.promised:
+            with Waiting(_logger, lambda other=other: f"an answer of {_listed([other])}"):
+                answer = _read(ends[other], _TOKEN, store)
+            if answer != card.promised:
                 raise RuntimeError(f"what listens at the address of member {other} is not that member")
         listener.close()
         opened.pop_all()
@@ -163,27 +187,32 @@ def _connecting(card: _Card) -> socket.socket:
     return end
 
 
-def _connected(end: socket.socket, card: _Card, store: PatientStore) -> socket.socket:
-    """A connection to who listens there. It is tried again and again: a try that fails may say little."""
-    why = "it does not answer"
-    while True:
-        try:
-            _until(end, selectors.EVENT_WRITE, store)
-            code = end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if not code and _is_connected(end):
-                end.setblocking(True)
-                return end
-            why = os.strerror(code or errno.EHOSTUNREACH)
-            store.check()
-        except BaseException as error:
-            end.close()
-            if isinstance(error, RuntimeError):
-                where = f"{card.host}:{card.port}"
-                raise RuntimeError(f"{error}: it listens at {where}, and {why}") from error
-            raise
-        end.close()
-        time.sleep(_POLL)
-        end = _connecting(card)
+def _departures(cards: Sequence[_Card], store: PatientStore) -> Iterator[tuple[int, socket.socket]]:
+    """Connections to the members that listen there, as each is made. They are tried again and again: a try
+    that fails may say little."""
+    missing = dict.fromkeys(range(len(cards)), "it does not answer")
+    with _selector() as selector, Waiting(_logger, lambda: f"connections to {_listed(missing)}"):
+        for other, card in enumerate(cards):
+            selector.register(_connecting(card), selectors.EVENT_WRITE, other)
+        while missing:
+            try:
+                store.check()
+            except RuntimeError as error:
+                other = min(missing)
+                where = f"{cards[other].host}:{cards[other].port}"
+                raise RuntimeError(f"{error}: it listens at {where}, and {missing[other]}") from error
+            for key, _ in selector.select(_POLL):
+                end, other = cast(socket.socket, key.fileobj), cast(int, key.data)
+                selector.unregister(end)
+                code = end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if not code and _is_connected(end):
+                    del missing[other]
+                    yield other, end
+                    continue
+                end.close()
+                missing[other] = os.strerror(code or errno.EHOSTUNREACH)
+                time.sleep(_POLL)
+                selector.register(_connecting(cards[other]), selectors.EVENT_WRITE, other)
 
 
 def _is_connected(end: socket.socket) -> bool:
@@ -198,52 +227,92 @@ def _is_connected(end: socket.socket) -> bool:
 def _arrivals(
     listener: socket.socket, asked: bytes, members: range, store: PatientStore
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Members that connect and prove it. Others are hung up on, and those that say nothing hold up nobody."""
+    """Members that connect and prove it. Others are hung up on. Those that say nothing hold up nobody: there
+    are so many of them at most, and the one that came first goes first."""
     missing = set(members)
-    with ExitStack() as opened, selectors.DefaultSelector() as selector:
+    said: dict[socket.socket, bytes] = {}  # by those who have not said all
+    listener.setblocking(False)
+    with _selector() as selector, Waiting(_logger, lambda: f"connections of {_listed(missing)}"):
         selector.register(listener, selectors.EVENT_READ)
-        said: dict[socket.socket, bytes] = {}
+
+        def take(end: socket.socket) -> bytes:
+            selector.unregister(end)
+            return said.pop(end)
+
         while missing:
             store.check()
+            is_full = False
             for key, _ in selector.select(_POLL):
-                if key.fileobj is listener:
+                end = cast(socket.socket, key.fileobj)
+                if end is listener:
                     try:
-                        end = opened.enter_context(listener.accept()[0])
-                    except ConnectionError:  # who came is gone
+                        end, _ = listener.accept()
+                    except OSError as error:  # whoever came may be gone
+                        is_full = error.errno in _NO_ROOM
                         continue
+                    end.setblocking(False)
                     selector.register(end, selectors.EVENT_READ)
                     said[end] = b""
                     continue
-                end = cast(socket.socket, key.fileobj)
-                heard = b""
-                with suppress(OSError):
+                try:
                     heard = end.recv(_TOKEN + _MEMBER.size - len(said[end]))
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    heard = b""
                 said[end] += heard
                 if heard and len(said[end]) < _TOKEN + _MEMBER.size:
                     continue
-                selector.unregister(end)
-                hello = said.pop(end)
+                hello = take(end)
                 (member,) = _MEMBER.unpack(hello[_TOKEN:]) if heard else (-1,)
                 if member in missing and hmac.compare_digest(hello[:_TOKEN], asked):
                     missing.remove(member)
-                    yield member, socket.socket(fileno=end.detach())
+                    yield member, end
                 else:
                     end.close()
+            if said and (is_full or len(said) > _STRANGERS + len(missing)):
+                take(oldest := next(iter(said)))
+                oldest.close()
+            elif is_full:  # of what this process has opened elsewhere
+                time.sleep(_POLL)
+
+
+def _listed(members: Iterable[int]) -> str:
+    return f"members {', '.join(map(str, sorted(members)))} of these links"
+
+
+def _write(end: socket.socket, data: bytes, store: PatientStore) -> None:
+    while data:
+        _until(end, selectors.EVENT_WRITE, store)
+        with suppress(BlockingIOError):
+            data = data[end.send(data) :]
 
 
 def _read(end: socket.socket, size: int, store: PatientStore) -> bytes:
     data = b""
     while len(data) < size:
         _until(end, selectors.EVENT_READ, store)
-        more = end.recv(size - len(data))
-        if not more:
-            raise RuntimeError("another rank closed its new connection")
-        data += more
+        with suppress(BlockingIOError):
+            more = end.recv(size - len(data))
+            if not more:
+                raise RuntimeError("another rank closed its new connection")
+            data += more
     return data
 
 
 def _until(end: socket.socket, event: int, store: PatientStore) -> None:
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:
         selector.register(end, event)
         while not selector.select(_POLL):
             store.check()
+
+
+@contextmanager
+def _selector() -> Iterator[selectors.PollSelector]:
+    """It needs no descriptor of its own. At its end it closes what is still registered."""
+    with selectors.PollSelector() as selector:
+        try:
+            yield selector
+        finally:
+            for key in list(selector.get_map().values()):
+                cast(socket.socket, key.fileobj).close()

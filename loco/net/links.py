@@ -3,6 +3,7 @@
 They are built for one set of sites, by the store that the first of them hosts, and dropped with it.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -12,12 +13,14 @@ from ..coordination.guard import guarded
 from ..coordination.liveness import Liveness
 from ..coordination.store_client import RemoteStore, StoreClient
 from ..errors import TransportError, first_line
+from ..logs import Waiting
 from .linking import PatientStore, link
 from .mesh import NoLinks
 from .tcp import TcpLinks
 from .transport import listed
 
 _POLL = 0.05  # seconds
+_logger = logging.getLogger(__name__)
 
 
 class Links:
@@ -104,7 +107,8 @@ class Links:
         """
         phase = f"waiting for {what}"
         try:
-            with guarded(self.liveness, members, phase=phase, named=_members) as guard:
+            watched = guarded(self.liveness, members, phase=phase, named=_members)
+            with watched as guard, Waiting(_logger, lambda: what):
                 while not self.store.check([f"said/{self._rank}/{what}"]):
                     guard.check()
                     time.sleep(_POLL)
@@ -131,13 +135,14 @@ class Links:
     def _await_all(self, deadline: float, timeout: float) -> None:
         """Before links are built: a member that did not come is named."""
         keys = [f"here/{self._rank}/{member}" for member in range(self.size)]
-        while not self.store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [member for member, key in enumerate(keys) if not self.store.check([key])]
-                raise TransportError(
-                    f"linking {self.size} sites: {_members(missing)} did not come within {timeout:g} s"
-                )
-            time.sleep(_POLL)
+        with Waiting(_logger, lambda: f"the {self.size} sites of {self.name}, to link with them"):
+            while not self.store.check(keys):
+                if time.monotonic() > deadline:
+                    missing = [member for member, key in enumerate(keys) if not self.store.check([key])]
+                    raise TransportError(
+                        f"linking {self.size} sites: {_members(missing)} did not come within {timeout:g} s"
+                    )
+                time.sleep(_POLL)
 
 
 def host_store(address: str, port: int) -> tuple[TCPStore, str]:

@@ -1,5 +1,6 @@
 """Messages on their way: the wait for them, and what is proved and counted once they have come."""
 
+import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,10 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from ..errors import TransportError, first_line
+from ..logs import Waiting
 from .mesh import Work
 
 if TYPE_CHECKING:
     from .transport import Transport
+
+_logger = logging.getLogger(__name__)
 
 
 class SealedMessage(NamedTuple):
@@ -67,8 +71,14 @@ class PendingMessages:
                 left = max(deadline - time.monotonic(), 0.001)
                 work.wait(timedelta(seconds=left))
 
+        def missing() -> str:
+            return (
+                f"{self._phase}: {transport.member} {peer}" if peer >= 0 else f"{self._phase}: its messages"
+            )
+
         try:
-            with transport.vigil(sorted({*self._order, *watching}), phase=self._phase) as alarm:
+            peers = sorted({*self._order, *watching})
+            with Waiting(_logger, missing), transport.vigil(peers, phase=self._phase) as alarm:
                 transport.await_all(all_of_them, alarm)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, TransportError):

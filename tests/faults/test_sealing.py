@@ -1,5 +1,7 @@
 """With a key, a message counts only if it is genuine, in its place, and of this run."""
 
+import os
+import socket
 import time
 from typing import Any
 
@@ -9,9 +11,9 @@ import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
 from selection import MESSAGES
-from sites import error_of, run_ranks
+from sites import error_of, run_ranks, run_worlds
 from states import assert_same, snapshot
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 import loco
 from loco.coordination.authentication import SEAL_BYTES, MessageSeals, StoreSeals
@@ -241,6 +243,68 @@ def test_a_commit_is_confirmed_by_heartbeats(links: str) -> None:
     began = time.monotonic()
     assert not pair[1].is_confirmed([0], f"{links}/vote/3")  # who does not beat is not waited for
     assert time.monotonic() - began < 5.0
+
+
+def lose_what_is_sent(connection: Any) -> None:
+    """The system takes it, and it does not arrive."""
+
+    def send(finish: Any) -> None:
+        while connection._leaving:
+            _, message = connection._leaving.popleft()
+            if message is not None:
+                finish(message)
+
+    connection.send = send
+
+
+def verdict_is_removed(rank: int, links: str) -> dict[str, Any]:
+    """In round 3 site 2's last vote does not reach site 0, whose link then breaks. Meanwhile somebody without
+    the key removes the verdict from the store, each time that another site has written it."""
+    topology = loco.Sites(key=KEY)
+    optimizer = loco.PulseLoCo(Scripted(parameters(3, 1003), 3, topology.site), topology=topology)
+    host, port = os.environ["LOCO_AT"].split(":")
+    store = PrefixStore("sites", TCPStore(host, int(port), is_master=False))
+    names: dict[int, str] = {}
+
+    def to_site_0(view: Any) -> Any:
+        return view.across.mesh._connections._by_member[0]
+
+    def meddle(progress: loco.RoundProgress) -> None:
+        number, phase, view = progress.number, progress.phase, progress.view
+        names[number] = view.name
+        if links == "later" and number == 1 and phase == "encoded" and topology.site == 2 and len(names) == 1:
+            names[0] = view.name
+            to_site_0(view).end.shutdown(socket.SHUT_RDWR)
+        if number != 3 or topology.site == 0:
+            return
+        if phase == "received" and topology.site == 2:
+            lose_what_is_sent(to_site_0(view))
+        if phase == "committed":
+            if topology.site == 2:
+                store.wait(["tests/site 1 has committed"])
+            for key in store.underlying_store.list_keys():
+                if "/vote/" in key:
+                    store.delete_key(key.removeprefix("sites/"))
+            store.set(f"tests/site {topology.site} has committed", "")
+            if topology.site == 2:
+                to_site_0(view).end.shutdown(socket.SHUT_RDWR)
+
+    optimizer.register_round_hook(meddle)
+    error = ("", "")
+    while optimizer.round < 5 and error[0] != "ReplicaError":
+        optimizer.inner.step()
+        error = error_of(optimizer.sync)
+    return {"error": error, "names": names, "anchor": snapshot(optimizer)["anchor"]}
+
+
+@pytest.mark.parametrize("links", ["first", "later"])
+def test_whoever_removes_verdicts_from_the_store_does_not_split_the_run(links: str) -> None:
+    sites = [site[0] for site in run_worlds(["a", "b", "c"], 1, verdict_is_removed, links)]
+    for site in sites:
+        assert site["error"] == ("", "nothing was raised")
+        assert (" " in site["names"][3]) == (links == "first")
+        assert site["names"][3] != site["names"][5]  # they lost a link in it
+        np.testing.assert_array_equal(site["anchor"], sites[0]["anchor"])
 
 
 def first_anchor(rank: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The ranks of a site speak to other sites with one voice: the first one's."""
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,11 +9,13 @@ from typing import Any
 
 from ...coordination.guard import guarded
 from ...errors import AgreementError, LocoError, TransportError, no_store
+from ...logs import Waiting
 from ...net.transport import listed
 from ..fixed import FixedSites
 from ..view import View
 
 _POLL = 0.05  # seconds
+_logger = logging.getLogger(__name__)
 _PHASE = "waiting for this site's first rank, which asks who takes part"
 
 
@@ -67,9 +70,10 @@ class FirstRank:
 
     def _await(self, key: str, link: str) -> str:
         store = self._own.store
-        with guarded(
+        watched = guarded(
             self._own.liveness, [0], phase=_PHASE, named=lambda ranks: listed("rank", ranks), link=link
-        ) as guard:
+        )
+        with watched as guard, Waiting(_logger, lambda: "this site's first rank, which asks who takes part"):
             while True:
                 try:
                     if store.check([key]):

@@ -6,20 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from loco.checkpoints.restore import swap_or_fail
 from loco.coordination.authentication import StoreSeals
 from loco.coordination.heartbeats import Loss, NoHeartbeats
-from loco.coordination.rendezvous import Alone, NeededError, Rendezvous, swap_or_fail
+from loco.coordination.rendezvous import Alone, NeededError, Rendezvous
 from loco.coordination.reunion import Party
 from loco.errors import AuthenticationError, CheckpointError, TransportError
 
 KEY = b"sixteen bytes and a few"
-LONG = 60.0  # seconds: nothing here waits for it
+LONG = 30.0  # seconds: nothing here waits for it
 
 
 class Ear(NoHeartbeats):
@@ -28,11 +29,13 @@ class Ear(NoHeartbeats):
     def __init__(self) -> None:
         self.told: list[Callable[[Loss], None]] = []
         self.listening = threading.Event()
+        self.then: Callable[[], object] = lambda: None  # once it listens
 
     @contextmanager
     def watching(self, ranks: Sequence[int], alarm: Any, **_: Any) -> Iterator[None]:
         self.told.append(alarm)
         self.listening.set()
+        self.then()
         yield
 
     def lose(self, loss: Loss) -> None:
@@ -85,12 +88,32 @@ class Ranks:
             for rank in range(world)
         ]
 
-    def swap(self, call: str, ranks: Sequence[int] = (0, 1, 2)) -> list[Any]:
+    def copy(self) -> dict[str, str]:
+        """What the store holds."""
+        with suppress(RuntimeError):  # a key is gone by now
+            return {key: self.store.get(key).decode() for key in self.store.list_keys()}
+        return self.copy()
+
+    def note_of(self, call: int, rank: int) -> str:
+        """Its key."""
+        start = f"loco/run/notes/{call}/{rank}/"
+        (key,) = (key for key in self.store.list_keys() if key.startswith(start))
+        return key
+
+    def lose_the_store(self) -> None:
+        """Rank 1, once it has come to a call."""
+        self.ears[1].then = lambda: self.stores[1].mute.add("compare_set")
+
+    def find_the_store(self) -> None:
+        self.ears[1].then = lambda: None
+        self.stores[1].mute.clear()
+
+    def swap(self, call: str, ranks: Sequence[int] = (0, 1, 2), note: str = "") -> list[Any]:
         """What came of a call, by rank: all notes, or the error."""
 
         def one(rank: int) -> Any:
             try:
-                return self.notes[rank].swap({"rank": rank, "call": call}, call)
+                return self.notes[rank].swap({"rank": rank, "call": note or call}, call)
             except TransportError as error:
                 return str(error)
 
@@ -222,7 +245,7 @@ def test_who_is_alive_but_does_not_come_is_waited_for_only_so_long() -> None:
     assert len(set(early)) == 1
 
 
-@pytest.mark.parametrize("question", ["get", "multi_get", "compare_set"])
+@pytest.mark.parametrize("question", ["check", "multi_get", "compare_set"])
 def test_for_whom_the_store_did_not_answer_the_next_call_is_the_same_one(question: str) -> None:
     """It may have been only its answer that was lost, and the others went on with what it said."""
     ranks = Ranks()
@@ -245,10 +268,10 @@ def test_for_whom_the_store_did_not_answer_the_next_call_is_the_same_one(questio
 def test_who_did_not_hear_the_end_of_a_call_and_comes_for_something_else_calls_it_off() -> None:
     """The others would take the note that it wrote then for what it came with now."""
     ranks = Ranks()
-    ranks.stores[1].mute = {"get"}
+    ranks.lose_the_store()
     (error,) = ranks.swap("after saving 5", [1])
     assert "does not answer" in error
-    ranks.stores[1].mute = set()
+    ranks.find_the_store()
     assert ranks.notes[1].missed("after saving 5")
     assert not ranks.notes[1].missed("saving 5")
     with ThreadPoolExecutor(2) as pool:
@@ -264,17 +287,35 @@ def test_who_did_not_hear_the_end_of_a_call_and_comes_for_something_else_calls_i
 @pytest.mark.parametrize("come", [False, True])
 def test_a_call_whose_end_was_not_heard_is_not_taken_for_another_one(come: bool) -> None:
     ranks = Ranks()
-    ranks.stores[1].mute = {"get"}
-    ranks.swap("saved", [1])
-    if come:
-        assert ranks.swap("saved", [0, 2]) == [all_of("saved")] * 2
+    ranks.lose_the_store()
+    if come:  # rank 1 as the last one, so that it has seen that all have
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ranks.swap, "saved", [0, 2])
+            assert ranks.ears[0].listening.wait(LONG)
+            assert ranks.ears[2].listening.wait(LONG)
+            assert "does not answer" in ranks.swap("saved", [1])[0]
+            assert waiting.result(LONG) == [all_of("saved")] * 2
     else:  # one does not, and the other gives it up
+        assert "does not answer" in ranks.swap("saved", [1])[0]
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(ranks.swap, "saved", [0])
             ranks.ears[0].lose(Loss(silent=(2,)))
             assert "no sign of life from site 2" in waiting.result(LONG)[0]
-    ranks.stores[1].mute = set()
+    ranks.find_the_store()
     assert ranks.swap("saving again") == [all_of("saving again")] * 3
+
+
+def test_who_has_come_and_lost_the_store_then_is_waited_for_only_shortly() -> None:
+    ranks = Ranks()
+    ranks.lose_the_store()
+    ranks.swap("saving", [1])
+    for ear in ranks.ears:
+        ear.dead_after = 0.1
+    early = ranks.swap("saving", [0, 2])
+    for text in early:
+        assert re.fullmatch(r"saving: no answer from site 1 within 0\.2 s, though alive; .*", text)
+    ranks.find_the_store()
+    assert ranks.swap("saving", [1]) == early[:1]
 
 
 def test_an_interrupted_rank_calls_off_what_the_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,15 +336,70 @@ def test_an_interrupted_rank_calls_off_what_the_others_wait_for(monkeypatch: pyt
 def test_with_a_key_only_ranks_can_have_written_a_note(forge: Callable[[str], str]) -> None:
     """Another call's, and a changed one."""
     ranks = Ranks(key=KEY)
-    for number in range(2):
-        ranks.swap(f"call {number}")
-    old = ranks.store.get("loco/run/notes/1/1").decode()
-    ranks.store.set("loco/run/notes/2/1", forge(old))  # the first to be written counts
+    ranks.swap("call 0")
+    old = ranks.store.get(ranks.note_of(0, 1)).decode()
+    ranks.ears[1].then = lambda: ranks.store.set(ranks.note_of(1, 1), forge(old))
     with ThreadPoolExecutor(3) as pool:
-        futures = [pool.submit(notes.swap, {}, "call 2") for notes in ranks.notes]
+        futures = [pool.submit(notes.swap, {}, "call 1") for notes in ranks.notes[:2]]
+        assert ranks.ears[1].listening.wait(LONG)
+        futures.append(pool.submit(ranks.notes[2].swap, {}, "call 1"))
         for future in futures:
-            with pytest.raises(AuthenticationError, match="notes/2/1 in the store was not written by a rank"):
+            with pytest.raises(AuthenticationError, match=r"notes/1/1/\w+ in the store was not wr"):
                 future.result(LONG)
+
+
+def test_what_ranks_wrote_to_an_old_call_is_never_taken_again() -> None:
+    """Somebody without the key writes all of it again, as it was at some moment of that call."""
+    ranks = Ranks(key=KEY)
+    kept: list[dict[str, str]] = []
+    for ear in ranks.ears:
+        ear.then = lambda: kept.append(ranks.copy())
+    ranks.swap("saving", note="0")
+    kept.append(ranks.copy())
+    for ear in ranks.ears:
+        ear.then = lambda: None
+    for number, old in enumerate(kept, 1):
+        assert ranks.swap("saving", note=f"{number}") == [all_of(f"{number}")] * 3
+        for key in ranks.store.list_keys():
+            ranks.store.delete_key(key)
+        for key, value in old.items():
+            ranks.store.set(key, value)
+        assert ranks.swap("saving", note=f"{number} again") == [all_of(f"{number} again")] * 3
+
+
+def test_a_rank_that_missed_a_call_is_not_shown_it_later() -> None:
+    """What the others wrote while they waited is genuine, and new to this rank; but they are not here."""
+    ranks = Ranks(key=KEY, patience=0.5)
+    kept: list[dict[str, str]] = []
+    ranks.ears[2].then = lambda: kept.append(ranks.copy())
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(ranks.swap, "saving", [0])
+        assert ranks.ears[0].listening.wait(LONG)
+        assert "no answer from site 1" in ranks.swap("saving", [2])[0]
+        early.result(LONG)
+    for key in ranks.store.list_keys():
+        ranks.store.delete_key(key)
+    for key, value in kept[0].items():
+        ranks.store.set(key, value)
+    (told,) = ranks.swap("saving", [1])
+    assert isinstance(told, str)
+    assert "saving: no answer from site 0, 2 within 0.5 s" in told
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("found", ["x", "", "-1", "9" * 5000, "٣", " 7", '{"off": 1}'])
+@pytest.mark.parametrize("where", ["call", "1"])
+def test_what_is_no_number_and_no_roll_ends_in_a_sentence(key: bytes | None, found: str, where: str) -> None:
+    ranks = Ranks(key=key)
+    ranks.swap("saving")
+    ranks.store.set(f"loco/run/notes/{where}", found)
+    if not found or (key is None and where == "call"):  # nobody has written it, as it seems
+        assert ranks.swap("saving again") == [all_of("saving again")] * 3
+        return
+    for notes in ranks.notes:
+        with pytest.raises((AuthenticationError, TransportError)) as error:
+            notes.swap({}, "saving again")
+        assert (f"notes/{where} in the store" if key else "where ranks come together") in str(error.value)
 
 
 @pytest.mark.parametrize("own", [ValueError("not mine"), OSError("disk full")])

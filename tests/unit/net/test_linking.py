@@ -1,22 +1,26 @@
 """Members find each other by a store, prove that they are meant, and give up when one is lost."""
 
+import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
+from sites import context
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from loco.net.linking import PatientStore, link
 from loco.net.tcp import TcpLinks
 
 
 def patient(
-    store: HashStore, limit: float = 20.0, may_still_come: Callable[[], bool] = lambda: True
+    store: HashStore | TCPStore, limit: float = 20.0, may_still_come: Callable[[], bool] = lambda: True
 ) -> PatientStore:
     return PatientStore(store, limit=limit, may_still_come=may_still_come)
 
@@ -49,9 +53,10 @@ def assert_all_linked(links: list[TcpLinks]) -> None:
                 assert got.tolist() == [me, other]
 
 
-def where(store: HashStore, member: int) -> tuple[str, int]:
+def where(store: HashStore | TCPStore, member: int) -> tuple[str, int]:
     deadline = time.monotonic() + 20
-    while not store.check([f"a/{member}"]) and time.monotonic() < deadline:
+    while not store.check([f"a/{member}"]):
+        assert time.monotonic() < deadline, "it has not come"
         time.sleep(0.01)
     host, port, _, _ = store.get(f"a/{member}").decode().split(" ")
     return host, int(port)
@@ -84,6 +89,76 @@ def test_strangers_are_hung_up_on_and_hold_up_nobody() -> None:
         stranger.close()
     for one in links:
         one.close()
+
+
+def link_with_few_descriptors(port: int, more: int, done: Any) -> None:
+    """Member 0, in a process that can open `more` descriptors, and then none."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    highest = max(int(number) for number in os.listdir("/proc/self/fd"))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + more, most))
+    one = link(patient(store, limit=60.0), "a", 0, 2)
+    one.begin([(1, torch.tensor([7], dtype=torch.uint8))], [])
+    done.recv()
+
+
+@pytest.mark.parametrize("more", [4, 250], ids=lambda more: f"{more}")
+def test_a_member_gets_in_however_many_strangers_keep_their_connections(more: int) -> None:
+    """600 of them, before it comes: more than the process can open, and more than it keeps."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=link_with_few_descriptors, args=(store.port, more, theirs), daemon=True)
+    process.start()
+    strangers: list[socket.socket] = []
+    try:
+        strangers += [socket.create_connection(where(store, 0)) for _ in range(600)]
+        mine = link(patient(store, limit=60.0), "a", 1, 2)
+        (one,) = mine.begin([], [(0, got := torch.zeros(1, dtype=torch.uint8))])
+        one.wait(timedelta(seconds=20))
+        assert got.tolist() == [7]
+        mine.close()
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        process.kill()
+        process.join()
+        ours.close()
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        f"127.0.0.1 {{port}} {'ab' * 2_000_000} {bytes(16).hex()}",  # longer than the sockets' memory
+        f"127.0.0.1 {{port}} {bytes(16).hex()} {bytes(15).hex()}",
+        f"127.0.0.1 99999 {bytes(16).hex()} {bytes(16).hex()}",
+        f"127.0.0.1 x {bytes(16).hex()} {bytes(16).hex()}",
+        f"a.name.to.look.up {{port}} {bytes(16).hex()} {bytes(16).hex()}",
+        "127.0.0.1",
+        "",
+    ],
+    ids=["long", "short", "port", "no port", "name", "words", "empty"],
+)
+def test_a_malformed_card_is_an_error_that_says_so(card: str) -> None:
+    """What listens there does not read: whoever sent it all would wait for ever."""
+    store, errors = HashStore(), list[BaseException]()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        store.set("a/0", card.format(port=deaf.getsockname()[1]))
+
+        def member() -> None:
+            try:
+                link(patient(store), "a", 1, 2)
+            except Exception as error:
+                errors.append(error)
+
+        linking = threading.Thread(target=member, daemon=True)
+        linking.start()
+        linking.join(30.0)
+    (error,) = errors
+    assert isinstance(error, RuntimeError)
+    assert str(error).startswith(
+        "a/0 in the store must hold an IP address, a port and two tokens of 16 bytes"
+    )
+    assert len(str(error)) < 300
 
 
 def test_another_listener_at_a_members_address_is_not_taken_for_it() -> None:

@@ -1,0 +1,73 @@
+"""Waits that last say what for: every minute, and soon where somebody may have to mend something."""
+
+import logging
+import threading
+import time
+from queue import SimpleQueue
+
+import pytest
+
+from loco import logs
+from loco.logs import Waiting
+
+
+class Heard(logging.Handler):
+    """What a logger was told, as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = SimpleQueue[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.put(record.getMessage())
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def logger(heard: Heard) -> logging.Logger:
+    logger = logging.Logger("waits")
+    logger.addHandler(heard)
+    return logger
+
+
+def threads() -> int:
+    return sum(thread.name == "loco tells of waits" for thread in threading.enumerate())
+
+
+def test_a_wait_says_again_and_again_what_is_still_waited_for(
+    monkeypatch: pytest.MonkeyPatch, logger: logging.Logger, heard: Heard
+) -> None:
+    monkeypatch.setattr(logs, "REMIND_EVERY", 0.05)
+    missing = ["b", "c"]
+    with Waiting(logger, lambda: ", ".join(missing)):
+        assert heard.texts.get(timeout=20.0) == "still waiting after 0 s: b, c"
+        missing.remove("b")
+        while heard.texts.get(timeout=20.0).endswith(": b, c"):
+            pass
+        assert heard.texts.get(timeout=20.0).endswith("s: c")
+
+
+def test_a_short_wait_says_nothing_and_no_thread_is_left(
+    monkeypatch: pytest.MonkeyPatch, logger: logging.Logger, heard: Heard
+) -> None:
+    monkeypatch.setattr(logs, "REMIND_EVERY", 0.3)
+    for _ in range(100):
+        with Waiting(logger, lambda: "a"):
+            pass
+    assert threads() <= 1
+    deadline = time.monotonic() + 20.0
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (threads(), heard.texts.qsize()) == (0, 0)
+
+
+def test_a_wait_that_is_to_be_told_of_soon_does_not_wait_for_others(
+    logger: logging.Logger, heard: Heard
+) -> None:
+    with Waiting(logger, lambda: "long"), Waiting(logger, lambda: "soon", first=0.05):
+        assert heard.texts.get(timeout=20.0).endswith("s: soon")
+    assert heard.texts.qsize() == 0
