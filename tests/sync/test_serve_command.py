@@ -79,7 +79,7 @@ def test_what_can_not_be_served_is_a_sentence_and_status_2(
             (folder, "--port", "65536"): "port must be 0 to 65535, got 65536",
             (folder, "--host", "nowhere.invalid"): "nowhere.invalid:8765: ",
             (folder, "--upstream", "http://"): "the URL of a server must be",
-            (folder, "--upstream", "nothing://x"): "Protocol not known: nothing",
+            (folder, "--upstream", "nothing://x"): "must be a path or begin with one of file://",
             (folder, "--upstream", "http://x", "--writable"): "a relay can't be writable",
             (folder, "--writable", "--host", "0.0.0.0"): "needs a token",
         }.items():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 from sites import run_ranks
 
+from loco.sync import Subscriber
 from loco.sync.storage.folder_store import FolderStore
 from loco.sync.storage.http_store import HttpStore
 from loco.sync.storage.server import serve
@@ -213,7 +214,7 @@ class CachingFileSystem(MemoryFileSystem):
 
 def test_a_listing_is_never_stale() -> None:
     fsspec.register_implementation("caching", CachingFileSystem, clobber=True)
-    writer, reader = open_store("caching://x/store"), open_store("caching://x/store")
+    writer, reader = FsspecStore("caching://x/store"), FsspecStore("caching://x/store")
     writer.write("a", b"")
     assert reader.names("") == ["a"]
     writer.write("b", b"")
@@ -245,7 +246,7 @@ def test_a_topmost_folder_is_not_made_by_mistake() -> None:
     [
         ("s3://bucket/run", "pip install s3fs"),
         ("sftp://host/run", "pip install paramiko"),
-        ("nothing://x", "Protocol not known: nothing"),
+        ("nothing://x", "must be a path or begin with one of file://, .*s3://.*, got nothing://x"),
         ("http://", "must be http://host:port"),
         ("http://user:password@host", "must be http://host:port"),
         ("http://host/?x", "must be http://host:port"),
@@ -259,6 +260,33 @@ def test_a_url_of_no_store_is_refused_in_a_sentence(
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=sentence):
         open_store(url)
+
+
+WRAPPING = ["reference", "dir", "cached", "blockcache", "filecache", "simplecache", "zip", "tar"]
+WRAPPING += ["libarchive", "generic", "async_wrapper", "dask", "jupyter", "pyscript", "git", "github", "ftp", "data"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"{protocol}://x" for protocol in WRAPPING),
+        *(f"{protocol}::memory://x" for protocol in WRAPPING),
+        "memory::reference://x",
+        "memory://x::reference://y",
+        "memory://x::memory://y",
+        "S3://bucket",
+        "://x",
+    ],
+)
+def test_a_protocol_that_wraps_others_or_runs_code_is_refused(url: str, tmp_path: Path) -> None:
+    """With fsspec before 2026.9 a file of references that somebody wrote could call any Python function."""
+    for use in (
+        open_store,
+        lambda url: serve(tmp_path, port=0, upstream=url),
+        lambda url: Subscriber({}, url),
+    ):
+        with pytest.raises(ValueError, match="must be a path or begin with one of file://"):
+            use(url)
 
 
 def test_a_url_says_which_kind_of_store_it_is(tmp_path: Path) -> None:
