@@ -263,7 +263,7 @@ def test_a_url_of_no_store_is_refused_in_a_sentence(
 
 
 WRAPPING = ["reference", "dir", "cached", "blockcache", "filecache", "simplecache", "zip", "tar"]
-WRAPPING += ["libarchive", "generic", "async_wrapper", "dask", "jupyter", "pyscript", "git", "github", "ftp", "data"]
+WRAPPING += ["libarchive", "generic", "async_wrapper", "dask", "jupyter", "pyscript", "git", "ftp", "data"]
 
 
 @pytest.mark.parametrize(
