@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,44 @@ def test_what_is_written_is_read(store: Store, size: int) -> None:
     store.write("versions/1/changes", data)
     assert store.read("versions/1/changes") == data
     assert b"".join(store.read_chunks("versions/1/changes")) == data
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 1003])
+def test_no_more_of_a_file_is_read_than_is_allowed(store: Store, size: int) -> None:
+    data = os.urandom(size)
+    store.write("a", data)
+    assert store.read("a", most=size) == store.read("a", most=size + 1) == data
+    with pytest.raises(FileNotFoundError):
+        store.read("missing", most=size)
+    store.write("a", data + bytes(9_000_000))
+    sentence = f"has {size + 9_000_000:,} bytes, and at most {size:,} may be read of it"
+    tracemalloc.start()
+    try:
+        with pytest.raises(OSError, match=sentence) as refused:
+            store.read("a", most=size)
+        assert (
+            tracemalloc.get_traced_memory()[1] < 3_000_000
+        )  # a MiB of a connection's, and what raises errors
+    finally:
+        tracemalloc.stop()
+    assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, f"{store.url}/a")
+
+
+def test_an_empty_file_is_read_from_a_store_that_has_no_range_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As s3:// has none."""
+    whole = MemoryFileSystem.cat_file
+
+    def refusing(
+        self: MemoryFileSystem, path: str, start: int | None = None, end: int | None = None
+    ) -> bytes:
+        if end is not None and not whole(self, path):
+            raise OSError(errno.EINVAL, "The requested range is not satisfiable")
+        return whole(self, path, start, end)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", refusing)
+    store = open_store("memory://x")
+    store.write("a", b"")
+    assert store.read("a", most=10) == b""
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (1,), (0, 7, 0), (3_000_000, 0, 1003, 5_000_000)])

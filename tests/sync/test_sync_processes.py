@@ -103,12 +103,12 @@ class SlowStore:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most: int | None = None) -> bytes:
         names = self._store.names("versions")
         goal = min(self._last, _newest(names) + self._versions)
         while _newest(names) < goal:
             names = self._store.wait("versions", names, 60.0)
-        return self._store.read(path)
+        return self._store.read(path, most=most)
 
 
 def _newest(names: list[str]) -> int:

@@ -16,7 +16,7 @@ import fsspec.core
 
 from .folder_store import FolderStore
 from .http_store import HttpStore
-from .names import Buffer, check_folder, check_path, is_path, poll
+from .names import Buffer, check_folder, check_path, is_path, poll, too_large
 
 # fsspec has many more protocols, of which some wrap other stores or run code that a store's files contain.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "oci", "tos")
@@ -35,10 +35,11 @@ class Store(Protocol):
 
     url: str  # for messages
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most: int | None = None) -> bytes:
         """
         Raises:
             FileNotFoundError: it is not there.
+            OSError: it has more than `most` bytes (EFBIG). No more than those are held in memory.
         """
         ...
 
@@ -140,9 +141,22 @@ class FsspecStore:
         except ValueError as error:
             raise ValueError(f"{url} is no URL of a store: {error}") from error
 
-    def read(self, path: str) -> bytes:
-        with self._naming(check_path(path)):
-            return self._files.cat_file(self._full(path))
+    def read(self, path: str, *, most: int | None = None) -> bytes:
+        full = self._full(check_path(path))
+        with self._naming(path):
+            if most is None:
+                return self._files.cat_file(full)
+            try:
+                data = self._files.cat_file(full, 0, most + 1)  # without asking for its size first
+            except FileNotFoundError:
+                raise
+            except Exception:
+                if self._files.size(full):
+                    raise
+                return b""  # s3:// has no range of an empty file
+            if len(data) > most:
+                raise too_large(f"{self.url}/{path}", self._files.size(full), most)
+            return data
 
     def read_chunks(self, path: str) -> Iterator[bytes]:
         with self._naming(check_path(path)), self._files.open(self._full(path), "rb") as file:
