@@ -149,7 +149,7 @@ CALLS = ["names", "wait", "read", "read_chunks", "write"]
     [(call, part) for call in CALLS for part in DRIPPING if (call, part) != ("write", "body")],  # not read
 )
 def test_an_answer_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, call: str, part: str) -> None:
-    monkeypatch.setattr(http_store, "_SLOWEST_LINK", 1e9)
+    monkeypatch.setattr(http_store, "SLOWEST_LINK", 1e9)
     monkeypatch.setattr(http_store, "_LONGEST_DOWNLOAD", 0.5)
     monkeypatch.setattr(http_store, "_RESUMING", ())
     with saying(*DRIPPING[part]) as (url, ended):

@@ -19,13 +19,13 @@ from http import HTTPStatus
 from urllib.parse import quote, urlsplit
 
 from .bearer import authorization, find_token
+from .headers import SLOWEST_LINK
 from .names import Buffer, check_folder, check_path, is_path, listing_tag, poll, too_large
 
 _CONNECTING = 5.0  # seconds
 _LONGEST_WAIT = 30.0  # seconds of one request; routers and proxies forget connections that are quiet for long
 _BETWEEN_WAITS = 0.2  # seconds, at most, so that a server that does not wait is not asked all the time
 _RESUMING = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds before each request for the rest of a body that was cut off
-_SLOWEST_LINK = 32e3  # bytes per second, beside the timeout; a slower server would hold its clients for ever
 _LONGEST_DOWNLOAD = 3600.0  # seconds for which a relay may say that it is still downloading
 _LARGEST_LISTING = 16 << 20  # bytes: hundreds of thousands of names
 _SLOWEST_DISK = 50e6  # bytes per second; a server flushes a file to disk before it answers
@@ -81,7 +81,7 @@ class HttpStore:
         """A body that is cut off is resumed where it was cut, a few times."""
         done, size, tag, pauses = 0, -1, "", iter(_RESUMING)
         # A relay downloads a file before it sends it, and says so; of this size it must have it by then.
-        longest = _LONGEST_DOWNLOAD if most is None else self._timeout + most / _SLOWEST_LINK
+        longest = _LONGEST_DOWNLOAD if most is None else self._timeout + most / SLOWEST_LINK
         while done != size:
             rest = {"Range": f"bytes={done}-", "If-Range": tag} if done else {}
             try:
@@ -92,7 +92,7 @@ class HttpStore:
                             raise too_large(f"{self.url}/{path}", size, most)
                     elif response.headers.get("Content-Range") != f"bytes {done}-{size - 1}/{size}":
                         raise self._error(errno.ESTALE, "It was replaced while it was read", path)
-                    while chunk := response.read_within(self._timeout + _CHUNK / _SLOWEST_LINK, _CHUNK):
+                    while chunk := response.read_within(self._timeout + _CHUNK / SLOWEST_LINK, _CHUNK):
                         done += len(chunk)
                         yield chunk
             except ConnectionError:
