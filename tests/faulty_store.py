@@ -9,7 +9,7 @@ from published import cast, same_bits
 from torch import Tensor
 
 from loco.sync import Publisher, Subscriber
-from loco.sync.storage.names import Buffer
+from loco.sync.storage.names import Buffer, too_large
 from loco.sync.versions.manifest import Manifest
 
 Weights = dict[str, Tensor]
@@ -61,11 +61,13 @@ class MemoryStore:
     def after(self, call: str, path: str) -> None:
         """Called after each call, before its answer arrives."""
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most: int | None = None) -> bytes:
         self.before("read", path)
         if path not in self.files:
             raise FileNotFoundError(errno.ENOENT, "not there", path)
         found = self.files[path]
+        if most is not None and len(found) > most:
+            raise too_large(path, len(found), most)
         self.after("read", path)
         return found
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from experiments.errors import ExperimentError
 from experiments.pipeline.learning.losses import CORRECTIONS
 from experiments.settings.config import ArithmeticConfig, GymConfig, RunConfig, nearest, require
+from loco.sync.storage.stores import check_url
 
 ENGINES = ("torch", "vllm")
 
@@ -75,6 +77,11 @@ class PipelineConfig(RunConfig):
             self.address is not None or not (self.sites_on or self.workers_on),
             "sites_on and workers_on are nodes of a cluster, which address=HOST:PORT joins",
         )
+        if self.weights is not None:
+            try:
+                check_url(self.weights)
+            except ValueError as error:
+                raise ExperimentError(f"weights: {error}") from error
         require(self.patches or self.engine == "torch", "patches=false needs engine=torch")
         require(
             not self.elastic or self.ranks_per_site == 1,

@@ -16,6 +16,7 @@ the old weights made. Between `/pause?mode=keep` and `/resume` they wait, and vL
 forgets its prefix cache, too: the last call is not needed then.
 """
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from loco import PeerError
 from loco.sync import Prepared, Subscriber
 
 from .engines.vllm_ranks import from_all_ranks, last_rank_raises, on_all_ranks
+from .engines.vllm_source import check_source
 from .engines.vllm_weights import Weights, checkpoint_of, weights_of
 
 
@@ -48,7 +50,7 @@ class InitInfo(WeightTransferInitInfo):
     """What `init_weight_transfer_engine` takes.
 
     Attributes:
-        url: where the trainer publishes its weights.
+        url: where the trainer publishes its weights; LOCO_SYNC_URL, if it is set, or below that.
         key_file: a file with the publisher's key, on the machine of each worker; no secret is sent by HTTP.
         training: the publisher's name for it, if it has one.
     """
@@ -124,15 +126,14 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._fetching = self._subscriber = None
 
     def _follow(self, init_info: InitInfo) -> None:
+        url = check_source(init_info.url, os.environ)
         key = Path(init_info.key_file).read_bytes() if init_info.key_file else None
         if self._weights is None:
             self._weights = weights_of(self.model, self.vllm_config)
         # Of tensors that the ranks have divided each must know the whole: at first, what it has loaded.
         divided = any(isinstance(one, list) for one in self._weights.values())
         loaded = checkpoint_of(self.vllm_config) if divided else None
-        self._subscriber = Subscriber(
-            self._weights, init_info.url, training=init_info.training, key=key, loaded=loaded
-        )
+        self._subscriber = Subscriber(self._weights, url, training=init_info.training, key=key, loaded=loaded)
 
     @property
     def subscriber(self) -> Subscriber:

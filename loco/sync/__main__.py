@@ -1,9 +1,11 @@
 """The command line: python -m loco.sync serve DIR [--host HOST] [--port PORT] [--upstream URL] [--writable]
+                                              [--certfile PEM [--keyfile PEM]]
 
 Ends with 0 when it is stopped by SIGTERM, 130 by Ctrl-C, and 2 with a sentence if it can't start.
 """
 
 import argparse
+import resource
 import signal
 import sys
 import threading
@@ -13,6 +15,7 @@ from .storage.bearer import TOKEN_VARIABLE
 from .storage.server import DEFAULT_PORT, serve
 
 _WRONG, _INTERRUPTED = 2, 130
+_FILES = 4096  # open at once: connections and what they read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,12 +45,24 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--upstream", metavar="URL", help="relay this store: one download for all who ask here"
     )
     parser.add_argument("--writable", action="store_true", help="let clients write and delete files")
+    parser.add_argument("--certfile", metavar="PEM", help="speak HTTPS, with this certificate")
+    parser.add_argument(
+        "--keyfile", metavar="PEM", help="the certificate's key, if it is in a file of its own"
+    )
     parser.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))  # for many clients
     with serve(
-        options.folder, options.host, options.port, upstream=options.upstream, writable=options.writable
+        options.folder,
+        options.host,
+        options.port,
+        upstream=options.upstream,
+        writable=options.writable,
+        certfile=options.certfile,
+        keyfile=options.keyfile,
     ) as server:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # as a container is stopped
         print(f"serving {options.folder} at {server.url}", flush=True)

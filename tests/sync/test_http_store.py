@@ -3,7 +3,8 @@
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,92 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=f"No answer in time.*{url}/a"):
             HttpStore(url, timeout=0.2).read("a")
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+DRIPS = 200  # bytes, after which a dripping server ends, so that this test does
+
+
+@contextmanager
+def saying(at_once: bytes, again: bytes) -> Iterator[tuple[str, list[bool]]]:
+    """A server whose answers are these bytes, and then others, a few every 20 ms.
+
+    -> its URL, and for each answer that has ended whether all of it was taken
+    """
+    closed, ended = threading.Event(), []
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.recv(1 << 16)
+                connection.sendall(at_once)
+                for _ in range(DRIPS):
+                    if closed.wait(0.02):
+                        return
+                    connection.sendall(again)
+                ended.append(True)
+            except OSError:  # the client has hung up
+                ended.append(False)
+
+    def accept() -> None:
+        with suppress(OSError):  # the listener was closed
+            while True:
+                threads.append(threading.Thread(target=answer, args=(listener.accept()[0],)))
+                threads[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads = [threading.Thread(target=accept)]
+        threads[0].start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", ended
+        finally:
+            closed.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(LONG)
+
+
+DRIPPING = {
+    "status": (b"", b"H"),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"A: b\r\n"),
+    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "error": (HEAD.replace(b"200", b"404"), b" "),
+    "body": (HEAD, b" "),
+}
+CALLS = ["names", "wait", "read", "read_chunks", "write"]
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [(call, part) for call in CALLS for part in DRIPPING if (call, part) != ("write", "body")],  # not read
+)
+def test_an_answer_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, call: str, part: str) -> None:
+    monkeypatch.setattr(http_store, "SLOWEST_LINK", 1e9)
+    monkeypatch.setattr(http_store, "_LONGEST_DOWNLOAD", 0.5)
+    monkeypatch.setattr(http_store, "_RESUMING", ())
+    with saying(*DRIPPING[part]) as (url, ended):
+        store = HttpStore(url, timeout=0.5)
+        calls: dict[str, Callable[[], object]] = {
+            "names": lambda: store.names("versions"),
+            "read": lambda: store.read("a", most=1 << 20),
+            "read_chunks": lambda: list(store.read_chunks("a")),
+            "wait": lambda: store.wait("versions", [], 0.1),
+            "write": lambda: store.write("a", b""),
+        }
+        with pytest.raises(OSError, match=r"No answer in time|cut again and again"):
+            calls[call]()
+        assert True not in ended
+
+
+def test_a_listing_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_store, "_LARGEST_LISTING", 99_999)
+    with (
+        saying(HEAD, b"") as (url, _),
+        pytest.raises(
+            OSError, match=f"has 100,000 bytes, and at most 99,999 may be read of it.*{url}/versions/"
+        ),
+    ):
+        HttpStore(url).names("versions")
 
 
 def test_what_is_no_server_of_ours_is_told_apart(tmp_path: Path) -> None:

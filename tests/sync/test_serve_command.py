@@ -1,11 +1,13 @@
 """`python -m loco.sync serve`, as it is run."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -52,6 +54,46 @@ def test_a_server_serves_until_it_is_told_to_end_and_ends_quietly(
         assert process.returncode == status
 
 
+def test_with_a_certificate_it_speaks_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, which makes a certificate")
+    certificate, key, data = str(tmp_path / "certificate"), str(tmp_path / "key"), os.urandom(3_000_000)
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(made, check=True, capture_output=True)
+    (tmp_path / "served").mkdir()
+    tls = ("--writable", "--certfile", certificate, "--keyfile", key)
+    with started(tmp_path / "served", *tls, token="right") as (process, url):
+        assert url.startswith("https://127.0.0.1:")
+        with pytest.raises(ConnectionError, match="certificate verify failed"):
+            HttpStore(url, "right").names("")
+        monkeypatch.setenv("SSL_CERT_FILE", certificate)
+        plain = HttpStore(url.replace("https", "http"), "right")
+        with ThreadPoolExecutor() as pool:
+            store = HttpStore(url, "right")
+            change = pool.submit(store.wait, "versions", [], 60.0)
+            with pytest.raises(ConnectionError):
+                plain.names("")
+            store.write("versions/1", data)
+            assert change.result() == ["1"]
+        assert store.read("versions/1") == data
+        with pytest.raises(PermissionError, match="asks for a token"):
+            HttpStore(url, "wrong").write("versions/2", data)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60) == ("", "")
+
+
 def test_a_server_that_is_killed_while_it_is_written_to_leaves_no_half_file(tmp_path: Path) -> None:
     with started(tmp_path, "--writable") as (process, url):
         parts = urlsplit(url)
@@ -79,9 +121,12 @@ def test_what_can_not_be_served_is_a_sentence_and_status_2(
             (folder, "--port", "65536"): "port must be 0 to 65535, got 65536",
             (folder, "--host", "nowhere.invalid"): "nowhere.invalid:8765: ",
             (folder, "--upstream", "http://"): "the URL of a server must be",
-            (folder, "--upstream", "nothing://x"): "Protocol not known: nothing",
+            (folder, "--upstream", "nothing://x"): "must be a path or begin with one of file://",
             (folder, "--upstream", "http://x", "--writable"): "a relay can't be writable",
             (folder, "--writable", "--host", "0.0.0.0"): "needs a token",
+            (folder, "--certfile", folder + "/missing"): "/missing: No such file or directory",
+            (folder, "--certfile", __file__): "has no certificate as PEM",
+            (folder, "--keyfile", __file__): "a keyfile needs the certfile",
         }.items():
             assert main(["serve", *arguments]) == 2
             printed, said = capsys.readouterr()

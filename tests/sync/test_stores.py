@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 from sites import run_ranks
 
+from loco.sync import Subscriber
 from loco.sync.storage.folder_store import FolderStore
 from loco.sync.storage.http_store import HttpStore
 from loco.sync.storage.server import serve
@@ -49,6 +51,44 @@ def test_what_is_written_is_read(store: Store, size: int) -> None:
     store.write("versions/1/changes", data)
     assert store.read("versions/1/changes") == data
     assert b"".join(store.read_chunks("versions/1/changes")) == data
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 1003])
+def test_no_more_of_a_file_is_read_than_is_allowed(store: Store, size: int) -> None:
+    data = os.urandom(size)
+    store.write("a", data)
+    assert store.read("a", most=size) == store.read("a", most=size + 1) == data
+    with pytest.raises(FileNotFoundError):
+        store.read("missing", most=size)
+    store.write("a", data + bytes(9_000_000))
+    sentence = f"has {size + 9_000_000:,} bytes, and at most {size:,} may be read of it"
+    tracemalloc.start()
+    try:
+        with pytest.raises(OSError, match=sentence) as refused:
+            store.read("a", most=size)
+        assert (
+            tracemalloc.get_traced_memory()[1] < 3_000_000
+        )  # a MiB of a connection's, and what raises errors
+    finally:
+        tracemalloc.stop()
+    assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, f"{store.url}/a")
+
+
+def test_an_empty_file_is_read_from_a_store_that_has_no_range_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As s3:// has none."""
+    whole = MemoryFileSystem.cat_file
+
+    def refusing(
+        self: MemoryFileSystem, path: str, start: int | None = None, end: int | None = None
+    ) -> bytes:
+        if end is not None and not whole(self, path):
+            raise OSError(errno.EINVAL, "The requested range is not satisfiable")
+        return whole(self, path, start, end)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", refusing)
+    store = open_store("memory://x")
+    store.write("a", b"")
+    assert store.read("a", most=10) == b""
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (1,), (0, 7, 0), (3_000_000, 0, 1003, 5_000_000)])
@@ -213,7 +253,7 @@ class CachingFileSystem(MemoryFileSystem):
 
 def test_a_listing_is_never_stale() -> None:
     fsspec.register_implementation("caching", CachingFileSystem, clobber=True)
-    writer, reader = open_store("caching://x/store"), open_store("caching://x/store")
+    writer, reader = FsspecStore("caching://x/store"), FsspecStore("caching://x/store")
     writer.write("a", b"")
     assert reader.names("") == ["a"]
     writer.write("b", b"")
@@ -245,7 +285,7 @@ def test_a_topmost_folder_is_not_made_by_mistake() -> None:
     [
         ("s3://bucket/run", "pip install s3fs"),
         ("sftp://host/run", "pip install paramiko"),
-        ("nothing://x", "Protocol not known: nothing"),
+        ("nothing://x", "must be a path or begin with one of file://, .*s3://.*, got nothing://x"),
         ("http://", "must be http://host:port"),
         ("http://user:password@host", "must be http://host:port"),
         ("http://host/?x", "must be http://host:port"),
@@ -259,6 +299,33 @@ def test_a_url_of_no_store_is_refused_in_a_sentence(
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=sentence):
         open_store(url)
+
+
+WRAPPING = ["reference", "dir", "cached", "blockcache", "filecache", "simplecache", "zip", "tar"]
+WRAPPING += ["libarchive", "generic", "async_wrapper", "dask", "jupyter", "pyscript", "git", "ftp", "data"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"{protocol}://x" for protocol in WRAPPING),
+        *(f"{protocol}::memory://x" for protocol in WRAPPING),
+        "memory::reference://x",
+        "memory://x::reference://y",
+        "memory://x::memory://y",
+        "S3://bucket",
+        "://x",
+    ],
+)
+def test_a_protocol_that_wraps_others_or_runs_code_is_refused(url: str, tmp_path: Path) -> None:
+    """With fsspec before 2026.9 a file of references that somebody wrote could call any Python function."""
+    for use in (
+        open_store,
+        lambda url: serve(tmp_path, port=0, upstream=url),
+        lambda url: Subscriber({}, url),
+    ):
+        with pytest.raises(ValueError, match="must be a path or begin with one of file://"):
+            use(url)
 
 
 def test_a_url_says_which_kind_of_store_it_is(tmp_path: Path) -> None:

@@ -202,6 +202,14 @@ def test_an_update_before_there_is_a_publisher_is_refused(folder: Path) -> None:
         engine.init_weight_transfer_engine({"init_info": {"address": "somewhere"}})
 
 
+def test_a_store_that_the_server_was_not_started_with_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCO_SYNC_URL", str(folder / "other"))
+    with pytest.raises(ValueError, match=r"init_info\.url must be"):
+        follow(folder)
+
+
 def test_packed_linear_weights_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         ops.create_onednn_mm(torch.zeros(64, 64, dtype=torch.bfloat16).t(), 32)

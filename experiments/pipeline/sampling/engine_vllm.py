@@ -33,6 +33,7 @@ class VllmEngine:
         assert config.path is not None
         self._config, self._diary, self._received = config, diary, diary.beside("store")
         self._words = HuggingFaceWords(Path(config.path))
+        os.environ["LOCO_SYNC_URL"] = url  # which a token may be sent to
         self._llm = _load(config)
         self._llm.init_weight_transfer_engine({"init_info": {"url": url}})
         self._version = 0

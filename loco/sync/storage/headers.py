@@ -6,6 +6,8 @@ import os
 import re
 from typing import BinaryIO
 
+SLOWEST_LINK = 32e3  # bytes per second, beside a timeout; a slower peer would hold the other one for ever
+
 
 def parse_range(header: str, size: int) -> range | None:
     """The bytes that a Range header asks for, of a file of `size` bytes; None if that is the whole file.

@@ -9,7 +9,9 @@ GET versions/            the names in a folder, as JSON. With If-None-Match: <ta
 
 import errno
 import http.client
+import io
 import json
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,12 +19,15 @@ from http import HTTPStatus
 from urllib.parse import quote, urlsplit
 
 from .bearer import authorization, find_token
-from .names import Buffer, check_folder, check_path, is_path, listing_tag, poll
+from .headers import SLOWEST_LINK
+from .names import Buffer, check_folder, check_path, is_path, listing_tag, poll, too_large
 
 _CONNECTING = 5.0  # seconds
 _LONGEST_WAIT = 30.0  # seconds of one request; routers and proxies forget connections that are quiet for long
 _BETWEEN_WAITS = 0.2  # seconds, at most, so that a server that does not wait is not asked all the time
 _RESUMING = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds before each request for the rest of a body that was cut off
+_LONGEST_DOWNLOAD = 3600.0  # seconds for which a relay may say that it is still downloading
+_LARGEST_LISTING = 16 << 20  # bytes: hundreds of thousands of names
 _SLOWEST_DISK = 50e6  # bytes per second; a server flushes a file to disk before it answers
 _CHUNK = 1 << 20
 
@@ -46,7 +51,8 @@ class HttpStore:
     Args:
         url: has a path if something in front of the server adds one.
         token: None: LOCO_SYNC_TOKEN. Over http:// anybody on the way can read it.
-        timeout: seconds without a byte after which the server is taken for down.
+        timeout: seconds without a byte after which the server is taken for down. A whole answer that is no
+            file must arrive within this time, and each MiB of a file within 32 s more.
 
     Raises:
         ValueError: the URL cannot be a server's, or the token is none.
@@ -65,21 +71,28 @@ class HttpStore:
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = authorization(find_token(token)) | {"Connection": "close"}
 
-    def read(self, path: str) -> bytes:
-        return b"".join(self.read_chunks(path))
+    def read(self, path: str, *, most: int | None = None) -> bytes:
+        return b"".join(self._chunks(path, most))
 
     def read_chunks(self, path: str) -> Iterator[bytes]:
+        return self._chunks(path, None)
+
+    def _chunks(self, path: str, most: int | None) -> Iterator[bytes]:
         """A body that is cut off is resumed where it was cut, a few times."""
         done, size, tag, pauses = 0, -1, "", iter(_RESUMING)
+        # A relay downloads a file before it sends it, and says so; of this size it must have it by then.
+        longest = _LONGEST_DOWNLOAD if most is None else self._timeout + most / SLOWEST_LINK
         while done != size:
             rest = {"Range": f"bytes={done}-", "If-Range": tag} if done else {}
             try:
-                with self._request("GET", check_path(path), rest) as response:
+                with self._request("GET", check_path(path), rest, longest=longest) as response:
                     if not done:
                         size, tag = response.length or 0, response.headers.get("ETag", "")
+                        if most is not None and size > most:
+                            raise too_large(f"{self.url}/{path}", size, most)
                     elif response.headers.get("Content-Range") != f"bytes {done}-{size - 1}/{size}":
                         raise self._error(errno.ESTALE, "It was replaced while it was read", path)
-                    while chunk := response.read(_CHUNK):
+                    while chunk := response.read_within(self._timeout + _CHUNK / SLOWEST_LINK, _CHUNK):
                         done += len(chunk)
                         yield chunk
             except ConnectionError:
@@ -134,8 +147,10 @@ class HttpStore:
         with self._request("GET", path, headers, patience=patience) as response:
             if response.status == HTTPStatus.NOT_MODIFIED and known is not None:
                 return known
+            if (size := response.length or 0) > _LARGEST_LISTING:
+                raise too_large(f"{self.url}/{path}", size, _LARGEST_LISTING)
             try:
-                names = json.loads(response.read())
+                names = json.loads(response.read_within(self._timeout))
                 if all(is_path(name) and "/" not in name for name in names):
                     return names
             except (ValueError, TypeError):
@@ -151,11 +166,13 @@ class HttpStore:
         headers: Mapping[str, str] | None = None,
         body: Iterable[Buffer] | None = None,
         patience: float = 0.0,
-    ) -> Iterator[http.client.HTTPResponse]:
+        longest: float = 0.0,
+    ) -> Iterator["_Answer"]:
         """The answer, if it is no refusal.
 
         Args:
             patience: seconds that the server may take beyond the usual.
+            longest: seconds for which it may put the answer off, as long as it says something.
 
         Raises:
             ConnectionError: there is no answer, or reading it failed.
@@ -178,8 +195,8 @@ class HttpStore:
                 target = f"{self._prefix}/{quote(path)}"
                 blocks = None if body is None else counted(body)
                 connection.request(method, target, blocks, {**self._headers, **(headers or {})})
-                connection.sock.settimeout(self._timeout + patience + sent / _SLOWEST_DISK)
-            with connection.getresponse() as response:
+            quiet = self._timeout + patience + sent / _SLOWEST_DISK
+            with _Answer(connection.sock, method, quiet, max(quiet, longest)) as response:
                 if response.status >= 300 and response.status != HTTPStatus.NOT_MODIFIED:
                     raise self._refusal(response, path)
                 if response.length is None:  # http.client takes a header that is cut off for a whole one
@@ -198,10 +215,52 @@ class HttpStore:
         finally:
             connection.close()
 
-    def _refusal(self, response: http.client.HTTPResponse, path: str) -> OSError:
-        sentence = response.read(1000).decode("utf-8", "replace").strip().partition("\n")[0]
+    def _refusal(self, response: "_Answer", path: str) -> OSError:
+        text = response.read_within(self._timeout, 1000).decode("utf-8", "replace")
+        sentence = text.strip().partition("\n")[0]
         number = _NUMBERS.get(response.status, errno.EIO)
         return self._error(number, sentence or f"{response.status} {response.reason}", path)
 
     def _error(self, number: int, text: str, path: str) -> OSError:
         return OSError(number, text, f"{self.url}/{path}")
+
+
+class _Answer(http.client.HTTPResponse):
+    """An answer that must arrive in time as a whole, where a socket's own timeout begins anew with each byte.
+
+    Args:
+        quiet: seconds without a byte after which the server is taken for down.
+        longest: seconds until all headers are there.
+    """
+
+    def __init__(self, sock: socket.socket, method: str, quiet: float, longest: float) -> None:
+        super().__init__(sock, method=method)
+        self.fp.close()
+        self._incoming = _Incoming(sock, quiet, longest)
+        self.fp = io.BufferedReader(self._incoming)
+        self.begin()
+
+    def read_within(self, seconds: float, size: int | None = None) -> bytes:
+        self._incoming.deadline = time.monotonic() + seconds
+        return self.read(size)
+
+
+class _Incoming(io.RawIOBase):
+    def __init__(self, sock: socket.socket, quiet: float, longest: float) -> None:
+        self._socket, self._quiet = sock, quiet
+        self._raw = sock.makefile("rb", buffering=0)
+        self.deadline = time.monotonic() + longest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview, /) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(min(left, self._quiet))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

@@ -13,6 +13,7 @@ from .names import may_change
 from .stores import Store
 
 _log = logging.getLogger(__name__)
+_LARGEST_STATE = 16 << 20  # bytes of a file that may change, which is held in memory
 _SIGN_OF_LIFE = 3.0  # seconds between two signs of life, so that no client takes the relay for down
 
 
@@ -40,7 +41,7 @@ class Relay:
             OSError: the upstream has no such file, or does not answer, or the file can't be kept.
         """
         if may_change(path):
-            return io.BytesIO(self._upstream.read(path))
+            return io.BytesIO(self._upstream.read(path, most=_LARGEST_STATE))
         if download := self._download(path):
             while not wait([download], _SIGN_OF_LIFE).done:
                 still_waiting()

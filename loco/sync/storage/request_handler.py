@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from .bearer import TOKEN_VARIABLE, is_authorized
 from .folder_store import FolderStore
 from .headers import file_tag, parse_range, preferred_wait
+from .listener import QUIET, Connection
 from .names import check_folder, check_path, encode_listing, listing_tag, may_change
 from .relay import Relay
 from .watches import Watches
@@ -70,12 +71,16 @@ class RequestHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # of a request that is no HTTP, so that the refusal is
     server_version, sys_version = "loco.sync", ""
-    timeout = 30.0  # seconds without a byte from the client, or to it
+    timeout = QUIET
     disable_nagle_algorithm = True  # else a header and a short body wait for each other
 
-    def __init__(self, service: Service, *args: Any) -> None:
-        self._service = service
+    def __init__(self, service: Service, client: Connection, *args: Any) -> None:
+        self._service, self._client = service, client
         super().__init__(*args)  # which answers them
+
+    def handle_one_request(self) -> None:
+        self._client.await_request()
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         with self._refusing():
@@ -115,6 +120,7 @@ class RequestHandler(BaseHTTPRequestHandler):
         if not is_authorized(self.headers.get("Authorization"), self._service.token):
             reason = f"the server asks for a token, which clients take from {TOKEN_VARIABLE}"
             raise _RefusalError(HTTPStatus.UNAUTHORIZED, reason)
+        self._client.begin_request()
         path = unquote(self.path, errors="strict")
         # An encoded slash is part of a name, and no name has one.
         if not path.startswith("/") or path.count("/") != self.path.count("/") or "?" in self.path:
@@ -136,10 +142,18 @@ class RequestHandler(BaseHTTPRequestHandler):
     def _body(self) -> Iterator[bytes]:
         length, coding = self.headers.get("Content-Length", ""), self.headers.get("Transfer-Encoding")
         if coding is None and re.fullmatch(r"[0-9]{1,18}", length):
-            return self._sized(_checked_size(int(length)))
+            return self._received(self._sized(_checked_size(int(length))))
         if coding == "chunked" and not length:
-            return self._chunked()
+            return self._received(self._chunked())
         raise _RefusalError(HTTPStatus.LENGTH_REQUIRED, "a PUT must give its Content-Length, or be chunked")
+
+    def _received(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """A client that sends slower than at `SLOWEST_LINK` is cut."""
+        self._client.begin_window()
+        for chunk in chunks:
+            self._client.moved(len(chunk))
+            yield chunk
+        self._client.begin_request()  # what is left is done by the disk
 
     def _chunked(self) -> Iterator[bytes]:
         """A body of chunks, each behind its size in hexadecimal digits. The last one is empty."""
@@ -151,7 +165,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             self._line(rb"\r\n")
 
     def _line(self, pattern: bytes) -> bytes:
-        with self._client():
+        with self._of_client():
             line = self.rfile.readline(16)
             if not line:
                 raise ConnectionError("the body ended early")
@@ -160,7 +174,7 @@ class RequestHandler(BaseHTTPRequestHandler):
         return line
 
     def _sized(self, length: int) -> Iterator[bytes]:
-        with self._client():
+        with self._of_client():
             while length:
                 chunk = self.rfile.read(min(length, _CHUNK))
                 if not chunk:
@@ -201,13 +215,17 @@ class RequestHandler(BaseHTTPRequestHandler):
         headers["Content-Length"] = str(len(part))
         self._answer(status, headers)
         if part and self.command != "HEAD":
-            with self._client():
+            with self._of_client():
                 file.seek(part.start)  # sendfile of what is no file of the system starts there
-                if self.connection.sendfile(file, part.start, len(part)) < len(part):
-                    raise ConnectionError(f"{path} has become shorter")
+                self._client.begin_window()
+                for start in range(part.start, part.stop, _CHUNK):
+                    size = min(_CHUNK, part.stop - start)
+                    if self.connection.sendfile(file, start, size) < size:
+                        raise ConnectionError(f"{path} has become shorter")
+                    self._client.moved(size)
 
     def _answer(self, status: int, headers: Mapping[str, str], body: bytes | None = None) -> None:
-        with self._client():
+        with self._of_client():
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -220,7 +238,7 @@ class RequestHandler(BaseHTTPRequestHandler):
     def _still_waiting(self) -> None:
         """Clients skip any number of these, and take no server for down that sends them."""
         if self.request_version >= "HTTP/1.1":
-            with self._client():
+            with self._of_client():
                 self.send_response_only(HTTPStatus.CONTINUE)
                 self.end_headers()
 
@@ -247,7 +265,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     @contextmanager
-    def _client(self) -> Iterator[None]:
+    def _of_client(self) -> Iterator[None]:
         """An error in here is of the connection to the client, not of a file or the upstream."""
         try:
             yield

@@ -16,7 +16,11 @@ import fsspec.core
 
 from .folder_store import FolderStore
 from .http_store import HttpStore
-from .names import Buffer, check_folder, check_path, is_path, poll
+from .names import Buffer, check_folder, check_path, is_path, poll, too_large
+
+# fsspec has many more protocols, of which some wrap other stores or run code that a store's files contain.
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "oci", "tos")
+FILE_SERVERS = ("hdfs", "webhdfs", "sftp", "ssh", "smb", "memory")
 
 _CHUNK = 4 << 20
 _LONGEST_PAUSE = 1.0  # seconds; each listing of an object store is a request that costs money
@@ -31,10 +35,11 @@ class Store(Protocol):
 
     url: str  # for messages
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most: int | None = None) -> bytes:
         """
         Raises:
             FileNotFoundError: it is not there.
+            OSError: it has more than `most` bytes (EFBIG). No more than those are held in memory.
         """
         ...
 
@@ -76,7 +81,7 @@ def open_store(url: str | os.PathLike[str], token: str | None = None, *, timeout
     """The store at a URL, or in a local folder. Nothing is asked of it yet.
 
     Args:
-        url: a path, file://…, http:// or https:// of a `loco.sync` server, or any URL that fsspec knows.
+        url: see `check_url`.
         token: for a server that asks for one; None: LOCO_SYNC_TOKEN.
         timeout: seconds without a byte after which a server is taken for down.
 
@@ -84,12 +89,33 @@ def open_store(url: str | os.PathLike[str], token: str | None = None, *, timeout
         ValueError: there is no such kind of store, or it needs a package that is not installed.
     """
     url = os.fspath(url)
-    protocol, separator, rest = url.partition("://")
+    protocol, path = check_url(url)
     if protocol in ("http", "https"):
         return HttpStore(url, token, timeout=timeout)
+    return FolderStore(path) if protocol == "file" else FsspecStore(url)
+
+
+def check_url(url: str) -> tuple[str, str]:
+    """Its protocol, "file" for a local folder, and what follows it.
+
+    Args:
+        url: a path, file://…, http:// or https:// of a `loco.sync` server, or a URL of one of `OBJECT_STORES`
+            or `FILE_SERVERS`.
+
+    Raises:
+        ValueError: it has another protocol, or several of fsspec's in a chain.
+    """
+    protocol, separator, rest = url.partition("://")
     if not separator or protocol in ("file", "local"):
-        return FolderStore(rest if separator else url)
-    return FsspecStore(url)
+        return "file", rest if separator else url
+    fsspecs = (*OBJECT_STORES, *FILE_SERVERS)
+    # A chain, as in reference::s3://…, has its other protocols on either side of the first "://".
+    if protocol not in ("http", "https") and (protocol not in fsspecs or "::" in url):
+        allowed = ", ".join(f"{one}://" for one in ("file", "http", "https", *fsspecs))
+        raise ValueError(
+            f"the URL of a store must be a path or begin with one of {allowed}, without '::', got {url}"
+        )
+    return protocol, rest
 
 
 def read_start(store: Store, path: str, most: int) -> bytearray:
@@ -107,7 +133,7 @@ def read_start(store: Store, path: str, most: int) -> bytearray:
 
 
 class FsspecStore:
-    """A store in any file system that fsspec knows: s3://, gs://, az://, memory:// and others.
+    """A store in a file system of fsspec's: s3://, gs://, az://, memory:// and others.
 
     A put to an object store or to memory:// is atomic. Others, as sftp://, may show a file that is still
     being written.
@@ -129,9 +155,22 @@ class FsspecStore:
         except ValueError as error:
             raise ValueError(f"{url} is no URL of a store: {error}") from error
 
-    def read(self, path: str) -> bytes:
-        with self._naming(check_path(path)):
-            return self._files.cat_file(self._full(path))
+    def read(self, path: str, *, most: int | None = None) -> bytes:
+        full = self._full(check_path(path))
+        with self._naming(path):
+            if most is None:
+                return self._files.cat_file(full)
+            try:
+                data = self._files.cat_file(full, 0, most + 1)  # without asking for its size first
+            except FileNotFoundError:
+                raise
+            except Exception:
+                if self._files.size(full):
+                    raise
+                return b""  # s3:// has no range of an empty file
+            if len(data) > most:
+                raise too_large(f"{self.url}/{path}", self._files.size(full), most)
+            return data
 
     def read_chunks(self, path: str) -> Iterator[bytes]:
         with self._naming(check_path(path)), self._files.open(self._full(path), "rb") as file:

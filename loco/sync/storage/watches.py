@@ -10,6 +10,7 @@ from typing import Protocol
 from .names import listing_tag
 
 _log = logging.getLogger(__name__)
+_MOST_FOLDERS = 16  # that are watched at once, each by a thread
 _AFTER_FAILURE = 1.0  # seconds until a folder that could not be listed is tried again
 
 
@@ -33,10 +34,12 @@ class Watches:
     Args:
         watched: where the folders are.
         slice_seconds: how long a thread waits before it looks whether any client is left.
+        most: clients that wait at once. Beyond that, and beyond some folders, a client is answered at once,
+            and asks again.
     """
 
-    def __init__(self, watched: Watched, slice_seconds: float) -> None:
-        self._watched, self._slice = watched, slice_seconds
+    def __init__(self, watched: Watched, slice_seconds: float, most: int) -> None:
+        self._watched, self._slice, self._most = watched, slice_seconds, most
         self._changed = threading.Condition()
         self._watches: dict[str, _Watch] = {}
         self._closed = threading.Event()
@@ -46,6 +49,8 @@ class Watches:
         if not timeout:
             return self._watched.names(folder)
         with self._joined(folder) as watch:
+            if watch is None:
+                return self._watched.names(folder)
             before = watch.changes  # counted before the listing, so that no change after it is missed
             names = self._watched.names(folder)
             if listing_tag(names) != tag:
@@ -64,13 +69,18 @@ class Watches:
             self._changed.notify_all()
 
     @contextmanager
-    def _joined(self, folder: str) -> Iterator[_Watch]:
+    def _joined(self, folder: str) -> Iterator[_Watch | None]:
         with self._changed:
             watch = self._watches.get(folder)
-            if watch is None:
+            is_full = sum(one.waiting for one in self._watches.values()) >= self._most
+            if not is_full and watch is None and len(self._watches) < _MOST_FOLDERS:
                 watch = self._watches[folder] = _Watch()
                 threading.Thread(target=self._run, args=(folder, watch), daemon=True).start()
-            watch.waiting += 1
+            if not is_full and watch is not None:
+                watch.waiting += 1
+        if is_full or watch is None:
+            yield None
+            return
         try:
             yield watch
         finally:

@@ -34,6 +34,7 @@ from experiments.settings.merging import load
         (["engine=vllm"], "vLLM loads models of Hugging Face's format: engine=vllm needs model=hf"),
         (["vllm.max_model_len=9"], "vllm.* are options of vLLM: set engine=vllm, too"),
         (["address=10.0.0.1:6379"], "the parts of a cluster may not see this machine's folders"),
+        (["weights=reference::memory://x"], "weights: the URL of a store must be a path or begin with"),
         (["sites_on=[a]"], "sites_on and workers_on are nodes of a cluster, which address=HOST:PORT joins"),
     ],
 )
