@@ -6,7 +6,6 @@ forgets a connection which was idle during the inner steps would cut this rank o
 """
 
 import math
-import os
 import socket
 import struct
 import threading
@@ -27,6 +26,7 @@ _Asked = SimpleQueue["tuple[Future[Any], float, str, tuple[Any, ...]] | None"]
 _PATIENT = 5.0  # seconds, for all threads to come back from the store when the program ends
 # How torch's store is greeted: that this is a client of it, and four bytes that it sends back.
 _VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13
+_NONCE = b"\r\n\r\n"  # which a store sends back; a server of HTTP reads a line, and answers in its own words
 _GREETING = struct.Struct("<BIB4s")
 _AGAIN = 60.0  # seconds until a thread that waits without end is replaced a second time
 
@@ -227,21 +227,21 @@ def check_store(host: str, port: int, limit: float) -> None:
         RuntimeError: no store answers there; one may do so later.
         TransportError: another program does.
     """
-    mine, answer = os.urandom(4), b""
+    answer = b""
     with _connection(host, port, limit) as connection:
         try:
-            connection.sendall(_GREETING.pack(_VALIDATE, _MAGIC, _PING, mine))
-            while len(answer) < len(mine) and (more := connection.recv(64)):
+            connection.sendall(_GREETING.pack(_VALIDATE, _MAGIC, _PING, _NONCE))
+            while len(answer) < len(_NONCE) and (more := connection.recv(64)):
                 answer += more
         except OSError as error:
             raise RuntimeError(f"what listens at {host}:{port} does not answer: {error}") from error
-    if not mine.startswith(answer):
+    if not _NONCE.startswith(answer):
         raise TransportError(
             f"what listens at {host}:{port} is no store of loco's: it says {answer!r}. Is another program "
             f"using the port? Choose another one (LOCO_AT)",
             lasting=True,
         )
-    if answer != mine:
+    if answer != _NONCE:
         raise RuntimeError(f"what listens at {host}:{port} closes the connection and does not answer")
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from scripted import Scripted, parameters
@@ -52,9 +53,15 @@ def listening(answer: Callable[[socket.socket], object]) -> Iterator[str]:
             end.close()
 
 
+class Quiet(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 def http(end: socket.socket) -> None:
-    end.recv(1 << 16)
-    end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    """A real server, which answers once it has read a line."""
+    with HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        server.finish_request(end, end.getpeername())
     end.close()
 
 
