@@ -9,6 +9,7 @@ import os
 import stat
 import zipfile
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -69,7 +70,7 @@ def _write_torch(tree: Any, folder: Path) -> None:
             raise error.__context__ or error from None  # why the file could not be written
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BufferedReader:
     """A file in a rank's folder, to be read. Reading a pipe or a device might never end, and a link can lead
     to one.
 

@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, get_origin
+from typing import Any, NamedTuple, get_origin
 
 from ..members.view import SiteTopology
 from ..round.state import check_same, digest_of
@@ -79,7 +80,7 @@ class Manifest:
             return f"{error}. If only the sharding has changed, load(optimizer, reshard=True) loads it"
         return ""
 
-    def open(self, folder: Path, name: str) -> BinaryIO:
+    def open(self, folder: Path, name: str) -> BufferedReader:
         """A data file; a ValueError if it is none of those that were written, or has another size."""
         if name not in self.files:
             raise ValueError(f"{folder / NAME} does not list {name}, which is to be read")
@@ -172,7 +173,7 @@ def sha256(path: Path) -> str:
         return _sha256(file)
 
 
-def _sha256(file: BinaryIO) -> str:
+def _sha256(file: BufferedReader) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
