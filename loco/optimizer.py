@@ -84,7 +84,8 @@ class PulseLoCo(LowCommunicationOptimizer):
             more than this many times the median of the others'; its update stays in its residual, and
             `last_report.left_out` names it. None leaves no site out.
         wire: how entries are coded, which changes no bit of a round: "tight" (about 2.3 bytes each, coded on
-            the CPU), "fast" (5 bytes), or "auto": the one that is predicted to take less time.
+            the CPU; always the fewest bytes, for metered links), "fast" (5 bytes), or "auto": the one that
+            takes less time, whatever the bytes.
         exchange: "gather" (every site sends its entries to all), "owner" (each site sums a slice for all),
             "dense" (the same with every element, as FP32), or "auto": the one that is predicted to send the
             fewest bytes.

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .config import Settings
 from .exchange.wire_config import WireConfig
+from .inner.own_masters import OwnMasters
 from .members.view import SiteTopology
 from .report import SyncReport
 from .round.loop import OuterLoop
@@ -42,6 +43,7 @@ class OuterOptimizer:
         self.local_step = 0
         self.last_report: SyncReport | None = None
         self._warnings = SetupWarnings(self.loop.state, inner)
+        self._masters = OwnMasters(inner, self.loop.state.parameters)
         self._shown: ShownAnchor | None = None  # in eval mode
         self._is_unmoved = True  # no inner step has begun since w = cast(θ)
 
@@ -58,6 +60,7 @@ class OuterOptimizer:
         if self._is_unmoved:
             self.loop.state.parameters.check_unchanged(self.inner)
             self._check_weights()
+            self._masters.before_first_step()
             self._is_unmoved = False
 
     def _check_weights(self) -> None:
@@ -74,12 +77,19 @@ class OuterOptimizer:
         """Count an inner step, and run the round that is due."""
         self.local_step += 1
         self.loop.tell_step(self.local_step)
+        if self.local_step == 1:
+            self._masters.after_first_step(self.loop.state.rounds_done)
         if self.local_step >= self.loop.state.settings.sync_every:
             self.sync()
 
     def sync(self) -> SyncReport:
         self.refuse_in_eval("sync()")
-        return self._done(self.loop.run_round())
+        self._masters.before_round()
+        return self._done(self.loop.run_round(self._check_inner))
+
+    def _check_inner(self) -> None:
+        self.loop.state.parameters.check_unchanged(self.inner)
+        self._masters.check()
 
     def settle(self, *, abandon: bool = False) -> SyncReport | None:
         report = self.loop.settle(abandon=abandon)
@@ -116,6 +126,7 @@ class OuterOptimizer:
         self.loop.adopt_weights()
         self._shown, self.local_step, self._is_unmoved = None, 0, True
         self._warnings.forget()
+        self._masters.forget()
 
     def own_state(self, inner_state: dict[str, Any]) -> dict[str, Any]:
         """What a state dict has under "loco", beside the inner optimizer's state."""
@@ -171,3 +182,4 @@ class OuterOptimizer:
         self.local_step = 0 if self.loop.resume() else int(own["local_step"])
         self._is_unmoved = self.local_step == 0
         self._warnings.forget()
+        self._masters.forget()

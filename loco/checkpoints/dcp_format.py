@@ -6,6 +6,7 @@ rank has written all of its tensors whole, so an item is a tensor.
 """
 
 import io
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path, PosixPath
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from .formats import mapped
+from .formats import Open, check_tree, loaded, mapped
 
 _TREE = "loco.tree"  # everything that is not a tensor, and where the tensors belong
 
@@ -43,20 +44,29 @@ def write(tree: Any, folder: Path) -> None:
     writer.finish(metadata, [written.value()])
 
 
-def read(folder: Path) -> Any:
+def read(open: Open) -> Any:
     """What `write` has written. A pickle.UnpicklingError if a file names code, or a file elsewhere."""
-    with (folder / ".metadata").open("rb") as file:
+    with open(".metadata") as file:
         metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise pickle.UnpicklingError(f"{folder}/.metadata does not hold metadata")
+        raise pickle.UnpicklingError(".metadata does not hold metadata")
     items: dict[str, Any] = {}
-    for index, stored in metadata.storage_data.items():
-        if Path(stored.relative_path).name != stored.relative_path or stored.transform_descriptors:
-            raise pickle.UnpicklingError(f"{folder}/.metadata names a file outside its folder")
-        with (folder / stored.relative_path).open("rb") as file:
-            file.seek(stored.offset)
-            item = io.BytesIO(file.read(stored.length))
-        items[index.fqn] = torch.load(item, map_location="cpu", weights_only=True)
+    ends: dict[str, int] = {}  # of what was read, by file
+    for index, stored in sorted(metadata.storage_data.items(), key=lambda item: item[1].offset):
+        name, start, length = stored.relative_path, stored.offset, stored.length
+        if Path(name).name != name or stored.transform_descriptors:
+            raise pickle.UnpicklingError(".metadata names a file outside its folder")
+        with open(name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not ends.get(name, 0) <= start <= start + length <= size:
+                raise ValueError(
+                    f".metadata places {length} bytes of {index.fqn} at byte {start} of {name}: outside of "
+                    f"its {size} bytes, or where other data are"
+                )
+            ends[name] = start + length
+            file.seek(start)
+            items[index.fqn] = loaded(io.BytesIO(file.read(length)))
+    check_tree(items[_TREE], "meta")
     return _with_tensors(items[_TREE], lambda name, _: items[name])
 
 

@@ -5,15 +5,21 @@ torch.distributed.checkpoint writes. Both take the same time; while it loads, DC
 copy of its largest tensor, and importing it takes half a second.
 """
 
+import os
+import stat
+import zipfile
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 _FILE = "state.pt"
+_DEEPEST = 100  # dicts, lists and tuples in each other
+Open = Callable[[str], BinaryIO]  # of a checkpoint's file, by name
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -64,8 +70,52 @@ def _write_torch(tree: Any, folder: Path) -> None:
             raise error.__context__ or error from None  # why the file could not be written
 
 
-def _read_torch(folder: Path) -> Any:
-    return torch.load(folder / _FILE, map_location="cpu", weights_only=True)
+def opened(path: Path) -> BufferedReader:
+    """A file in a rank's folder, to be read. Reading a pipe or a device might never end, and a link can lead
+    to one.
+
+    Raises:
+        ValueError, OSError: it is no regular file, or one of the two folders around it is a link.
+    """
+    for folder in path.parents[:2]:
+        if folder.is_symlink():
+            raise ValueError(f"{folder} is a link, not the folder that was written: copy that there")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def loaded(file: BinaryIO) -> Any:
+    """What torch.save has written. Compressed data, or its older format, could take any amount of memory."""
+    with zipfile.ZipFile(file) as archive:
+        if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
+            raise ValueError("its data are compressed, which torch.save does not do")
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def check_tree(tree: Any, device: str = "cpu", *, depth: int = 0, seen: set[int] | None = None) -> None:
+    """Of what was read: a ValueError if a walk through it could take long, or a copy much memory."""
+    seen = set() if seen is None else seen
+    if isinstance(tree, Tensor):
+        if tree.device.type != device:
+            raise ValueError(f"it holds a tensor on {tree.device}")
+        is_dense = tree.layout == torch.strided
+        if is_dense and tree.numel() * tree.element_size() > tree.untyped_storage().nbytes():
+            raise ValueError(f"it holds a tensor of shape {tuple(tree.shape)} whose elements share memory")
+    elif isinstance(tree, dict | list | tuple) and tree:
+        if depth == _DEEPEST or id(tree) in seen:
+            raise ValueError(f"it nests more than {_DEEPEST} deep, or holds a list or dict in two places")
+        seen.add(id(tree))
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            check_tree(value, device, depth=depth + 1, seen=seen)
+
+
+def _read_torch(open: Open) -> Any:
+    with open(_FILE) as file:
+        return loaded(file)
 
 
 def _write_dcp(tree: Any, folder: Path) -> None:
@@ -74,13 +124,13 @@ def _write_dcp(tree: Any, folder: Path) -> None:
     dcp_format.write(tree, folder)
 
 
-def _read_dcp(folder: Path) -> Any:
+def _read_dcp(open: Open) -> Any:
     from . import dcp_format
 
-    return dcp_format.read(folder)
+    return dcp_format.read(open)
 
 
-FORMATS: dict[str, tuple[Callable[[Any, Path], None], Callable[[Path], Any]]] = {
+FORMATS: dict[str, tuple[Callable[[Any, Path], None], Callable[[Open], Any]]] = {
     "torch": (_write_torch, _read_torch),
     "dcp": (_write_dcp, _read_dcp),
 }

@@ -1,6 +1,7 @@
 """How all ranks load a checkpoint whose parameters were sharded otherwise, together or not at all."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError
@@ -9,7 +10,7 @@ from .directory import CheckpointDirectory
 from .manifest import Manifest, Position, site_name
 from .protocol import Saveable
 from .reshard import resharded, same_model
-from .restore import Resumed, load_together, read_folder, together
+from .restore import Resumed, load_together, read_folder, read_together, together
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,23 @@ class ReshardedLoad:
                 f"{self.directory.folder} holds no checkpoint of which every rank sees the files of all "
                 f"ranks of its site: share the folder among the ranks of a site"
             )
-        round, local_step, save = max(of_all)
-        position = Position(round, local_step)
-        ranks = sorted(manifest.rank for manifest in own[position, save])
+        for round, local_step, save in sorted(of_all, reverse=True):
+            position = Position(round, local_step)
+            ranks = sorted(manifest.rank for manifest in own[position, save])
+            read = partial(self._read, position, ranks)
+            trees, is_whole = read_together(optimizer.topology.notes, position, read)
+            if is_whole:
+                make = partial(resharded, trees, optimizer.outer_state)
+                return load_together(optimizer, position, make), names
+        raise CheckpointError(f"{self.directory.folder} holds no checkpoint that is whole on all ranks")
 
-        def make() -> Any:
-            trees = [read_folder(self.directory.path(position, rank)) for rank in ranks]
-            return resharded(trees, optimizer.outer_state)
-
-        return load_together(optimizer, position, make), names
+    def _read(self, position: Position, ranks: list[int], note: dict[str, Any]) -> list[dict[str, Any]]:
+        note["damaged"] = ""
+        try:
+            return [read_folder(self.directory.path(position, rank)) for rank in ranks]
+        except CheckpointError as error:
+            note["damaged"] = str(error)
+            return []
 
     def _check(self, manifest: Manifest) -> None:
         """A ValueError if that is not of this training, or of another number of sites."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from ..errors import CheckpointError, ReplicaError
 from ..logs import warn_once_per_machine
 from ..round.state import digest_of, identity
 from .directory import CheckpointDirectory
-from .formats import FORMATS
+from .formats import FORMATS, check_tree
 from .manifest import Position, read_manifest
 from .plain_data import from_plain_data
 from .protocol import Saveable
@@ -26,17 +25,6 @@ from .resize import Roster, hand_over, send_to_joining, update_of
 
 _log = logging.getLogger(__name__)
 _Done = TypeVar("_Done")
-# What reading a file that is not what was written may raise.
-_DAMAGE = (
-    ValueError,
-    OSError,
-    RuntimeError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    UnpicklingError,
-)
 
 
 def swap_or_fail(
@@ -78,6 +66,18 @@ def together(
         swap_or_fail(rendezvous, note, error, phase)
         raise
     return done, swap_or_fail(rendezvous, note, None, phase)
+
+
+def read_together(
+    rendezvous: Agreement, position: Position, read: Callable[[dict[str, Any]], _Done]
+) -> tuple[_Done, bool]:
+    """Call `read(note)`, which notes what is damaged -> its result, and whether every rank's files are whole.
+    A warning names those that are not."""
+    files, notes = together(rendezvous, f"reading {position}", read)
+    reasons = [note["damaged"] for note in notes if note["damaged"]]
+    if reasons:
+        warn_once_per_machine(_log, "skipping the checkpoint of %s: %s", position, "; ".join(reasons))
+    return files, not reasons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +137,9 @@ class Load:
         names = {save.name for save in saves}
         while selected := self._newest(saves):
             position = selected.save.position
-            files, notes = together(rendezvous, f"reading {position}", partial(self._read, selected))
-            reasons = [note["damaged"] for note in notes if note["damaged"]]
-            if not reasons:
+            files, is_whole = read_together(rendezvous, position, partial(self._read, selected))
+            if is_whole:
                 return self._load(selected, *files), names
-            warn_once_per_machine(_log, "skipping the checkpoint of %s: %s", position, "; ".join(reasons))
             saves.remove(selected.save)
             damaged = True
         self._require_fresh_start(saves, damaged)
@@ -299,9 +297,13 @@ def read_folder(folder: Path) -> dict[str, Any]:
     try:
         manifest = read_manifest(folder)
         manifest.check_whole(folder)
-        tree = FORMATS[manifest.format][1](folder)
-        if digest_of(tree["optimizer"]["loco"]["anchor"]) != manifest.digest:
+        tree = FORMATS[manifest.format][1](partial(manifest.open, folder))
+        check_tree(tree)
+        own = tree["optimizer"]["loco"]
+        if digest_of(own["anchor"]) != manifest.digest:
             raise ValueError("its anchor is not the one that was saved")
-    except _DAMAGE as error:
+        if (own["round"], own["local_step"]) != manifest.position:
+            raise ValueError(f"its data are not of {manifest.position}")
+    except Exception as error:  # reading what was not written may raise anything
         raise CheckpointError(f"{folder} is damaged ({type(error).__name__}: {error})") from error
     return tree

@@ -55,7 +55,6 @@ class OuterLoop:
         self, inner: Optimizer, settings: Settings, topology: SiteTopology, wire: WireConfig, *, offload: bool
     ) -> None:
         self.hooks = Hooks()
-        self._inner = inner
         self._wire = wire
         setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
@@ -71,8 +70,11 @@ class OuterLoop:
         self._start()
 
     @torch.no_grad()
-    def run_round(self) -> SyncReport:
+    def run_round(self, check_inner: Callable[[], None]) -> SyncReport:
         """A round with all members, tried again as long as that can help.
+
+        Args:
+            check_inner: raises a ValueError if the inner optimizer can't take part: all ranks then refuse.
 
         Raises:
             LocoError: the round failed and changed nothing; it can be repeated.
@@ -92,9 +94,7 @@ class OuterLoop:
                     return self._adopt(view)
                 if report is not None and not view.runs_round:
                     return report
-                current = Round(
-                    self.state, view, self._wire, check_parameters=self._check_parameters, hooks=self.hooks
-                )
+                current = Round(self.state, view, self._wire, check_inner=check_inner, hooks=self.hooks)
                 report = self._attempt(current)
             except Refused as refusal:
                 error, refused = refusal.error, True
@@ -324,9 +324,6 @@ class OuterLoop:
             self._converse(partial(hand_over_state, self.state, view.handover))
         except TransportError as error:  # the round is done; the receivers will ask again
             _logger.warning("%s", error)
-
-    def _check_parameters(self) -> None:
-        self.state.parameters.check_unchanged(self._inner)
 
     def _converse(self, speak: Callable[[], T]) -> T:
         """Messages that all ranks exchange in one order. A rank that leaves early hangs up, so that no

@@ -48,7 +48,7 @@ class Round:
         state: what the round reads, and writes in `apply` alone.
         view: who takes part.
         wire: how entries travel.
-        check_parameters: raises a ValueError if the optimizer's parameters are no longer those agreed on.
+        check_inner: raises a ValueError if the inner optimizer can't take part.
         hooks: the user's, called at every phase.
 
     Attributes:
@@ -66,7 +66,7 @@ class Round:
         view: View,
         wire: WireConfig,
         *,
-        check_parameters: Callable[[], None],
+        check_inner: Callable[[], None],
         hooks: Hooks,
     ) -> None:
         self.state = state
@@ -78,7 +78,7 @@ class Round:
         self.is_promised = False
         self.is_shared = False
         self._wire = wire
-        self._check_parameters = check_parameters
+        self._check_inner = check_inner
         self._hooks = hooks
         self._encoded: Encoded | None = None
         self._codec: Codec = WHOLE
@@ -117,7 +117,7 @@ class Round:
         self.view.liveness.say(f"round {self.number}, encoding")
 
         def encoded() -> Encoded:
-            self._check_parameters()
+            self._check_inner()
             check_denormals(state.device)
             self._call_hooks()
             with state.parameters.pieces(state.start, state.stop) as weights:

@@ -29,7 +29,7 @@ def trained(rank: int, over: str) -> tuple[list[str], int]:
     if over != "nothing":
         group = topology.site_group if over == "site" else None
         model = DistributedDataParallel(net, process_group=group)
-    optimizer = loco.PulseLoCo(torch.optim.AdamW(net.parameters(), lr=1e-3), sync_every=2, topology=topology)
+    optimizer = loco.PulseLoCo(torch.optim.AdamW(net.parameters(), lr=1e-6), sync_every=2, topology=topology)
     train(model, optimizer, rank, range(8))
     return heard.texts, optimizer.round
 

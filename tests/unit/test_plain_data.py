@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loco.checkpoints.formats import FORMATS, host_copy
+from loco.checkpoints.formats import FORMATS, host_copy, opened
 from loco.checkpoints.plain_data import as_plain_data, from_plain_data
 
 
@@ -47,7 +47,7 @@ def test_a_registered_type_comes_back_with_its_bits(format: str, tmp_path: Path)
     write, read = FORMATS[format]
     with torch.serialization.safe_globals([Scaled]):
         write(host_copy(as_plain_data(made(), [])), tmp_path)
-        found = from_plain_data(read(tmp_path), [])["state"][0]
+        found = from_plain_data(read(lambda name: opened(tmp_path / name)), [])["state"][0]
     before, after = made()["state"][0]["exp_avg"], found["exp_avg"]
     assert type(after) is Scaled
     assert (after.shape, after.signed) == (before.shape, True)

@@ -15,8 +15,10 @@ import loco
 pytestmark = pytest.mark.usefixtures("single_site")
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+def warnings_of(caplog: pytest.LogCaptureFixture, *, dense: bool = False) -> list[str]:
+    """Without the one of rounds that send most entries, as many do here; or that one alone."""
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [text for text in said if ("so the gate saves few bytes" in text) == dense]
 
 
 @pytest.mark.parametrize("wrap", [loco.PulseLoCo, loco.DiLoCo])
@@ -207,6 +209,32 @@ def test_bf16_steps_that_are_rounded_away_are_told(caplog: pytest.LogCaptureFixt
         param.grad = torch.ones_like(param)
         optimizer.step()
     assert "steps are too small for the format of the parameters" in warnings_of(caplog)[1]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "options", "lr", "percent"),
+    [
+        (loco.PulseLoCo, {}, 1e-3, r"\d+"),
+        (loco.PulseLoCo, {"gate": "fp8_e4m3"}, 1e-1, r"\d+"),
+        (loco.PulseLoCo, {}, 1e-6, ""),
+        (loco.PulseLoCo, {"gate": "open"}, 1e-3, ""),
+        (loco.DiLoCo, {}, 1e-3, ""),
+    ],
+)
+def test_rounds_that_send_most_entries_are_told_once(
+    wrap: Any, options: dict[str, Any], lr: float, percent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = wrap(torch.optim.AdamW(net.parameters(), lr=lr), sync_every=8, **options)
+    train(net, optimizer, 24)
+    said = "\n".join(warnings_of(caplog, dense=True))
+    assert bool(said) == bool(percent)
+    assert optimizer.last_report is not None
+    if percent:
+        assert optimizer.last_report.density > 0.5
+        sends = rf"round \d: this site sends {percent}% of its entries, so the gate saves few bytes beside "
+        assert re.fullmatch(rf'{sends}[^\n]*use loco\.DiLoCo: [^\n]*"Where the method stops paying"', said)
+    assert warnings_of(caplog) == []
 
 
 def test_an_optimizer_that_steps_alone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
