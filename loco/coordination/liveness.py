@@ -162,8 +162,9 @@ class Liveness:
             )
         return f"{name(loss.gone[:1])} has left: {loss.why}"
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """Say that this rank has ended, and end the thread."""
+        self._pulse.last_words = why or self._pulse.last_words
         self._ticker.close()
 
 
@@ -177,6 +178,7 @@ class _Pulse:
     rank: int
     every: float  # seconds
     status: str = AT_WORK + "starting"
+    last_words: str = "its program has ended, or dropped its optimizer"
     beats: int = 0
     awake: float = 0.0  # seconds that this process was, as far as it can tell
     last: float = field(default_factory=lambda: time.monotonic())
@@ -204,7 +206,7 @@ class _Pulse:
             _logger.exception("a heartbeat failed, and the next one is tried")
 
     def end(self) -> None:
-        self.status = f"{ENDED}its program has ended, or dropped its optimizer"
+        self.status = ENDED + self.last_words
 
     def beat(self) -> None:
         self.beats += 1

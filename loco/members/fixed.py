@@ -26,6 +26,7 @@ from ..net.mesh import Mesh, NoLinks
 from ..net.transport import Transport, listed
 from .world import WorldMembership
 
+CLOSED_BY_USER = "close() was called"
 _OPENING = struct.Struct("<?16s")  # is there a key, random bytes
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +73,9 @@ class FixedSites:
         ranks: who they are, and how they reach each other.
         timeout, patience, dead_after, repeats, key: as `loco.Topology`.
 
+    Attributes:
+        closed: why it is closed; "" as long as it is open.
+
     Raises:
         AgreementError: not all ranks have a key.
         TransportError: a rank did not come, or the store does not answer.
@@ -97,6 +101,7 @@ class FixedSites:
         self.site, self.rank_in_site = divmod(ranks.rank, ranks.ranks_per_site)
         # Until all ranks are here nobody is missed, and until they have agreed nothing is sealed.
         self._liveness: Liveness | None = None
+        self.closed = ""
         self._key: bytes | None = None
         self._seals: dict[str, MessageSeals] = {}  # by the links' name
         self._session = self._agree(key)
@@ -190,14 +195,18 @@ class FixedSites:
                 if self._liveness is not None and self.site == self.rank_in_site == 0:
                     self._liveness.forget(before[0])
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """Give back what this topology holds: heartbeats, its connections to the store, and `site_group`.
 
         For a program that goes on without it. An optimizer that is dropped gives back its links by itself; a
         topology that is only dropped keeps `site_group`, which a DistributedDataParallel may still use.
+
+        Args:
+            why: if this site goes on with another topology.
         """
+        self.closed = self.closed or why or CLOSED_BY_USER
         if self._liveness is not None:
-            self._liveness.close()
+            self._liveness.close(why and f"{why}: build Sites and optimizer anew here, too")
         self.store.close()
         self._ranks.close()
 

@@ -1,13 +1,16 @@
 """Sites that each have a world of their own, as a user says who they are."""
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from ..coordination.rendezvous import Agreement
+from ..logs import warn_once_per_machine
 from ..net.transport import Transport
 from .elastic.elastic_sites import ElasticSites
 from .fixed import FixedSites
@@ -15,6 +18,9 @@ from .joined_worlds import JoinedWorlds
 from .topology import Topology, check_limits
 from .view import Membership, SiteTopology
 
+_logger = logging.getLogger(__name__)
+# By name and address, the latest of this process.
+_of_this_process: WeakValueDictionary[tuple[str, str], FixedSites | ElasticSites] = WeakValueDictionary()
 _VARIABLES = ("LOCO_SITES", "LOCO_SITE", "LOCO_AT", "LOCO_LIGHTHOUSE")
 
 
@@ -77,10 +83,12 @@ class Sites:
         self.name = name
         at = at or os.environ.get("LOCO_AT") or None
         lighthouse = lighthouse or os.environ.get("LOCO_LIGHTHOUSE") or None
+        if lighthouse is not None and key is not None:
+            raise ValueError("links of sites that come and go (lighthouse=…) have no key: leave it out")
+        where = lighthouse or at or _told("LOCO_AT", "where the sites meet", "10.0.0.1:29510")
+        _close_earlier(name, where)
         self._as: FixedSites | ElasticSites
         if lighthouse is not None:
-            if key is not None:
-                raise ValueError("links of sites that come and go (lighthouse=…) have no key: leave it out")
             self._as = ElasticSites(
                 sites=count,
                 name=name,
@@ -90,16 +98,21 @@ class Sites:
                 patience=patience,
                 dead_after=dead_after,
             )
-            return
-        at = at or _told("LOCO_AT", "where the sites meet", "10.0.0.1:29510")
-        joined = JoinedWorlds(count, name, at, patience=patience, dead_after=dead_after)
-        try:
-            self._as = FixedSites(
-                joined, timeout=timeout, patience=patience, dead_after=dead_after, repeats=repeats, key=key
-            )
-        except BaseException:
-            joined.close()
-            raise
+        else:
+            joined = JoinedWorlds(count, name, where, patience=patience, dead_after=dead_after)
+            try:
+                self._as = FixedSites(
+                    joined,
+                    timeout=timeout,
+                    patience=patience,
+                    dead_after=dead_after,
+                    repeats=repeats,
+                    key=key,
+                )
+            except BaseException:
+                joined.close()
+                raise
+        _of_this_process[name, where] = self._as
 
     @property
     def num_sites(self) -> int:
@@ -136,6 +149,11 @@ class Sites:
         """Who this rank is, as its state remembers it."""
         return {"name": self.name} | self._as.seat()
 
+    @property
+    def closed(self) -> str:
+        """Why it is closed; "" as long as it is open."""
+        return self._as.closed
+
     def close(self) -> None:
         """Leave: the others can't go on without this site."""
         self._as.close()
@@ -145,6 +163,21 @@ class Sites:
             f"Sites(site={self.name!r}): this is site {self.site} of {self.num_sites}, "
             f"rank {self.rank_in_site} of {self.ranks_per_site} in it"
         )
+
+
+def _close_earlier(name: str, where: str) -> None:
+    """A notebook's cell that is run again, or a training that is begun again after an error, builds its Sites
+    anew while a traceback may still hold those of before."""
+    earlier = _of_this_process.get((name, where))
+    if earlier is not None and not earlier.closed:
+        warn_once_per_machine(
+            _logger,
+            "this process builds its Sites of site %s anew: those that it had are closed, and their optimizers "
+            "can run no more rounds (for several optimizers at once, build one Sites and give it to each as "
+            "topology)",
+            name,
+        )
+        earlier.close(f"site {name} began anew in the same process")
 
 
 def default_topology() -> SiteTopology:
