@@ -122,6 +122,10 @@ class FixedSites:
             text = "the sites' store answers within %.2f s: dead_after must be at least eight times"
             text += " as long, or ranks that live may be taken for dead; it is %g s"
             warn_once_per_machine(_logger, text, self.store.round_trip, limit)
+        if liveness.needs_interpreter_lock and ranks.world > 1:
+            text = "a rank counts as dead, and the round fails on all, if its program holds Python's "
+            text += "interpreter lock for longer than dead_after, %g s, as when it pickles for long (%s)"
+            warn_once_per_machine(_logger, text, limit, liveness.needs_interpreter_lock)
         # torch's store asks for the name of every host that connects, and answers nobody until it is told:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
         self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)

@@ -172,9 +172,9 @@ def _close_earlier(name: str, where: str) -> None:
     if earlier is not None and not earlier.closed:
         warn_once_per_machine(
             _logger,
-            "this process builds its Sites of site %s anew: those that it had are closed, and their optimizers "
-            "can run no more rounds (for several optimizers at once, build one Sites and give it to each as "
-            "topology)",
+            "this process builds its Sites of site %s anew: those that it had are closed, and their "
+            "optimizers can run no more rounds (for several optimizers at once, build one Sites and give it "
+            "to each as topology)",
             name,
         )
         earlier.close(f"site {name} began anew in the same process")

@@ -1,0 +1,145 @@
+"""A thread of C's that sends a rank's next heartbeats if Python's own thread does not get to it.
+
+A program that pickles for seconds, or adds up a long range, holds Python's global interpreter lock, and no
+other Python thread runs meanwhile. It is alive all the same, and its heartbeats must say so. In a process that
+is stopped or killed no thread runs, so its heartbeats end with it.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from loco.kernels.cpu.build import BuildError
+from loco.kernels.cpu.timed_sends import TimedSends
+
+from ..store_client import RemoteStore, StoreClient
+from .store_wire import connected, drain, is_open, set_request
+
+PREPARED = 120  # heartbeats
+STEP = 3  # beats from one of them to the next: half of what makes a rank silent
+_AGAIN = 10.0  # seconds until a connection is tried again
+
+Beats = Callable[[int], str]  # what the store holds for a heartbeat of this count
+
+
+class StandIn:
+    """Heartbeats of one rank, for `PREPARED` · `STEP` beats' time in which its Python thread sends none.
+
+    Args:
+        store: torch's, or a `RemoteStore`.
+        client: of the same store: it tells whether that understands what the thread sends.
+        every: seconds between two beats.
+
+    Attributes:
+        problem: why there is none, so that heartbeats need the interpreter lock; "" if there is one.
+    """
+
+    def __init__(self, store: Any, client: StoreClient, every: float) -> None:
+        self.problem = ""
+        self._store, self._client, self._every = store, client, every
+        while isinstance(self._store, PrefixStore):
+            self._store = self._store.underlying_store
+        self._end: socket.socket | None = None
+        self._tried = -_AGAIN
+        self._full_key = ""  # as torch's clients send it
+        self._sends: TimedSends | None = None
+        if not isinstance(self._store, TCPStore | RemoteStore):
+            self.problem = f"the sites' store is a {type(self._store).__name__} and no TCPStore"
+            return
+        try:
+            self._sends = TimedSends()
+        except BuildError as error:
+            self.problem = str(error)
+
+    def renew(self, latest: int, beat: Beats) -> int:
+        """Prepare the beats after the next one, and send none of them for a while.
+
+        Args:
+            latest: count of this rank's latest beat, as far as its own thread knows.
+
+        Returns:
+            The same, with those that were sent meanwhile; all of these have arrived.
+        """
+        while self._sends is not None and self._end is not None:
+            counts = range(latest + 2, latest + 2 + PREPARED)
+            messages = [set_request(self._full_key, beat(count)) for count in counts]
+            seconds = STEP * self._every
+            sent = self._sends.prepare(self._end.fileno(), messages, first=seconds, every=seconds)
+            if not sent:
+                break
+            latest += 1 + (PREPARED if sent < 0 else sent)
+            try:
+                drain(self._end, 2 * self._every)
+            except OSError:
+                self._disconnect()
+        return latest
+
+    def reconnect(self, key: str, latest: int, beat: Beats) -> int:
+        """Connect, where that is needed and its time has come.
+
+        Args:
+            key: of this rank's heartbeats, which the store has.
+            latest: as of `renew`.
+
+        Returns:
+            As `renew`: a beat proves that the store understands what is sent.
+        """
+        now = time.monotonic()
+        if self._end is not None and not is_open(self._end):
+            self._disconnect()
+        if self._sends is None or self._end is not None or now - self._tried < _AGAIN:
+            return latest
+        self._tried = now
+        try:
+            self._full_key = self._full_key or self._find(key)
+            end = connected(self._store.host, self._store.port, 2 * self._every)
+        except (OSError, RuntimeError):
+            return latest
+        try:
+            value = beat(latest + 1)
+            end.sendall(set_request(self._full_key, value))
+            drain(end, 2 * self._every)
+            if self._client.get(key) == value.encode():
+                self._end = end
+            else:
+                self.problem = "torch's TCPStore does not understand what this version of loco sends"
+                self.close()
+        except (OSError, RuntimeError):
+            pass
+        if self._end is None:
+            end.close()
+        return self.renew(latest + 1, beat)
+
+    def close(self) -> None:
+        """End the thread: no beat is sent from here any more."""
+        self._disconnect()
+        if self._sends is not None:
+            self._sends.close()
+            self._sends = None
+
+    def _disconnect(self) -> None:
+        if self._sends is not None:
+            self._sends.prepare(-1, [], first=0, every=0)
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+    def _find(self, key: str) -> str:
+        """
+        Raises:
+            RuntimeError: the store does not answer, or has several such keys.
+        """
+        if isinstance(self._store, RemoteStore):
+            return f"/{self._store.prefix}/{key}"
+        # torch does not tell a store's prefix; its keys without one do.
+        client = StoreClient(self._store, limit=2 * self._every, connect_limit=2 * self._every)
+        try:
+            found = [one for one in client.list_keys() if one == key or one.endswith(f"/{key}")]
+        finally:
+            client.close()
+        if len(found) != 1:
+            raise RuntimeError(f"the sites' store has {len(found)} keys that end with {key}")
+        return f"/{found[0]}"
