@@ -82,31 +82,44 @@ void *loco_sends_start(void) {
     return NULL;
 }
 
+static void replace(struct loco_sends *all, int socket, int64_t count, char *bytes, int64_t *ends) {
+    free(all->bytes), free(all->ends);
+    all->bytes = bytes, all->ends = ends, all->socket = socket, all->count = count, all->tried = 0;
+    pthread_cond_signal(&all->changed);
+}
+
 /* Take these messages in the place of the earlier ones, the first to be sent in `first` ns, the others `every` ns
-   later each. -> how many of the earlier ones were tried; -1: so many that the socket broke. */
+   later each; but only if as many of the earlier ones were tried as the caller expects. -> how many were. */
 int64_t loco_sends_prepare(
-    void *sends, int socket, int64_t count, const char *bytes, const int64_t *ends, int64_t first, int64_t every
+    void *sends, int socket, int64_t count, const char *bytes, const int64_t *ends, int64_t first, int64_t every,
+    int64_t expected
 ) {
     struct loco_sends *all = sends;
-    int64_t size = count ? ends[count - 1] : 0;
-    char *new_bytes = malloc((size_t)size + 1);
-    int64_t *new_ends = malloc((size_t)(count + 1) * sizeof *new_ends);
-    if (!new_bytes || !new_ends) count = size = 0;
-    if (count) {
-        memcpy(new_bytes, bytes, (size_t)size);
-        memcpy(new_ends, ends, (size_t)count * sizeof *new_ends);
+    char *new_bytes = malloc((size_t)ends[count - 1]);
+    int64_t *new_ends = malloc((size_t)count * sizeof *new_ends);
+    if (!new_bytes || !new_ends) {
+        free(new_bytes), free(new_ends);
+        return expected; /* the earlier ones will do */
     }
+    memcpy(new_bytes, bytes, (size_t)ends[count - 1]);
+    memcpy(new_ends, ends, (size_t)count * sizeof *new_ends);
     pthread_mutex_lock(&all->lock);
-    int64_t tried = all->tried && all->socket < 0 ? -1 : all->tried;
-    char *old_bytes = all->bytes;
-    int64_t *old_ends = all->ends;
-    all->bytes = new_bytes, all->ends = new_ends;
-    all->socket = socket, all->count = count, all->tried = 0;
-    all->due = now_ns() + first, all->every = every;
-    pthread_cond_signal(&all->changed);
+    int64_t tried = all->tried;
+    if (tried == expected) {
+        all->due = now_ns() + first, all->every = every;
+        replace(all, socket, count, new_bytes, new_ends);
+    } else {
+        free(new_bytes), free(new_ends);
+    }
     pthread_mutex_unlock(&all->lock);
-    free(old_bytes), free(old_ends);
     return tried;
+}
+
+void loco_sends_clear(void *sends) {
+    struct loco_sends *all = sends;
+    pthread_mutex_lock(&all->lock);
+    replace(all, -1, 0, NULL, NULL);
+    pthread_mutex_unlock(&all->lock);
 }
 
 /* End the thread. Not in a child of a fork, which has none. */

@@ -27,21 +27,26 @@ class TimedSends:
         self._end = weakref.finalize(self, _stop, self._library, self._sends, os.getpid())
         self._end.atexit = False  # the thread ends with the process
 
-    def prepare(self, socket: int, messages: Sequence[bytes], *, first: float, every: float) -> int:
-        """Take these messages in the place of the earlier ones -> how many of those were sent; −1: so many
-        that the socket broke.
+    def prepare(
+        self, socket: int, messages: Sequence[bytes], *, first: float, every: float, expected: int
+    ) -> int:
+        """Take these messages in the place of the earlier ones -> how many of those were sent.
 
         Args:
-            socket: a connected one; −1: send nothing. It must stay open until the next call.
+            socket: a connected one, which stays open until `clear`.
             first: seconds until the first message is sent.
             every: seconds between two.
+            expected: how many were sent, as far as the caller knows: if it were others, nothing is changed.
         """
-        if not self._end.alive:
-            return 0
         ends = (c_int64 * len(messages))(*accumulate(map(len, messages)))
         return self._library.loco_sends_prepare(
-            self._sends, socket, len(messages), b"".join(messages), ends, int(first * _NS), int(every * _NS)
+            *(self._sends, socket, len(messages), b"".join(messages), ends),
+            *(int(first * _NS), int(every * _NS), expected),
         )
+
+    def clear(self) -> None:
+        """Send nothing until messages are prepared again."""
+        self._library.loco_sends_clear(self._sends)
 
     def close(self) -> None:
         """End the thread."""
@@ -56,8 +61,10 @@ def _library() -> CDLL:
     library.loco_sends_prepare.restype = c_int64
     library.loco_sends_prepare.argtypes = (
         *(c_void_p, c_int, c_int64, c_char_p, c_void_p),
-        *(c_int64, c_int64),
+        *(c_int64, c_int64, c_int64),
     )
+    library.loco_sends_clear.restype = None
+    library.loco_sends_clear.argtypes = (c_void_p,)
     library.loco_sends_stop.restype = None
     library.loco_sends_stop.argtypes = (c_void_p,)
     return library

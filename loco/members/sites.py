@@ -15,7 +15,7 @@ from ..net.transport import Transport
 from .elastic.elastic_sites import ElasticSites
 from .fixed import FixedSites
 from .joined_worlds import JoinedWorlds
-from .topology import Topology, check_limits
+from .topology import Topology, check_others, time_limits
 from .view import Membership, SiteTopology
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ class Sites:
         lighthouse: where torchft's lighthouse listens, such as "http://10.0.0.1:29510"; by default what
             LOCO_LIGHTHOUSE says. Without one the sites stay the same.
         timeout, dead_after, repeats, key: as `loco.Topology`.
-        patience: seconds to wait for the other sites at the start, and at the start of a round.
+        patience: seconds to wait for the other sites at the start, and at the start of a round; by default
+            what LOCO_PATIENCE says, or 600.
 
     Attributes:
         num_sites: R.
@@ -71,13 +72,14 @@ class Sites:
         site: str | None = None,
         at: str | None = None,
         lighthouse: str | None = None,
-        timeout: float = 300.0,
-        patience: float = 600.0,
-        dead_after: float = 5.0,
+        timeout: float | None = None,
+        patience: float | None = None,
+        dead_after: float | None = None,
         repeats: int = 2,
         key: bytes | None = None,
     ) -> None:
-        check_limits(timeout=timeout, patience=patience, dead_after=dead_after, repeats=repeats, key=key)
+        limits = time_limits(timeout=timeout, patience=patience, dead_after=dead_after)
+        check_others(repeats=repeats, key=key)
         count = _number(sites if sites is not None else _told("LOCO_SITES", "how many sites there are", "2"))
         name = site or _told("LOCO_SITE", "what this site is called", "berlin")
         self.name = name
@@ -89,26 +91,12 @@ class Sites:
         _close_earlier(name, where)
         self._as: FixedSites | ElasticSites
         if lighthouse is not None:
-            self._as = ElasticSites(
-                sites=count,
-                name=name,
-                lighthouse=lighthouse,
-                at=at,
-                timeout=timeout,
-                patience=patience,
-                dead_after=dead_after,
-            )
+            self._as = ElasticSites(sites=count, name=name, lighthouse=lighthouse, at=at, **limits)
         else:
+            patience, dead_after = limits["patience"], limits["dead_after"]
             joined = JoinedWorlds(count, name, where, patience=patience, dead_after=dead_after)
             try:
-                self._as = FixedSites(
-                    joined,
-                    timeout=timeout,
-                    patience=patience,
-                    dead_after=dead_after,
-                    repeats=repeats,
-                    key=key,
-                )
+                self._as = FixedSites(joined, **limits, repeats=repeats, key=key)
             except BaseException:
                 joined.close()
                 raise

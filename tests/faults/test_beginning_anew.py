@@ -57,8 +57,8 @@ def begins_again(method: str, struck_at: str) -> tuple[str, str, str, Tensor]:
     try:
         notebook.train(first)
     except (KeyboardInterrupt, loco.TransportError) as error:
-        sys.last_exc = error  # as an interactive session does, with all that the frames hold
-    raised = type(sys.last_exc).__name__
+        sys.last_value = error  # as an interactive session does, with all that the frames hold
+    raised = type(sys.last_value).__name__
     # One of the two repeats its round, which the other never comes to.
     repeated = error_of(first.sync)[1] if raised == "TransportError" else ""
     before = weakref.ref(first.topology)

@@ -1,8 +1,8 @@
 """A thread of C's that sends a rank's next heartbeats if Python's own thread does not get to it.
 
 A program that pickles for seconds, or adds up a long range, holds Python's global interpreter lock, and no
-other Python thread runs meanwhile. It is alive all the same, and its heartbeats must say so. In a process that
-is stopped or killed no thread runs, so its heartbeats end with it.
+other Python thread runs meanwhile. It is alive all the same, and its heartbeats must say so. In a process
+that is stopped or killed no thread runs, so its heartbeats end with it.
 """
 
 import socket
@@ -39,11 +39,12 @@ class StandIn:
 
     def __init__(self, store: Any, client: StoreClient, every: float) -> None:
         self.problem = ""
-        self._store, self._client, self._every = store, client, every
+        self._store: Any = store
+        self._client, self._every = client, every
         while isinstance(self._store, PrefixStore):
             self._store = self._store.underlying_store
         self._end: socket.socket | None = None
-        self._tried = -_AGAIN
+        self._failed = -_AGAIN
         self._full_key = ""  # as torch's clients send it
         self._sends: TimedSends | None = None
         if not isinstance(self._store, TCPStore | RemoteStore):
@@ -63,19 +64,23 @@ class StandIn:
         Returns:
             The same, with those that were sent meanwhile; all of these have arrived.
         """
-        while self._sends is not None and self._end is not None:
-            counts = range(latest + 2, latest + 2 + PREPARED)
+        if self._sends is None or self._end is None:
+            return latest
+        seconds, known, expected, sent = STEP * self._every, latest, -1, 0
+        while sent != expected:  # it may send one while the next ones are written
+            expected = sent
+            known = latest + 1 + sent if sent else latest
+            counts = range(known + 2, known + 2 + PREPARED)
             messages = [set_request(self._full_key, beat(count)) for count in counts]
-            seconds = STEP * self._every
-            sent = self._sends.prepare(self._end.fileno(), messages, first=seconds, every=seconds)
-            if not sent:
-                break
-            latest += 1 + (PREPARED if sent < 0 else sent)
+            sent = self._sends.prepare(
+                self._end.fileno(), messages, first=seconds, every=seconds, expected=expected
+            )
+        if sent:
             try:
-                drain(self._end, 2 * self._every)
+                drain(self._end, 2 * seconds)  # the thread sends meanwhile
             except OSError:
                 self._disconnect()
-        return latest
+        return known
 
     def reconnect(self, key: str, latest: int, beat: Beats) -> int:
         """Connect, where that is needed and its time has come.
@@ -90,13 +95,13 @@ class StandIn:
         now = time.monotonic()
         if self._end is not None and not is_open(self._end):
             self._disconnect()
-        if self._sends is None or self._end is not None or now - self._tried < _AGAIN:
+        if self._sends is None or self._end is not None or now - self._failed < _AGAIN:
             return latest
-        self._tried = now
         try:
             self._full_key = self._full_key or self._find(key)
             end = connected(self._store.host, self._store.port, 2 * self._every)
         except (OSError, RuntimeError):
+            self._failed = now
             return latest
         try:
             value = beat(latest + 1)
@@ -110,6 +115,7 @@ class StandIn:
         except (OSError, RuntimeError):
             pass
         if self._end is None:
+            self._failed = now
             end.close()
         return self.renew(latest + 1, beat)
 
@@ -122,7 +128,7 @@ class StandIn:
 
     def _disconnect(self) -> None:
         if self._sends is not None:
-            self._sends.prepare(-1, [], first=0, every=0)
+            self._sends.clear()
         if self._end is not None:
             self._end.close()
             self._end = None
