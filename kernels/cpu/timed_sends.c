@@ -115,11 +115,14 @@ int64_t loco_sends_prepare(
     return tried;
 }
 
-void loco_sends_clear(void *sends) {
+/* Send nothing more. -> how many messages were tried. */
+int64_t loco_sends_clear(void *sends) {
     struct loco_sends *all = sends;
     pthread_mutex_lock(&all->lock);
+    int64_t tried = all->tried;
     replace(all, -1, 0, NULL, NULL);
     pthread_mutex_unlock(&all->lock);
+    return tried;
 }
 
 /* End the thread. Not in a child of a fork, which has none. */

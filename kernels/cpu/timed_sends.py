@@ -44,9 +44,9 @@ class TimedSends:
             *(int(first * _NS), int(every * _NS), expected),
         )
 
-    def clear(self) -> None:
-        """Send nothing until messages are prepared again."""
-        self._library.loco_sends_clear(self._sends)
+    def clear(self) -> int:
+        """Send nothing until messages are prepared again -> how many were sent."""
+        return self._library.loco_sends_clear(self._sends)
 
     def close(self) -> None:
         """End the thread."""
@@ -63,7 +63,7 @@ def _library() -> CDLL:
         *(c_void_p, c_int, c_int64, c_char_p, c_void_p),
         *(c_int64, c_int64, c_int64),
     )
-    library.loco_sends_clear.restype = None
+    library.loco_sends_clear.restype = c_int64
     library.loco_sends_clear.argtypes = (c_void_p,)
     library.loco_sends_stop.restype = None
     library.loco_sends_stop.argtypes = (c_void_p,)

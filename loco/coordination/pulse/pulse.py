@@ -58,7 +58,7 @@ class Pulse:
         except Exception:  # a thread that ended here would be taken for a dead rank
             _logger.exception("a heartbeat failed, and the next one is tried")
         if self.status.startswith(ENDED) and self.stand_in is not None:
-            self.stand_in.close()
+            self.beats += self.stand_in.close()
 
     def reconnect_stand_in(self) -> None:
         if self.stand_in is not None:

@@ -69,8 +69,8 @@ class StandIn:
         seconds, known, expected, sent = STEP * self._every, latest, -1, 0
         while sent != expected:  # it may send one while the next ones are written
             expected = sent
-            known = latest + 1 + sent if sent else latest
-            counts = range(known + 2, known + 2 + PREPARED)
+            known = latest + sent
+            counts = range(known + 2, known + 2 + PREPARED)  # the next one is Python's own
             messages = [set_request(self._full_key, beat(count)) for count in counts]
             sent = self._sends.prepare(
                 self._end.fileno(), messages, first=seconds, every=seconds, expected=expected
@@ -79,7 +79,7 @@ class StandIn:
             try:
                 drain(self._end, 2 * seconds)  # the thread sends meanwhile
             except OSError:
-                self._disconnect()
+                known += 1 + self._disconnect()
         return known
 
     def reconnect(self, key: str, latest: int, beat: Beats) -> int:
@@ -94,7 +94,7 @@ class StandIn:
         """
         now = time.monotonic()
         if self._end is not None and not is_open(self._end):
-            self._disconnect()
+            latest += self._disconnect()
         if self._sends is None or self._end is not None or now - self._failed < _AGAIN:
             return latest
         try:
@@ -117,21 +117,24 @@ class StandIn:
         if self._end is None:
             self._failed = now
             end.close()
-        return self.renew(latest + 1, beat)
+        self.renew(latest + 1, beat)
+        return latest + 2  # as if Python had sent the one that was left for it
 
-    def close(self) -> None:
-        """End the thread: no beat is sent from here any more."""
-        self._disconnect()
+    def close(self) -> int:
+        """End the thread: no beat is sent from here any more -> how many were, since the last `renew`."""
+        sent = self._disconnect()
         if self._sends is not None:
             self._sends.close()
             self._sends = None
+        return sent
 
-    def _disconnect(self) -> None:
-        if self._sends is not None:
-            self._sends.clear()
+    def _disconnect(self) -> int:
+        """-> how many beats the thread has sent since it was given any."""
+        sent = 0 if self._sends is None else self._sends.clear()
         if self._end is not None:
             self._end.close()
             self._end = None
+        return sent
 
     def _find(self, key: str) -> str:
         """

@@ -4,6 +4,7 @@ The format is torch's own and may change, so whoever uses it first proves that t
 """
 
 import secrets
+import select
 import socket
 import struct
 
@@ -48,17 +49,21 @@ def drain(end: socket.socket, limit: float) -> None:
         OSError: it does not answer within `limit`, or otherwise than a store does.
     """
     number = secrets.randbits(32)
-    end.settimeout(limit)
+    end.setblocking(False)
     end.sendall(_NUMBER.pack(_PING, number))
+    # Unlike a socket's own timeout, poll finds what came while this thread waited for the interpreter lock.
+    answers = select.poll()
+    answers.register(end, select.POLLIN)
     answer = b""
     while len(answer) < 4:
+        if not answers.poll(1000 * limit):
+            raise TimeoutError(f"the store has not answered for {limit:g} s")
         part = end.recv(4 - len(answer))
         if not part:
             raise ConnectionResetError("the store has hung up")
         answer += part
     if answer != struct.pack("<I", number):
         raise ConnectionError(f"the store has answered {answer!r}")
-    end.setblocking(False)
 
 
 def is_open(end: socket.socket) -> bool:
