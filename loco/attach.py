@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakMethod
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -43,6 +44,8 @@ def attach(
     GradScaler skips because of an overflow does not count here, as torch calls no hook: the other sites wait
     until this one catches up. The wrapper counts it.
 
+    An optimizer that was attached before, by a training that has failed say, is detached first.
+
     Args:
         optimizer: a torch optimizer with its parameters; or several, each with parameters of its own. A step
             counts when all of them have stepped. The first one's state dict has "loco".
@@ -52,7 +55,7 @@ def attach(
         options: the method's arguments: `sync_every`, `topology` and so on.
 
     Raises:
-        ValueError, TypeError, AgreementError: as `method`; or the optimizer is attached already.
+        ValueError, TypeError, AgreementError: as `method`.
     """
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for one in given:
@@ -92,7 +95,7 @@ class Attached(RoundSurface):
         for k, optimizer in enumerate(self._optimizers):
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after(k)))
-            ATTACHED.add(optimizer)
+            ATTACHED[optimizer] = WeakMethod(self.detach)
         first = self._optimizers[0]
         self._hooks.append(first.register_state_dict_post_hook(self._add_own_state))
         self._hooks.append(first.register_load_state_dict_pre_hook(self._check_own_state))
@@ -111,11 +114,12 @@ class Attached(RoundSurface):
         sites with the same.
         """
         self.train()
+        if self._hooks:  # else another handle may have taken its place
+            for optimizer in self._optimizers:
+                ATTACHED.pop(optimizer, None)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for optimizer in self._optimizers:
-            ATTACHED.discard(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, and under "loco" that of the rounds: as `PulseLoCo.state_dict`."""

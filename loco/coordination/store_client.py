@@ -115,6 +115,10 @@ class StoreClient:
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         return self._ask("compare_set", key, expected_value, desired_value)
 
+    def list_keys(self) -> list[str]:
+        """All of the store's, as long as it is no PrefixStore."""
+        return self._ask("list_keys")
+
     def delete_key(self, key: str) -> None:
         """Does not wait for it; if the store does not answer, the key stays."""
         self._asked.put((Future(), self._limit, "delete_key", (key,)))
@@ -161,14 +165,14 @@ class RemoteStore:
 
     def __init__(self, address: str, prefix: str, timeout: float) -> None:
         self.host, self.port = host_and_port(address)
-        self._prefix = prefix
+        self.prefix = prefix
         self._timeout = timeout
 
     def clone(self) -> PrefixStore:
         # torch tries a host that refuses until its time is over, and logs pages about it.
         check_store(self.host, self.port, self._timeout)
         limit = timedelta(seconds=self._timeout)
-        return PrefixStore(self._prefix, TCPStore(self.host, self.port, is_master=False, timeout=limit))
+        return PrefixStore(self.prefix, TCPStore(self.host, self.port, is_master=False, timeout=limit))
 
 
 def host_and_port(address: str) -> tuple[str, int]:

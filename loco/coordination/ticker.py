@@ -53,8 +53,10 @@ def _run(state: _State, tick: Callable[[], object], every: float) -> None:
     while not state.ended:
         state.wake.wait(every)
         state.wake.clear()
-        if not state.ended or state.once_more:
+        if not state.ended:
             tick()
+    if state.once_more:
+        tick()
 
 
 def _end(state: _State, thread: threading.Thread, last: Callable[[], object] | None, patience: float) -> None:

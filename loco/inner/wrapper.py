@@ -1,14 +1,18 @@
 """An optimizer around another one, which looks to torch like the inner one."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
+from ..logs import warn_once_per_machine
 from .several import as_one, each_of
 
-ATTACHED: WeakSet[Optimizer] = WeakSet()  # those whose own steps run rounds: see `loco.attach`
+# Those whose own steps run rounds (see `loco.attach`), and a reference to what ends that.
+ATTACHED: WeakKeyDictionary[Optimizer, Callable[[], Callable[[], None] | None]] = WeakKeyDictionary()
+_logger = logging.getLogger(__name__)
 
 
 class Wrapper(Optimizer):
@@ -20,11 +24,7 @@ class Wrapper(Optimizer):
         if any(isinstance(one, Wrapper) for one in each_of(inner)):
             raise ValueError("inner already exchanges with the other sites; wrap the optimizer inside it")
         for one in each_of(inner):
-            if one in ATTACHED:
-                raise ValueError(
-                    f"this {type(one).__name__} exchanges with the other sites already, since loco.attach: "
-                    f"call detach() on its handle first"
-                )
+            _detach(one)
         self.inner = inner
         self._wrapped = False
         super().__init__(inner.param_groups, inner.defaults)
@@ -55,3 +55,15 @@ class Wrapper(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         pass
+
+
+def _detach(optimizer: Optimizer) -> None:
+    """A training that is begun again after an error attaches again, and nobody has ended what was before."""
+    detach = ATTACHED.get(optimizer, lambda: None)()
+    if detach is not None:
+        warn_once_per_machine(
+            _logger,
+            "this %s was attached before: its earlier handle is detached, and runs no more rounds",
+            type(optimizer).__name__,
+        )
+        detach()

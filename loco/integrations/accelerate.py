@@ -51,10 +51,13 @@ def attach(
     folder: Path | None = None  # which is being loaded
 
     def save(models: Any, weights: Any, output_dir: str) -> None:
-        rank_file.save(handle, output_dir, rank_file.fingerprint(inner))
+        if not handle.topology.closed:  # else the accelerator has gone on with another optimizer
+            rank_file.save(handle, output_dir, rank_file.fingerprint(inner))
 
     def remember(models: Any, input_dir: str) -> None:
         nonlocal folder
+        if handle.topology.closed:
+            return
         folder = Path(input_dir)
         if accelerator.distributed_type == DistributedType.FSDP:  # this comes after model and optimizer
             load(inner)

@@ -36,7 +36,7 @@ class LocoCallback(Callback):
 
     Args:
         topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT, and is left when
-            `fit` ends: a site that still expects a round is told so at once.
+            `fit` ends or fails: a site that still expects a round is told so at once, and must `fit` again.
         options: as for `loco.attach`: `sync_every`, `method` and so on.
 
     Attributes:
@@ -58,6 +58,7 @@ class LocoCallback(Callback):
                 f"{type(trainer.strategy).__name__} loads weights and optimizer at once, in an order that "
                 f"loco can't follow: use a strategy without sharding, or a plain loop"
             )
+        self._leave()
         topology = topology_of_one_world(self._topology)
         optimizers = [_inner(optimizer) for optimizer in trainer.optimizers]
         several = optimizers if len(optimizers) > 1 else optimizers[0]
@@ -117,11 +118,19 @@ class LocoCallback(Callback):
             self._attached.sync()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self.handle is not None:
-            self.handle.detach()
+        if stage == "fit":
+            self._leave()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Then Lightning calls no `teardown`."""
+        self._leave()
+
+    def _leave(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.detach()
             if self._topology is None:
-                self.handle.topology.close()
-            self.handle = None
+                handle.topology.close()
 
     @property
     def _attached(self) -> loco.Attached:

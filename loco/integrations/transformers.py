@@ -32,6 +32,10 @@ class LocoCallback(TrainerCallback):
 
     All sites must take equally many steps: give them the same `max_steps`.
 
+    A training that has failed can be begun again in the same process, by `train()` or by
+    `auto_find_batch_size`, which calls the callback anew: it then leaves the sites and joins them again. The
+    other sites, whose next round fails, must begin again, too.
+
     Args:
         topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT, and is left when
             the training ends: a site that still expects a round is told so at once.
@@ -51,6 +55,7 @@ class LocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         _refuse(args, state)
+        self._leave()  # a training that has failed: no hook says so when it does
         topology = topology_of_one_world(self._topology)
         optimizer = kwargs["optimizer"]
         if isinstance(optimizer, AcceleratedOptimizer):
@@ -126,9 +131,13 @@ class LocoCallback(TrainerCallback):
             handle.train()
             if handle.local_step:  # a callback stopped the training
                 handle.sync()
-        handle.detach()
-        if self._topology is None:
-            handle.topology.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.handle is not None:
+            self.handle.detach()
+            if self._topology is None:
+                self.handle.topology.close()
 
     @property
     def _attached(self) -> loco.Attached:

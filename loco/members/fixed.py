@@ -26,6 +26,7 @@ from ..net.mesh import Mesh, NoLinks
 from ..net.transport import Transport, listed
 from .world import WorldMembership
 
+CLOSED_BY_USER = "close() was called"
 _OPENING = struct.Struct("<?16s")  # is there a key, random bytes
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +73,9 @@ class FixedSites:
         ranks: who they are, and how they reach each other.
         timeout, patience, dead_after, repeats, key: as `loco.Topology`.
 
+    Attributes:
+        closed: why it is closed; "" as long as it is open.
+
     Raises:
         AgreementError: not all ranks have a key.
         TransportError: a rank did not come, or the store does not answer.
@@ -97,6 +101,7 @@ class FixedSites:
         self.site, self.rank_in_site = divmod(ranks.rank, ranks.ranks_per_site)
         # Until all ranks are here nobody is missed, and until they have agreed nothing is sealed.
         self._liveness: Liveness | None = None
+        self.closed = ""
         self._key: bytes | None = None
         self._seals: dict[str, MessageSeals] = {}  # by the links' name
         self._session = self._agree(key)
@@ -117,6 +122,10 @@ class FixedSites:
             text = "the sites' store answers within %.2f s: dead_after must be at least eight times"
             text += " as long, or ranks that live may be taken for dead; it is %g s"
             warn_once_per_machine(_logger, text, self.store.round_trip, limit)
+        if liveness.needs_interpreter_lock and ranks.world > 1:
+            text = "a rank counts as dead, and the round fails on all, if its program holds Python's "
+            text += "interpreter lock for longer than dead_after, %g s, as when it pickles for long (%s)"
+            warn_once_per_machine(_logger, text, limit, liveness.needs_interpreter_lock)
         # torch's store asks for the name of every host that connects, and answers nobody until it is told:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
         self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
@@ -190,14 +199,18 @@ class FixedSites:
                 if self._liveness is not None and self.site == self.rank_in_site == 0:
                     self._liveness.forget(before[0])
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """Give back what this topology holds: heartbeats, its connections to the store, and `site_group`.
 
         For a program that goes on without it. An optimizer that is dropped gives back its links by itself; a
         topology that is only dropped keeps `site_group`, which a DistributedDataParallel may still use.
+
+        Args:
+            why: if this site goes on with another topology.
         """
+        self.closed = self.closed or why or CLOSED_BY_USER
         if self._liveness is not None:
-            self._liveness.close()
+            self._liveness.close(why and f"{why}: build Sites and optimizer anew here, too")
         self.store.close()
         self._ranks.close()
 

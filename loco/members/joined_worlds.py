@@ -89,10 +89,15 @@ class JoinedWorlds:
         self.world = len(arrivals) * self.ranks_per_site
         if port in _hosted:
             _guests[port] = [one.process for one in arrivals if one.site != site]
-        self.store = _reached(at, patience)
-        # The machine's address on the way to the store is the one by which the others reach it, too.
-        self.address = _address_towards(host, port)
-        self._everyone = self._link_everyone(f"everyone {session_of(arrivals)}", dead_after)
+        try:
+            self.store = _reached(at, patience)
+            # The machine's address on the way to the store is the one by which the others reach it, too.
+            self.address = _address_towards(host, port)
+            self._everyone = self._link_everyone(f"everyone {session_of(arrivals)}", dead_after)
+        except BaseException:  # a traceback that is kept holds this object: it must not count as here
+            if self._gathering is not None:
+                self._gathering.close()
+            raise
 
     def everyone(self) -> Mesh:
         return self._everyone

@@ -1,20 +1,26 @@
 """Sites that each have a world of their own, as a user says who they are."""
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from ..coordination.rendezvous import Agreement
+from ..logs import warn_once_per_machine
 from ..net.transport import Transport
 from .elastic.elastic_sites import ElasticSites
 from .fixed import FixedSites
 from .joined_worlds import JoinedWorlds
-from .topology import Topology, check_limits
+from .topology import Topology, check_others, time_limits
 from .view import Membership, SiteTopology
 
+_logger = logging.getLogger(__name__)
+# By name and address, the latest of this process.
+_of_this_process: WeakValueDictionary[tuple[str, str], FixedSites | ElasticSites] = WeakValueDictionary()
 _VARIABLES = ("LOCO_SITES", "LOCO_SITE", "LOCO_AT", "LOCO_LIGHTHOUSE")
 
 
@@ -42,7 +48,8 @@ class Sites:
         lighthouse: where torchft's lighthouse listens, such as "http://10.0.0.1:29510"; by default what
             LOCO_LIGHTHOUSE says. Without one the sites stay the same.
         timeout, dead_after, repeats, key: as `loco.Topology`.
-        patience: seconds to wait for the other sites at the start, and at the start of a round.
+        patience: seconds to wait for the other sites at the start, and at the start of a round; by default
+            what LOCO_PATIENCE says, or 600.
 
     Attributes:
         num_sites: R.
@@ -65,41 +72,35 @@ class Sites:
         site: str | None = None,
         at: str | None = None,
         lighthouse: str | None = None,
-        timeout: float = 300.0,
-        patience: float = 600.0,
-        dead_after: float = 5.0,
+        timeout: float | None = None,
+        patience: float | None = None,
+        dead_after: float | None = None,
         repeats: int = 2,
         key: bytes | None = None,
     ) -> None:
-        check_limits(timeout=timeout, patience=patience, dead_after=dead_after, repeats=repeats, key=key)
+        limits = time_limits(timeout=timeout, patience=patience, dead_after=dead_after)
+        check_others(repeats=repeats, key=key)
         count = _number(sites if sites is not None else _told("LOCO_SITES", "how many sites there are", "2"))
         name = site or _told("LOCO_SITE", "what this site is called", "berlin")
         self.name = name
         at = at or os.environ.get("LOCO_AT") or None
         lighthouse = lighthouse or os.environ.get("LOCO_LIGHTHOUSE") or None
+        if lighthouse is not None and key is not None:
+            raise ValueError("links of sites that come and go (lighthouse=…) have no key: leave it out")
+        where = lighthouse or at or _told("LOCO_AT", "where the sites meet", "10.0.0.1:29510")
+        _close_earlier(name, where)
         self._as: FixedSites | ElasticSites
         if lighthouse is not None:
-            if key is not None:
-                raise ValueError("links of sites that come and go (lighthouse=…) have no key: leave it out")
-            self._as = ElasticSites(
-                sites=count,
-                name=name,
-                lighthouse=lighthouse,
-                at=at,
-                timeout=timeout,
-                patience=patience,
-                dead_after=dead_after,
-            )
-            return
-        at = at or _told("LOCO_AT", "where the sites meet", "10.0.0.1:29510")
-        joined = JoinedWorlds(count, name, at, patience=patience, dead_after=dead_after)
-        try:
-            self._as = FixedSites(
-                joined, timeout=timeout, patience=patience, dead_after=dead_after, repeats=repeats, key=key
-            )
-        except BaseException:
-            joined.close()
-            raise
+            self._as = ElasticSites(sites=count, name=name, lighthouse=lighthouse, at=at, **limits)
+        else:
+            patience, dead_after = limits["patience"], limits["dead_after"]
+            joined = JoinedWorlds(count, name, where, patience=patience, dead_after=dead_after)
+            try:
+                self._as = FixedSites(joined, **limits, repeats=repeats, key=key)
+            except BaseException:
+                joined.close()
+                raise
+        _of_this_process[name, where] = self._as
 
     @property
     def num_sites(self) -> int:
@@ -136,6 +137,11 @@ class Sites:
         """Who this rank is, as its state remembers it."""
         return {"name": self.name} | self._as.seat()
 
+    @property
+    def closed(self) -> str:
+        """Why it is closed; "" as long as it is open."""
+        return self._as.closed
+
     def close(self) -> None:
         """Leave: the others can't go on without this site."""
         self._as.close()
@@ -145,6 +151,21 @@ class Sites:
             f"Sites(site={self.name!r}): this is site {self.site} of {self.num_sites}, "
             f"rank {self.rank_in_site} of {self.ranks_per_site} in it"
         )
+
+
+def _close_earlier(name: str, where: str) -> None:
+    """A notebook's cell that is run again, or a training that is begun again after an error, builds its Sites
+    anew while a traceback may still hold those of before."""
+    earlier = _of_this_process.get((name, where))
+    if earlier is not None and not earlier.closed:
+        warn_once_per_machine(
+            _logger,
+            "this process builds its Sites of site %s anew: those that it had are closed, and their "
+            "optimizers can run no more rounds (for several optimizers at once, build one Sites and give it "
+            "to each as topology)",
+            name,
+        )
+        earlier.close(f"site {name} began anew in the same process")
 
 
 def default_topology() -> SiteTopology:

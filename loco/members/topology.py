@@ -1,10 +1,15 @@
 """Sites that share one world, as a user says who they are."""
 
+import math
+import os
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..coordination.authentication import LEAST_KEY_BYTES
 from .fixed import FixedSites
 from .one_world import OneWorld
+
+_DEFAULTS = {"timeout": 300.0, "patience": 600.0, "dead_after": 5.0}  # seconds
 
 
 class Topology(FixedSites):
@@ -34,10 +39,12 @@ class Topology(FixedSites):
         mesh: of one dimension, the same on all ranks: in the place of `ranks_per_site`.
         timeout: seconds a rank waits for a message of another one that is alive, from the moment it is ready
             for it until the last byte is there, before the round fails. Slow links and big payloads need
-            more.
-        patience: seconds it waits at the start of a round for a rank that is alive and still computing.
-        dead_after: seconds within which a rank that is waited for and gives no sign of life, because its
-            process is dead or stopped or its link is cut, fails the round.
+            more. By default what LOCO_TIMEOUT says, or 300.
+        patience: seconds it waits at the start of a round for a rank that is alive and still computing, or
+            whose program hangs. By default what LOCO_PATIENCE says, or 600.
+        dead_after: seconds within which a rank that is waited for and sends no heartbeats, because its
+            process is dead or stopped or its link is cut, fails the round. By default what LOCO_DEAD_AFTER
+            says, or 5.
         repeats: how often a round whose links were lost, between ranks that live, is tried again over new
             ones before it fails; and so the first links. A link that is idle for minutes may be cut by
             whatever it passes through.
@@ -62,18 +69,17 @@ class Topology(FixedSites):
         *,
         ranks_per_site: int | None = None,
         mesh: DeviceMesh | None = None,
-        timeout: float = 300.0,
-        patience: float = 600.0,
-        dead_after: float = 5.0,
+        timeout: float | None = None,
+        patience: float | None = None,
+        dead_after: float | None = None,
         repeats: int = 2,
         key: bytes | None = None,
     ) -> None:
-        check_limits(timeout=timeout, patience=patience, dead_after=dead_after, repeats=repeats, key=key)
+        limits = time_limits(timeout=timeout, patience=patience, dead_after=dead_after)
+        check_others(repeats=repeats, key=key)
         super().__init__(
-            OneWorld(ranks_per_site, mesh, timeout=timeout, patience=patience),
-            timeout=timeout,
-            patience=patience,
-            dead_after=dead_after,
+            OneWorld(ranks_per_site, mesh, timeout=limits["timeout"], patience=limits["patience"]),
+            **limits,
             repeats=repeats,
             key=key,
         )
@@ -86,11 +92,27 @@ class Topology(FixedSites):
         )
 
 
-def check_limits(*, repeats: int, key: bytes | None, **seconds: float) -> None:
+def time_limits(**given: float | None) -> dict[str, float]:
+    """Seconds, by name: as given, or as the environment says (LOCO_DEAD_AFTER), or the default.
+
+    Raises:
+        ValueError: a limit is not above 0; names the argument or the variable.
+    """
+    limits = {}
+    for name, value in given.items():
+        variable = f"LOCO_{name.upper()}"
+        source, found = (name, value) if value is not None else (variable, os.environ.get(variable) or None)
+        try:
+            limits[name] = _DEFAULTS[name] if found is None else float(found)
+        except ValueError:
+            limits[name] = math.nan
+        if not limits[name] > 0:
+            raise ValueError(f"{source} must be > 0 seconds, got {found}")
+    return limits
+
+
+def check_others(*, repeats: int, key: bytes | None) -> None:
     """Refuse what is out of range, by its name."""
-    for name, value in seconds.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be > 0 seconds, got {value}")
     if repeats < 0:
         raise ValueError(f"repeats must be >= 0, got {repeats}")
     if key is not None and len(key) < LEAST_KEY_BYTES:

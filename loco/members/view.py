@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..coordination.rendezvous import Agreement, Reconnects
+from ..errors import TransportError
 from ..net.transport import Transport
 
 
@@ -190,6 +191,7 @@ class SiteTopology(Protocol):
         rank_in_site: this rank's number inside its site.
         site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
         notes: by which the ranks that save together agree outside of rounds.
+        closed: why it is closed; "" as long as it is open.
     """
 
     @property
@@ -210,6 +212,9 @@ class SiteTopology(Protocol):
     @property
     def notes(self) -> Agreement: ...
 
+    @property
+    def closed(self) -> str: ...
+
     def everyone(self) -> Transport:
         """The link to every rank that is built together with this one."""
         ...
@@ -229,3 +234,13 @@ class SiteTopology(Protocol):
     def close(self) -> None:
         """Leave, for a program that goes on without it."""
         ...
+
+
+def require_open(topology: SiteTopology) -> None:
+    """For an optimizer that needs the other sites.
+
+    Raises:
+        TransportError: its topology is closed.
+    """
+    if topology.closed:
+        raise TransportError(f"the sites of this optimizer are closed: {topology.closed}", lasting=True)

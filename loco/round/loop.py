@@ -13,7 +13,7 @@ from ..coordination.commit import ABORT, COMMIT
 from ..errors import LocoError, TransportError, WireError
 from ..exchange.tuning import ExchangeTuner
 from ..exchange.wire_config import WireConfig
-from ..members.view import SiteTopology, Standing, View
+from ..members.view import SiteTopology, Standing, View, require_open
 from ..report import SyncReport
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
@@ -212,6 +212,7 @@ class OuterLoop:
 
     def _form(self, *, ready: bool, catches_up: bool = True) -> View:
         """The membership's view, once the ranks of a site hold the same weights in it."""
+        require_open(self.state.topology)
         self._form_site(catches_up=catches_up)
         state, pending = self.state, self._pending
         in_doubt = pending is not None and pending.is_promised
@@ -280,6 +281,7 @@ class OuterLoop:
         """
         pending = self._pending
         if pending is not None and pending.is_promised:
+            require_open(self.state.topology)
             pending.commit(vote)
         if pending is None or pending.phase not in COUNTS:
             self._pending = None

@@ -100,3 +100,21 @@ def test_rounds_wait_for_a_lighthouse_that_is_gone_and_say_so(
         assert round.result(PATIENCE).round == 2
         until(lambda: said("answers again"))
     topology.close()
+
+
+def test_a_site_begins_anew_in_the_same_process(beacon: Beacon) -> None:
+    """As after an exception that still holds the optimizer of before: two sites of one name are not one."""
+
+    def begin() -> loco.DiLoCo:
+        topology = loco.Sites(1, site="a", lighthouse=beacon.address)
+        return loco.DiLoCo(torch.optim.SGD(small_model(0).parameters(), lr=0.1), topology=topology)
+
+    first = begin()
+    first.sync()
+    second = begin()
+    with pytest.raises(
+        loco.TransportError, match="the sites of this optimizer are closed: site a began anew"
+    ):
+        first.sync()
+    assert second.sync().round == 1
+    second.topology.close()

@@ -164,6 +164,47 @@ def test_it_saves_theta_and_resumes_bit_for_bit_from_between_two_rounds(tmp_path
         resumed(again[0], expected[0], after=6)
 
 
+class Fails(Callback):
+    """Once, at one site, in the middle of its second round."""
+
+    def __init__(self) -> None:
+        self.fails = os.environ["LOCO_SITE"] == "berlin"
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        if self.fails and trainer.global_step == H + 1:
+            self.fails = False
+            raise RuntimeError("the data loader failed")
+
+
+def fits_again() -> tuple[str, Told]:
+    callback = LocoCallback(sync_every=H)
+    watching, failing, raised = Watch(callback), Fails(), None
+    while True:
+        trainer = Trainer(
+            max_steps=STEPS,
+            callbacks=[callback, watching, failing],
+            logger=False,
+            enable_checkpointing=False,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        try:
+            trainer.fit(Module(), DataLoader(TensorDataset(site_tokens(BATCH * STEPS)), batch_size=BATCH))
+            return str(raised), watching.told
+        except RuntimeError as error:
+            raised = error  # which holds what was before
+
+
+def test_both_sites_fit_again_after_one_failed() -> None:
+    (berlin,), (paris,) = launch_worlds(fits_again)
+    assert berlin[0] == "the data loader failed"
+    assert "site 0 has left" in paris[0]
+    assert len(berlin[1].steps) == len(paris[1].steps) == STEPS
+    learned_separately(berlin[1], paris[1])
+    ended_alike(berlin[1], paris[1])
+
+
 def fabric_site(folder: str, precision: Any, resume: bool = False) -> Told:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     fabric = Fabric(

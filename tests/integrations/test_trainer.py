@@ -270,6 +270,44 @@ def test_a_site_that_ends_early_is_named_by_the_others(tmp_path: Path) -> None:
     assert (state["round"], state["local_step"]) == (1, 1)
 
 
+class RunsOutOfMemory(TrainerCallback):
+    """Once, at one site, in the middle of its second round."""
+
+    def __init__(self) -> None:
+        self.runs_out = _name() == "berlin"
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.runs_out and state.global_step == H + 1:
+            self.runs_out = False
+            raise RuntimeError("CUDA out of memory.")
+
+
+def trains_again(folder: str) -> tuple[str, Told]:
+    callback = LocoCallback(sync_every=H)
+    watching = Watch(callback)
+    trainer = Trainer(
+        llama(),
+        arguments(f"{folder}/{_name()}", auto_find_batch_size=True),
+        train_dataset=dataset(site_tokens(BATCH * STEPS * 4)),
+        callbacks=[callback, watching, RunsOutOfMemory()],
+    )
+    try:
+        trainer.train()
+    except loco.TransportError as error:
+        trainer.train()  # while the error holds what was before
+        return str(error), watching.told
+    return "", watching.told
+
+
+def test_both_sites_train_again_when_one_looks_for_a_batch_that_fits(tmp_path: Path) -> None:
+    (berlin,), (paris,) = launch_worlds(trains_again, str(tmp_path))
+    assert berlin[0] == ""
+    assert "site 0 has left" in paris[0]
+    assert len(berlin[1].steps) == len(paris[1].steps) == STEPS
+    learned_separately(berlin[1], paris[1])
+    ended_alike(berlin[1], paris[1])
+
+
 def world_of_sites() -> str:
     """Several sites in one world of torch's, as plain `torchrun` gives."""
     torch.distributed.init_process_group("gloo")

@@ -45,14 +45,25 @@ def test_detaching_in_eval_mode_gives_the_weights_back() -> None:
     assert torch.equal(weights(net), before)
 
 
-def test_an_optimizer_is_attached_once() -> None:
-    inner = torch.optim.SGD(model().parameters(), lr=0.1)
-    handle = loco.attach(inner)
-    for again in (loco.attach, loco.PulseLoCo):
-        with pytest.raises(ValueError, match=r"this SGD exchanges with the other sites already.* detach\(\)"):
-            again(inner)
-    handle.detach()
-    wrapper = loco.DiLoCo(inner)
+def test_who_attaches_again_takes_the_earlier_handles_place(caplog: pytest.LogCaptureFixture) -> None:
+    """As after a training that has failed, and of which an exception still holds all objects."""
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    first = loco.attach(inner, sync_every=1)
+    train(net, inner, 1)
+    first.eval()
+    second = loco.attach(inner, sync_every=1)
+    assert "this SGD was attached before: its earlier handle is detached" in caplog.text
+    train(net, inner, 2)
+    assert (first.round, second.round) == (1, 2)
+    first.detach()  # is none of the second one's business
+    third = loco.PulseLoCo(inner, sync_every=1)
+    train(net, third, 1)
+    assert (second.round, third.round) == (2, 1)
+
+
+def test_a_wrapper_is_not_wrapped_again() -> None:
+    wrapper = loco.DiLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="inner already exchanges with the other sites"):
         loco.attach(wrapper)
 

@@ -17,7 +17,7 @@ from ...errors import AgreementError, TransportError
 from ...net.links import Links, host_store
 from ...net.mesh import NoLinks, Subset
 from ...net.transport import Transport
-from ..fixed import FixedSites
+from ..fixed import CLOSED_BY_USER, FixedSites
 from ..own_world import check_one_site, own_world
 from .lighthouse import Lighthouse
 from .quorum import Claim, Plan, plan
@@ -51,6 +51,7 @@ class ElasticSites:
         num_sites: R of the latest round.
         site: this site's number in it, 0 … R−1.
         plan: of the latest quorum; None before the first.
+        closed: as of `FixedSites`.
 
     Raises:
         ImportError: torchft is not installed.
@@ -103,6 +104,7 @@ class ElasticSites:
         elif not _is_local(self._address):
             self._address = _address_towards(lighthouse)
         self._links: Links | None = None
+        self.closed = ""
         self.plan: Plan | None = None
         self._belongs = False
         self._namesakes: set[str] = set()  # ids of processes that were in a quorum in this one's place
@@ -208,13 +210,14 @@ class ElasticSites:
             self._links.close(why)
         self._links = None
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """Leave: the others go on without this site as soon as the lighthouse has forgotten it."""
-        self.unlink()
+        self.closed = self.closed or why or CLOSED_BY_USER
+        self.unlink(why or "it left the links")
         if self._lighthouse is not None:
             self._lighthouse.close()
         if self.own is not None:
-            self.own.close()
+            self.own.close(why)
 
     def everyone(self) -> Transport:
         """A site is built alone: who the others are, a quorum says."""

@@ -1,6 +1,8 @@
 """Signs of life: who is silent, who has left, and who is only busy."""
 
+import ctypes
 import gc
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,11 +13,12 @@ from typing import Any
 
 import pytest
 from selection import INTERRUPTIONS, MESSAGES
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from loco.coordination.authentication import StoreSeals
 from loco.coordination.heartbeats import AT_WORK, ENDED, LEFT, Beat, Loss
 from loco.coordination.liveness import Liveness
+from loco.coordination.pulse.store_wire import set_request
 
 DEAD_AFTER = 0.8
 
@@ -283,3 +286,78 @@ def test_with_a_key_only_ranks_give_up_a_link() -> None:
     other.say("round 7, encoding")
     [loss] = losses_while(listener, lambda: None, link="link b")
     assert (loss.gone, loss.why) == ((1,), "round 7: lost site 2")
+
+
+def hold_the_lock(seconds: float) -> None:
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+@pytest.mark.parametrize("key", [b"", b"sixteen bytes and a few"], ids=["plain", "keyed"])
+def test_beats_go_on_without_the_interpreter_lock_and_none_comes_after_the_end(key: bytes) -> None:
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = PrefixStore("some", PrefixStore("prefix", store))
+    seals = StoreSeals(key or None, bytes(16))
+    one = Liveness(store, "x", 1, dead_after=2 * DEAD_AFTER, seals=seals)
+    assert one.needs_interpreter_lock == ""
+
+    def beat() -> Beat:
+        return Beat.parse(seals.read("loco/x/alive/1", store.get("loco/x/alive/1").decode()))
+
+    before = beat().count
+    for _ in range(3):
+        hold_the_lock(2 * DEAD_AFTER)
+        after = beat().count
+        assert after != before  # one of Python's own may have waited long to be sent
+        before = after
+    one.say("round 7, encoding")
+    hold_the_lock(2 * DEAD_AFTER)
+    one.close("enough")
+    ended = beat()
+    assert ended.status == f"{ENDED}enough"
+    time.sleep(DEAD_AFTER)
+    assert beat() == ended
+
+
+def test_beats_go_on_over_a_connection_that_was_cut() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one = Liveness(PrefixStore("some", server), "x", 1, dead_after=DEAD_AFTER)
+    stand_in = one._pulse.stand_in
+    assert stand_in is not None
+    assert stand_in._end is not None
+    stand_in._end.shutdown(socket.SHUT_RDWR)
+    first = stand_in._end
+    deadline = time.monotonic() + 10
+    while stand_in._end in (first, None) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    before = one._pulse.beats
+    hold_the_lock(2 * DEAD_AFTER)
+    assert Beat.parse(server.get("some/loco/x/alive/1").decode()).count > before
+    one.close()
+
+
+def test_what_the_store_does_not_understand_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's format may change: the first beat of the thread's must arrive as it was sent."""
+    monkeypatch.setattr("loco.coordination.pulse.store_wire._SET", 13)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one = Liveness(store, "x", 1, dead_after=DEAD_AFTER)
+    stand_in = one._pulse.stand_in
+    assert stand_in is not None
+    assert stand_in._end is None
+    assert one.last_words(1) == "starting"
+    one.close()
+
+
+def test_a_beat_that_stands_elsewhere_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loco.coordination.pulse.stand_in.set_request", lambda key, _: set_request(key, "x"))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one = Liveness(store, "x", 1, dead_after=DEAD_AFTER)
+    assert "does not understand" in one.needs_interpreter_lock
+    assert losses_while_alone(one) == []
+
+
+def losses_while_alone(one: Liveness) -> list[Loss]:
+    found: list[Loss] = []
+    with one.watching([1], found.append):
+        time.sleep(2 * DEAD_AFTER)
+    one.close()
+    return found

@@ -1,0 +1,1 @@
+"""Heartbeats of a rank whose program holds Python's interpreter lock."""
