@@ -7,7 +7,6 @@ forgets a connection which was idle during the inner steps would cut this rank o
 
 import math
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -21,13 +20,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..errors import TransportError
+from .pulse.store_wire import ping, validate
 
 _Asked = SimpleQueue["tuple[Future[Any], float, str, tuple[Any, ...]] | None"]
 _PATIENT = 5.0  # seconds, for all threads to come back from the store when the program ends
-# How torch's store is greeted: that this is a client of it, and four bytes that it sends back.
-_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13
-_NONCE = b"\r\n\r\n"  # which a store sends back; a server of HTTP reads a line, and answers in its own words
-_GREETING = struct.Struct("<BIB4s")
+_NONCE = b"\r\n\r\n"  # a server of HTTP that is sent it has read a line, and answers in its own words
 _AGAIN = 60.0  # seconds until a thread that waits without end is replaced a second time
 
 
@@ -234,7 +231,7 @@ def check_store(host: str, port: int, limit: float) -> None:
     answer = b""
     with _connection(host, port, limit) as connection:
         try:
-            connection.sendall(_GREETING.pack(_VALIDATE, _MAGIC, _PING, _NONCE))
+            connection.sendall(validate() + ping(_NONCE))
             while len(answer) < len(_NONCE) and (more := connection.recv(64)):
                 answer += more
         except OSError as error:

@@ -10,8 +10,17 @@ import struct
 
 _VALIDATE, _SET, _PING = 0, 1, 13  # torch's QueryType
 _MAGIC = 0x3C85F7CE
-_NUMBER = struct.Struct("<BI")
 _IDLE = 20  # seconds, after which the system keeps a silent connection known to the routers on its way
+
+
+def validate() -> bytes:
+    """The first request of a connection."""
+    return struct.pack("<BI", _VALIDATE, _MAGIC)
+
+
+def ping(nonce: bytes) -> bytes:
+    """The answer to it is `nonce`, of four bytes."""
+    return bytes([_PING]) + nonce
 
 
 def connected(host: str, port: int, limit: float) -> socket.socket:
@@ -28,7 +37,7 @@ def connected(host: str, port: int, limit: float) -> socket.socket:
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         # What was not sent when it is closed must not arrive later.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        end.sendall(_NUMBER.pack(_VALIDATE, _MAGIC))
+        end.sendall(validate())
         drain(end, limit)
     except BaseException:
         end.close()
@@ -48,21 +57,21 @@ def drain(end: socket.socket, limit: float) -> None:
     Raises:
         OSError: it does not answer within `limit`, or otherwise than a store does.
     """
-    number = secrets.randbits(32)
+    nonce = secrets.token_bytes(4)
     end.setblocking(False)
-    end.sendall(_NUMBER.pack(_PING, number))
+    end.sendall(ping(nonce))
     # Unlike a socket's own timeout, poll finds what came while this thread waited for the interpreter lock.
     answers = select.poll()
     answers.register(end, select.POLLIN)
     answer = b""
-    while len(answer) < 4:
+    while len(answer) < len(nonce):
         if not answers.poll(1000 * limit):
             raise TimeoutError(f"the store has not answered for {limit:g} s")
-        part = end.recv(4 - len(answer))
+        part = end.recv(len(nonce) - len(answer))
         if not part:
             raise ConnectionResetError("the store has hung up")
         answer += part
-    if answer != struct.pack("<I", number):
+    if answer != nonce:
         raise ConnectionError(f"the store has answered {answer!r}")
 
 
