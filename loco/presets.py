@@ -42,7 +42,7 @@ def _distance(width: int, lr: float, sync_every: int) -> float:
 
 
 def _longest(ulps: float) -> float:
-    """α that goes with holding so much back, in a round of the kind that the presets are for: a quarter of the
+    """The recommended α while so much is held back, in rounds that the presets are for: a quarter of the
     longest that learned well on the tasks they were chosen on."""
     return min(896 * ulps, 448)
 

@@ -9,6 +9,7 @@ from experiments.pipeline.learning.losses import CORRECTIONS
 from experiments.settings.config import ArithmeticConfig, GymConfig, RunConfig, nearest, require
 
 ENGINES = ("torch", "vllm")
+_OUTER_STEP, _UNIT = 112.0, 8e-6  # longest α / (1 − μ) that learned from old samples; lr · H of those runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,10 @@ class PipelineConfig(RunConfig):
             self.method in ("pulseloco", "diloco"),
             f"sites train by method=pulseloco or diloco, got method={self.method}",
         )
-
+        require(
+            self.device != "cuda",
+            "device=cuda is not built for pipelines, whose parts compute on CPUs: leave device out",
+        )
         require(
             self.address is None or self.weights is not None,
             f"the parts of a cluster may not see this machine's folders: with address={self.address} set "
@@ -84,6 +88,20 @@ class PipelineConfig(RunConfig):
     @property
     def grpo(self) -> ArithmeticConfig | GymConfig:
         return getattr(self, self.task)
+
+    @property
+    def warning(self) -> str | None:
+        """What to say before the run begins."""
+        step = self.outer_lr / (1 - self.outer_momentum)
+        longest = _OUTER_STEP * _UNIT / (self.lr * self.sync_every)
+        if not self.max_staleness or step <= 1.001 * longest:
+            return None
+        shorter = longest * (1 - self.outer_momentum)
+        return (
+            f"outer_lr={self.outer_lr:g} is {step / longest:.2g} times the longest outer step that has "
+            f"learned from old samples, and max_staleness is {self.max_staleness}: scores may fall in such a "
+            f"run (docs/pipeline.md). Set max_staleness=0, or outer_lr={shorter:.3g}"
+        )
 
     @property
     def trainers(self) -> int:
