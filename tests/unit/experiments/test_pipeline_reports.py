@@ -64,7 +64,12 @@ def test_a_long_outer_step_with_old_samples_is_warned_of(arguments: list[str], s
     assert found is None if not sentence else found is not None and found.startswith(sentence)
 
 
-@pytest.mark.parametrize("preset", [loco.SAVING, loco.SMALLEST])
+@pytest.mark.parametrize("preset", [loco.MATCHING, loco.SAVING])
+def test_presets_that_have_learned_from_old_samples_are_not_warned_of(preset: Mapping[str, Any]) -> None:
+    assert replace(config_of("sync_every=8"), **preset).warning is None
+
+
+@pytest.mark.parametrize("preset", [loco.SMALLEST, {**loco.SAVING, "outer_lr": 896.0}])
 def test_what_the_warning_advises_is_not_warned_of(preset: Mapping[str, Any]) -> None:
     config = replace(config_of("sync_every=8"), **preset)
     assert config.warning is not None
