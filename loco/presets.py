@@ -8,10 +8,13 @@ PAPER is the published setting. The others take long outer steps without momentu
 differ in how much of a BF16 ulp they hold back until it has grown: MATCHING an eighth, and it sends values
 exactly; SAVING a quarter, and SMALLEST a whole one, and these two round values.
 
+Their outer steps are a quarter of the longest that learned well on the four small tasks they were chosen on:
+on other tasks, and where samples come from older weights, the longest ones climb and fall again.
+
 They are for models of a width of up to 128, an inner learning rate of 1e-6, as in RL post-training, and
-rounds of 8 steps. A wider model does not bear as long an outer step. Where weights move further in a round,
-the step is too long, too, and too little is held back. `holding_back` says what goes with other widths,
-learning rates and rounds. docs/frontier.md says what all this was chosen by.
+rounds of 8 steps. A wider model needs a shorter outer step. Where weights move further in a round, the step
+must be shorter, too, and more must be held back. `holding_back` makes settings for other widths, learning
+rates and rounds. docs/frontier.md says what all this was chosen by.
 
 They can't be changed: `dict(loco.SAVING)` is a copy that can.
 """
@@ -22,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 _WIDTH, _LR, _STEPS = 128, 1e-6, 8
-_SHORTEST = 224  # α that is borne, however little is held back
+_SHORTEST = 56  # α that is safe, however little is held back
 _PUBLISHED = 7.0  # α / (1 − μ) of the published outer optimizer, which models of any width bear
 
 
@@ -38,15 +41,16 @@ def _distance(width: int, lr: float, sync_every: int) -> float:
     return math.sqrt(_times_as_wide(width)) * lr * sync_every / (_LR * _STEPS)
 
 
-def _borne(ulps: float) -> float:
-    """The longest α that is known to learn well in such a round while so much is held back."""
-    return min(448 * 8 * ulps, 1792)
+def _longest(ulps: float) -> float:
+    """The recommended α while so much is held back, in rounds that the presets are for: a quarter of the
+    longest that learned well on the tasks they were chosen on."""
+    return min(896 * ulps, 448)
 
 
 def longest_outer_lr(margin: float, *, width: int, lr: float, sync_every: int) -> float:
-    """The longest outer step that is known to learn well while updates of up to `margin` are held back."""
+    """The longest outer step that is recommended while updates of up to `margin` are held back."""
     distance = _distance(width, lr, sync_every)
-    longest = max(_SHORTEST, _borne(margin / distance)) / distance / _times_as_wide(width)
+    longest = max(_SHORTEST, _longest(margin / distance)) / distance / _times_as_wide(width)
     return max(longest, _PUBLISHED / _distance(_WIDTH, lr, sync_every))
 
 
@@ -87,7 +91,7 @@ def _holding_back(ulps: float, *, exact: bool = False, distance: float = 1.0) ->
     """As `holding_back`, in rounds of any number of steps in which weights move as far as this."""
     margin = ulps * distance
     settings = {
-        "outer_lr": _borne(ulps) / distance,
+        "outer_lr": _longest(ulps) / distance,
         "outer_momentum": 0.0,
         "gate_gain": max(1.0, 1 / (2 * ulps)) / distance,
         "gate_margin": margin,

@@ -107,9 +107,9 @@ class SetupWarnings:
         if settings.outer_lr > 1.5 * longest:
             self._say(
                 "reach",
-                "%souter_lr %g is %.2g times the longest that is known to learn well with gate_margin %g, a "
-                "model of width %d, an inner learning rate of %g and %d steps in a round, and may ruin the "
-                "model. For these there is **loco.holding_back(%g, width=%d, lr=%g, sync_every=%d)",
+                "%souter_lr %g is %.2g times the longest that is recommended with gate_margin %g, a model of "
+                "width %d, an inner learning rate of %g and %d steps in a round, and may ruin the model. For "
+                "these there is **loco.holding_back(%g, width=%d, lr=%g, sync_every=%d)",
                 *(when, settings.outer_lr, settings.outer_lr / longest, margin, width, lr, steps),
                 *(margin, width, lr, steps),
             )

@@ -11,6 +11,9 @@ from experiments.settings.config import ArithmeticConfig, GymConfig, RunConfig, 
 from loco.sync.storage.stores import check_url
 
 ENGINES = ("torch", "vllm")
+# The longest α / (1 − μ) that has learned from old samples: where nothing is held back, and where a quarter
+# of an ulp or more is, as in loco.SAVING; and lr · H of those runs.
+_OUTER_STEP, _HOLDING_BACK, _UNIT = 112.0, 224.0, 8e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,10 @@ class PipelineConfig(RunConfig):
             self.method in ("pulseloco", "diloco"),
             f"sites train by method=pulseloco or diloco, got method={self.method}",
         )
-
+        require(
+            self.device != "cuda",
+            "device=cuda is not built for pipelines, whose parts compute on CPUs: leave device out",
+        )
         require(
             self.address is None or self.weights is not None,
             f"the parts of a cluster may not see this machine's folders: with address={self.address} set "
@@ -91,6 +97,21 @@ class PipelineConfig(RunConfig):
     @property
     def grpo(self) -> ArithmeticConfig | GymConfig:
         return getattr(self, self.task)
+
+    @property
+    def warning(self) -> str | None:
+        """What to say before the run begins."""
+        step = self.outer_lr / (1 - self.outer_momentum)
+        distance = self.lr * self.sync_every / _UNIT
+        longest = (_HOLDING_BACK if self.gate_margin >= 0.249 * distance else _OUTER_STEP) / distance
+        if not self.max_staleness or step <= 1.001 * longest:
+            return None
+        shorter = longest * (1 - self.outer_momentum)
+        return (
+            f"outer_lr={self.outer_lr:g} is {step / longest:.2g} times the longest outer step that has "
+            f"learned from old samples, and max_staleness is {self.max_staleness}: scores may fall in such a "
+            f"run (docs/pipeline.md). Set max_staleness=0, or outer_lr={shorter:.3g}"
+        )
 
     @property
     def trainers(self) -> int:

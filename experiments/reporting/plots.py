@@ -53,7 +53,7 @@ CYCLE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.5, 3)))
 BANDS = 6  # where there are more lines, only the broad ones have one: a few dozen hide all lines
 _FEW = 6  # points, which a line alone would hide
-_NAMED = 12  # points of a plane: of more, only those that stand out have names
+_NAMED = 16  # points of a plane: of more, only those that stand out have names
 
 Points = Sequence[tuple[float, float]]
 Event = dict[str, Any]

@@ -327,11 +327,12 @@ def test_presets_are_arguments_and_the_default_is_the_papers_with_another_gain()
 
 
 def test_what_is_held_back_is_counted_in_what_a_round_moves() -> None:
-    for preset, ulps, exact in (
-        (loco.MATCHING, 0.125, True),
-        (loco.SAVING, 0.25, False),
-        (loco.SMALLEST, 1.0, False),
+    for preset, ulps, exact, outer_lr in (
+        (loco.MATCHING, 0.125, True, 112.0),
+        (loco.SAVING, 0.25, False, 224.0),
+        (loco.SMALLEST, 1.0, False, 448.0),
     ):
+        assert preset["outer_lr"] == outer_lr
         assert loco.holding_back(ulps, width=128, exact=exact) == dict(preset) | {"sync_every": 8}
         # Weights that move eight times as far.
         other = dict(loco.holding_back(ulps, width=64, lr=4e-6, sync_every=16, exact=exact))

@@ -143,7 +143,7 @@ def test_a_presets_step_for_a_wider_model_is_told_before_it_is_taken(
         return warnings_of(caplog)
 
     (text,) = build(loco.SAVING)
-    assert text.startswith(f"outer_lr 896 is {(width / 128) ** 2:.2g} times the longest that is known ")
+    assert text.startswith(f"outer_lr 224 is {(width / 128) ** 2:.2g} times the longest that is recommended ")
     assert text.endswith(f"**loco.holding_back(0.25, width={width}, lr=1e-06, sync_every=8)")
     assert build(loco.holding_back(0.25, width=width)) == []
     assert build(loco.PAPER) == build({}) == []
@@ -159,7 +159,7 @@ def test_an_outer_step_that_becomes_too_long_is_told_then(caplog: pytest.LogCapt
     inner.param_groups[0]["lr"] = 1e-3
     train(net, optimizer, 8)
     (text,) = warnings_of(caplog)
-    assert text.startswith("round 3: outer_lr 896 is 4e+03 times the longest ")
+    assert text.startswith("round 3: outer_lr 224 is 4e+03 times the longest ")
 
 
 def test_what_was_withheld_for_long_is_no_long_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,7 +169,7 @@ def test_what_was_withheld_for_long_is_no_long_step(caplog: pytest.LogCaptureFix
         for p in net.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-        if optimizer.last_report is not None and optimizer.last_report.update_norms[0] * 1792 > 4.0:
+        if optimizer.last_report is not None and optimizer.last_report.update_norms[0] * 448 > 4.0:
             break
     else:
         pytest.fail("the residual did not grow")

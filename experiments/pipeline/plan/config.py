@@ -35,6 +35,7 @@ class TargetConfig:
     longest_tokens: float = 8192.0
     answers: int = 512  # that a site learns from in a step
     round_bytes: float = 0.19  # of a parameter, that a site sends in a round; docs/frontier.md
+    state_bytes: float | None = None  # of a parameter, that training keeps on GPUs; None: worked out
     token_ms: float | None = None  # of a forward pass for one token; None: worked out
     trained_tokens_s: float | None = None  # that one GPU learns from; None: worked out
 
@@ -62,11 +63,6 @@ class PlanConfig(PipelineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.gpus >= 0, f"gpus must be at least 0, got {self.gpus}")
-        require(
-            self.gpus == 0 or self.gpus > self.sites,
-            f"gpus={self.gpus} can't be split: {self.sites} sites need one GPU each, and sampling one more. "
-            f"Set gpus={self.sites + 1} or more, or fewer sites",
-        )
         require(
             not (self.gpus and self.against), "runs on this machine are predicted without gpus: leave it out"
         )

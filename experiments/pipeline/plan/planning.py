@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.plan import memory
 from experiments.pipeline.plan.against import hold, runs_in
 from experiments.pipeline.plan.config import PlanConfig
 from experiments.pipeline.plan.measuring import measured
@@ -32,6 +33,11 @@ from experiments.settings.config import require
 from experiments.settings.merging import derive
 
 _ROUNDS = 12  # of the runs that measure
+_NOT_BUILT = (
+    "The pipeline can't run this plan yet: its parts compute on CPUs, and a site of several ranks is copies "
+    "of the whole model (DDP), with elastic=false. What loco itself does is built: rounds of sharded sites, "
+    "and updates of vLLM."
+)
 
 
 def plan(config: PlanConfig, folder: Path) -> str:
@@ -45,7 +51,8 @@ def plan(config: PlanConfig, folder: Path) -> str:
     if config.gpus:
         rates = worked_out(config)
         rows = splits(config, rates)
-        said = f"{config.gpus} GPUs, {config.sites} sites; by what is known of such a GPU, not measured:"
+        said = f"{config.gpus} GPUs, {config.sites} sites; by what is known of such a GPU, not measured. "
+        said += f"{memory.sentence(config)}\n{_NOT_BUILT}"
     else:
         rates, cores = measure(config, folder), _cores()
         shares = itertools.product(range(1, cores + 1), range(1, cores + 1))

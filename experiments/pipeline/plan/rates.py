@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from experiments.pipeline.plan.memory import BF16, cache_bytes, for_cache
+
 if TYPE_CHECKING:
     from experiments.pipeline.plan.config import PlanConfig
 
-_BF16 = 2  # bytes
 _TRAINING, _FORWARD = 6, 2  # floating-point operations for each parameter and token
-_FOR_CACHE = 0.9  # share of a device's memory that weights, keys and values may have
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,13 @@ def worked_out(config: PlanConfig) -> Rates:
     longer; training computes at the share of the peak that `utilisation` says."""
     gpu, target = config.gpu, config.target
     flops, bandwidth = gpu.tflops * 1e12 * gpu.utilisation, gpu.bandwidth_gb * 1e9
-    kv = 2 * target.layers * target.kv_heads * target.head_dim * _BF16  # bytes of a token
+    kv = cache_bytes(config)
     context = target.prompt_tokens + target.answer_tokens / 2  # of a sequence, over its life
-    weights = _BF16 * target.parameters
-    token_s = weights / bandwidth if target.token_ms is None else target.token_ms / 1e3
+    token_s = BF16 * target.parameters / bandwidth if target.token_ms is None else target.token_ms / 1e3
     trained = target.prompt_tokens + target.answer_tokens
     of_token = _TRAINING * target.parameters / flops
     if target.trained_tokens_s is not None:
         of_token = 1 / target.trained_tokens_s
-    free = _FOR_CACHE * gpu.memory_gb * 1e9 - weights
     return Rates(
         answer_tokens=target.answer_tokens,
         longest_tokens=target.longest_tokens,
@@ -72,5 +70,5 @@ def worked_out(config: PlanConfig) -> Rates:
         publish_s=0.0,
         write_s=0.0,
         round_bytes=target.round_bytes * target.parameters,
-        most_answers=free / (kv * context),
+        most_answers=for_cache(config) / (kv * context),
     )

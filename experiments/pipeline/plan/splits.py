@@ -9,6 +9,7 @@ from pathlib import Path
 
 from experiments.errors import ExperimentError
 from experiments.pipeline.plan.config import PlanConfig
+from experiments.pipeline.plan.memory import ranks_that_fit
 from experiments.pipeline.plan.prediction import Layout, Prediction, predict
 from experiments.pipeline.plan.rates import Rates
 from experiments.reporting.plots import CYCLE, LOOK, plt, saved
@@ -28,13 +29,7 @@ class Row:
 def splits(config: PlanConfig, rates: Rates) -> list[Row]:
     """Each way to split the GPUs into equal sites and samplers, with the batch that gives most."""
     rows, oldest = [], math.inf
-    if rates.most_answers is not None and rates.most_answers < 1:
-        raise ExperimentError(
-            f"{config.target.parameters:.3g} parameters and one answer do not fit into gpu.memory_gb="
-            f"{config.gpu.memory_gb:g}: a GPU here is a whole sampler. Count "
-            f"several as one, with their memory, bandwidth_gb and tflops together"
-        )
-    for ranks in range(1, (config.gpus - 1) // config.sites + 1):
+    for ranks in ranks_that_fit(config):
         layout = Layout(
             sites=config.sites,
             ranks=ranks,

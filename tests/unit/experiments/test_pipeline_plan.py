@@ -117,6 +117,8 @@ def test_every_gpu_trains_or_samples_and_the_best_split_balances_both() -> None:
     config = of("gpus=64")
     rows = splits(config, worked_out(config))
     assert {2 * row.layout.ranks + row.layout.samplers for row in rows} == {64}
+    # 193 GB of a site need 4 GPUs, and 512 answers are shared evenly.
+    assert [row.layout.ranks for row in rows] == [4, 8, 16]
     best = max(rows, key=lambda row: row.expected.answers_s)
     training, sampling = best.expected.bounds["training"], best.expected.bounds["sampling"]
     assert abs(training - sampling) < 0.1 * training
@@ -127,7 +129,7 @@ def test_a_batch_is_as_large_as_memory_and_staleness_let_it_be() -> None:
     rates = worked_out(of("gpus=16"))
 
     def limits(*more: str, **changed: Any) -> set[str]:
-        rows = splits(of("gpus=16", "sites=1", *more), replace(rates, **changed))
+        rows = splits(of("gpus=16", "sites=1", "target.answers=480", *more), replace(rates, **changed))
         return {row.limit for row in rows if row.expected.bound == "sampling"}
 
     assert limits(most_answers=8) == {"memory"}
@@ -137,9 +139,23 @@ def test_a_batch_is_as_large_as_memory_and_staleness_let_it_be() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["gpus=2"], "gpus=2 can't be split: 2 sites need one GPU each, and sampling one more. Set gpus=3"),
-        (["gpus=8", "target.parameters=4e11"], "4e+11 parameters and one answer do not fit"),
-        ([*LONG, "gpus=4"], "no split keeps the longest answer within"),
+        (["gpus=2", "target.parameters=1e8"], "gpus=2 can't be split: a site keeps 2.4 GB in 1 or more GPUs"),
+        (
+            ["gpus=3"],
+            "gpus=3 can't be split: a site keeps 193 GB in 4 or more GPUs of 80 GB, 4 of them share",
+        ),
+        (
+            ["gpus=8", "outer_momentum=0.5", "parameters=bfloat16"],
+            "gpus=8 can't be split: a site keeps 161 GB in 3 or more GPUs of 80 GB, 4 of them share",
+        ),
+        (["gpus=8", "target.state_bytes=2000"], "gpus=8 can't be split: a site keeps 1.61e+04 GB in 251 or"),
+        (["gpus=8", "target.answers=2"], "a site keeps 193 GB in 4 or more GPUs of 80 GB, which can't share"),
+        (
+            ["gpus=8", "target.parameters=4e11"],
+            "4e+11 parameters and an answer of target.longest_tokens=8192",
+        ),
+        (["gpus=9", "target.longest_tokens=1e6"], "8.03e+09 parameters and an answer of target.longest_tok"),
+        ([*LONG, "gpus=5"], "no split keeps the longest answer within"),
         (["gpus=4", "gpu.tflops=0"], "gpu.tflops must be > 0, got 0"),
         (["gpus=4", "link_mbit=-1"], "link_mbit must be > 0, got -1"),
         (["gpus=4", "against=runs/x"], "runs on this machine are predicted without gpus"),
@@ -157,13 +173,13 @@ def test_a_plan_that_can_not_be_made_is_one_sentence(
 
 def test_what_the_sentence_advises_can_be_planned(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError) as raised:
-        plan(of(*LONG, "gpus=4"), tmp_path)
+        plan(of(*LONG, "gpus=5"), tmp_path)
     advice = str(raised.value).split("Set ")[1]
     staleness, every = (part.strip() for part in advice.split(", or "))
     every_steps = int(every.removeprefix("sync_every="))
-    assert "best:" in plan(of(*LONG, "gpus=4", staleness), tmp_path)
+    assert "best:" in plan(of(*LONG, "gpus=5", staleness), tmp_path)
     steps = [f"steps={2 * every_steps}", f"eval_every={every_steps}"]
-    assert "best:" in plan(of(*LONG, "gpus=4", every, *steps), tmp_path)
+    assert "best:" in plan(of(*LONG, "gpus=5", every, *steps), tmp_path)
 
 
 def run_of(answers: int, *, sampling: float, training: float, seconds: float) -> dict[str, Any]:
@@ -258,6 +274,8 @@ def test_predictions_are_held_against_what_was_measured() -> None:
 def test_the_plan_is_drawn_and_kept(tmp_path: Path) -> None:
     text = plan(of("gpus=12", "link_mbit=10"), tmp_path)
     assert "12 GPUs, 2 sites" in text
+    assert "A site keeps 193 GB, sharded over its GPUs; a sampler keeps 16 GB of weights and 0.13 MB" in text
+    assert "The pipeline can't run this plan yet: its parts compute on CPUs" in text
     assert "links" in text
     assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "rates.json", "table.md"}
     row = Row(LAYOUT, predict(RATES, LAYOUT), "memory")
