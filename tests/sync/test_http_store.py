@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from faulty_store import WHOLE
 from http_proxy import Proxy
 
 from loco.sync.storage import http_store
@@ -27,7 +28,7 @@ def server(tmp_path: Path) -> Iterator[SyncServer]:
 def test_a_body_that_is_cut_off_is_resumed_where_it_ended(server: SyncServer) -> None:
     HttpStore(server.url).write("a", DATA)
     with Proxy(server.url, cuts=(300_000, 500_000, 100)) as proxy:  # the last within a header
-        assert HttpStore(proxy.url).read("a") == DATA
+        assert HttpStore(proxy.url).read("a", WHOLE) == DATA
     starts = [
         int(line[13:-1]) for asked in proxy.requests for line in asked.split("\r\n") if "Range: b" in line
     ]
@@ -45,7 +46,7 @@ def test_a_body_that_is_cut_off_for_ever_is_given_up(
         Proxy(server.url, cuts=(1000,) * 5) as proxy,
         pytest.raises(ConnectionError, match="again and again"),
     ):
-        HttpStore(proxy.url).read("a")
+        HttpStore(proxy.url).read("a", WHOLE)
     assert len(proxy.requests) == 3
 
 
@@ -73,7 +74,7 @@ def test_a_server_that_is_down_is_named(tmp_path: Path) -> None:
     with serve(tmp_path, port=0) as server:
         store = HttpStore(server.url)
     for use in (
-        lambda: store.read("a"),
+        lambda: store.read("a", WHOLE),
         lambda: store.write("a", DATA),
         lambda: store.create("a", b""),
         lambda: store.delete("a"),
@@ -88,7 +89,7 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=f"No answer in time.*{url}/a"):
-            HttpStore(url, timeout=0.2).read("a")
+            HttpStore(url, timeout=0.2).read("a", WHOLE)
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
@@ -156,7 +157,7 @@ def test_an_answer_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, call:
         store = HttpStore(url, timeout=0.5)
         calls: dict[str, Callable[[], object]] = {
             "names": lambda: store.names("versions"),
-            "read": lambda: store.read("a", most=1 << 20),
+            "read": lambda: store.read("a", 1 << 20),
             "read_chunks": lambda: list(store.read_chunks("a")),
             "wait": lambda: store.wait("versions", [], 0.1),
             "write": lambda: store.write("a", b""),
@@ -191,5 +192,5 @@ def test_what_is_no_server_of_ours_is_told_apart(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=r"no server of loco\.sync"):
             store.names("versions")
         with pytest.raises(OSError, match="has no length"):
-            store.read("a")
+            store.read("a", WHOLE)
         thread.join()

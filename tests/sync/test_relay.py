@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from disks import small_disk
+from faulty_store import WHOLE
 from http_proxy import Proxy
 from sites import free_port
 from test_server import LONG, until
@@ -52,11 +53,11 @@ def test_eight_readers_at_once_cost_one_download(chain: Chain) -> None:
     chain.upstream.write("versions/1", DATA)
     chain.proxy.answers_pass.clear()
     with ThreadPoolExecutor(8) as pool:
-        reads = [pool.submit(chain.relay.read, "versions/1") for _ in range(8)]
+        reads = [pool.submit(chain.relay.read, "versions/1", WHOLE) for _ in range(8)]
         until(lambda: chain.connections() == 8)
         chain.proxy.answers_pass.set()
         assert all(read.result() == DATA for read in reads)
-    assert chain.relay.read("versions/1") == DATA
+    assert chain.relay.read("versions/1", WHOLE) == DATA
     assert len(chain.proxy.requests) == 1
 
 
@@ -68,7 +69,7 @@ def test_a_slow_download_is_not_taken_for_a_relay_that_is_down(
     chain.proxy.answers_pass.clear()
     parts = urlsplit(chain.relay.url)
     with ThreadPoolExecutor() as pool, socket.create_connection((parts.hostname, parts.port), LONG) as raw:
-        read = pool.submit(HttpStore(chain.relay.url).read, "versions/1")
+        read = pool.submit(HttpStore(chain.relay.url).read, "versions/1", WHOLE)
         raw.sendall(b"GET /versions/1 HTTP/1.1\r\nConnection: close\r\n\r\n")
         with raw.makefile("rb") as answer:
             assert [answer.readline() for _ in range(6)] == [b"HTTP/1.1 100 Continue\r\n", b"\r\n"] * 3
@@ -85,7 +86,7 @@ def test_a_client_that_hangs_up_does_not_end_the_download_of_the_others(chain: C
         with socket.create_connection((parts.hostname, parts.port), LONG) as first:
             first.sendall(b"GET /versions/1 HTTP/1.1\r\n\r\n")
             until(lambda: len(chain.proxy.requests) == 1)
-        second = pool.submit(chain.relay.read, "versions/1")
+        second = pool.submit(chain.relay.read, "versions/1", WHOLE)
         until(lambda: chain.connections() == 2)
         chain.proxy.answers_pass.set()
         assert second.result() == DATA
@@ -95,20 +96,31 @@ def test_a_client_that_hangs_up_does_not_end_the_download_of_the_others(chain: C
 def test_a_state_is_never_kept(chain: Chain) -> None:
     for latest in (b"1", b"2", b""):
         chain.upstream.write("state/latest", latest)
-        assert chain.relay.read("state/latest") == latest
+        assert chain.relay.read("state/latest", WHOLE) == latest
     assert not list(chain.kept.rglob("latest"))
+
+
+def test_a_state_that_is_too_large_for_memory_is_refused(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "_LARGEST_STATE", 1003)
+    chain.upstream.write("state/latest", DATA[:1003])
+    assert chain.relay.read("state/latest", WHOLE) == DATA[:1003]
+    chain.upstream.write("state/latest", DATA[:1004])
+    with pytest.raises(OSError, match=r"has more than 1,003 bytes.*state/latest"):
+        chain.relay.read("state/latest", WHOLE)
 
 
 def test_what_the_upstream_deleted_is_dropped_after_a_listing(chain: Chain) -> None:
     for name in ("1", "2"):
         chain.upstream.write(f"versions/{name}", DATA)
-        assert chain.relay.read(f"versions/{name}") == DATA
+        assert chain.relay.read(f"versions/{name}", WHOLE) == DATA
     chain.upstream.delete("versions/1")
     assert [path.name for path in sorted(chain.kept.rglob("versions/*"))] == ["1", "2"]
     assert chain.relay.names("versions") == ["2"]
     assert [path.name for path in chain.kept.rglob("versions/*")] == ["2"]
     with pytest.raises(FileNotFoundError):
-        chain.relay.read("versions/1")
+        chain.relay.read("versions/1", WHOLE)
 
 
 def test_all_who_wait_share_one_long_poll_upstream(chain: Chain) -> None:
@@ -133,7 +145,7 @@ def test_a_download_that_is_cut_off_is_resumed_and_kept_once(tmp_path: Path) -> 
         serve(tmp_path / "relay", port=0, upstream=proxy.url) as relay,
     ):
         HttpStore(upstream.url).write("versions/1", DATA)
-        assert HttpStore(relay.url).read("versions/1") == DATA
+        assert HttpStore(relay.url).read("versions/1", WHOLE) == DATA
         assert len(proxy.requests) == 2
 
 
@@ -143,7 +155,7 @@ def test_a_relay_of_a_relay_is_a_relay(chain: Chain, tmp_path: Path) -> None:
         store = HttpStore(second.url)
         chain.upstream.write("versions/1", DATA)
         assert store.wait("versions", [], LONG) == ["1"]
-        assert store.read("versions/1") == store.read("versions/1") == DATA
+        assert store.read("versions/1", WHOLE) == store.read("versions/1", WHOLE) == DATA
         assert chain.proxy.count("GET /versions/1 ") == 1
 
 
@@ -152,7 +164,7 @@ def test_a_relay_can_have_any_store_as_its_upstream(tmp_path: Path) -> None:
     (tmp_path / "upstream/versions/1").write_bytes(DATA)
     with serve(tmp_path, port=0, upstream=str(tmp_path / "upstream")) as relay:
         assert HttpStore(relay.url).wait("versions", [], LONG) == ["1"]
-        assert HttpStore(relay.url).read("versions/1") == DATA
+        assert HttpStore(relay.url).read("versions/1", WHOLE) == DATA
 
 
 def test_a_relay_deletes_nothing_that_it_did_not_download(chain: Chain) -> None:
@@ -177,7 +189,7 @@ def test_a_full_relay_says_so(chain: Chain, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with small_disk(disk, "1m"), serve(disk, port=0, upstream=chain.upstream.url) as relay:
         with pytest.raises(OSError, match="No space left"):
-            HttpStore(relay.url).read("versions/1")
+            HttpStore(relay.url).read("versions/1", WHOLE)
         assert not [path for path in disk.rglob("*") if path.is_file()]
 
 
@@ -200,16 +212,20 @@ def test_a_relay_outlives_its_upstream(tmp_path: Path, caplog: pytest.LogCapture
         store = HttpStore(relay.url)
         with upstream_process(folder, port):
             assert store.names("versions") == ["1", "2"]
-            assert store.read("versions/1") == store.read("state/latest") == DATA
-        assert store.read("versions/1") == DATA
+            assert store.read("versions/1", WHOLE) == store.read("state/latest", WHOLE) == DATA
+        assert store.read("versions/1", WHOLE) == DATA
         assert store.names("versions") == ["1"]  # what can be read
         assert store.wait("versions", [], LONG) == ["1"]
-        for use, path in ((store.read, "versions/2"), (store.read, "state/latest"), (store.names, "state")):
+        for use in (
+            lambda: store.read("versions/2", WHOLE),
+            lambda: store.read("state/latest", WHOLE),
+            lambda: store.names("state"),
+        ):
             with pytest.raises(ConnectionError, match="the upstream does not answer"):
-                use(path)
+                use()
         with upstream_process(folder, port):
             assert store.wait("versions", ["1"], LONG) == ["1", "2"]
-            assert store.read("versions/2") == DATA
+            assert store.read("versions/2", WHOLE) == DATA
     # Once when it goes and once when it is back; on a machine that is too slow it may seem to go again.
     said = [" down" in record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == [True, False] * (len(said) // 2)

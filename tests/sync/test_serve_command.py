@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from faulty_store import WHOLE
 from selection import COMMANDS
 from test_server import until
 
@@ -45,10 +46,10 @@ def test_a_server_serves_until_it_is_told_to_end_and_ends_quietly(
     (tmp_path / "a").write_bytes(b"contents")
     with started(tmp_path, "--writable", token="right") as (process, url):
         store = HttpStore(url, "right")
-        assert store.read("a") == b"contents"
+        assert store.read("a", WHOLE) == b"contents"
         store.write("b", b"")
         with pytest.raises(PermissionError, match="asks for a token"):
-            HttpStore(url, "").read("a")
+            HttpStore(url, "").read("a", WHOLE)
         process.send_signal(number)
         assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == status
@@ -87,7 +88,7 @@ def test_with_a_certificate_it_speaks_https(tmp_path: Path, monkeypatch: pytest.
                 plain.names("")
             store.write("versions/1", data)
             assert change.result() == ["1"]
-        assert store.read("versions/1") == data
+        assert store.read("versions/1", WHOLE) == data
         with pytest.raises(PermissionError, match="asks for a token"):
             HttpStore(url, "wrong").write("versions/2", data)
         process.send_signal(signal.SIGTERM)

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from faulty_store import WHOLE
 from http_proxy import Proxy
 
 from loco.sync.storage.headers import parse_range
@@ -200,7 +201,7 @@ def test_a_read_only_server_refuses_in_a_sentence(tmp_path: Path) -> None:
         ):
             with pytest.raises(PermissionError, match="not --writable"):
                 change()
-        assert store.read("a") == DATA
+        assert store.read("a", WHOLE) == DATA
         assert store.names("") == ["a"]
 
 
@@ -210,7 +211,7 @@ def test_without_the_token_nothing_is_told(tmp_path: Path, monkeypatch: pytest.M
         for token in ("wrong", "righ", "rightly", ""):
             store = HttpStore(server.url, token)
             for use in (
-                store.read,
+                lambda path, of=store: of.read(path, WHOLE),
                 store.names,
                 store.delete,
                 lambda path, to=store: to.write(path, DATA * 10),
@@ -220,7 +221,7 @@ def test_without_the_token_nothing_is_told(tmp_path: Path, monkeypatch: pytest.M
         status, headers, _ = ask(server, "GET", "/a")
         assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
         monkeypatch.setenv("LOCO_SYNC_TOKEN", "right")
-        assert HttpStore(server.url).read("a") == DATA
+        assert HttpStore(server.url).read("a", WHOLE) == DATA
     with pytest.raises(ValueError, match="printable ASCII"):
         HttpStore(server.url, "two\nlines")
 
@@ -321,4 +322,4 @@ def test_a_loopback_address_needs_none(tmp_path: Path, host: str) -> None:
         pytest.skip(f"this machine has no {host}: {error}")
     with server:
         HttpStore(server.url).write("a", DATA)
-        assert HttpStore(server.url).read("a") == DATA
+        assert HttpStore(server.url).read("a", WHOLE) == DATA

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from faulty_store import WHOLE
 from test_server import DATA, LONG, until
 
 from experiments.processes.orphans import through
@@ -72,7 +73,7 @@ def test_a_client_is_answered_while_380_others_send_half_a_request(tmp_path: Pat
     with limited(tmp_path, 256, TOKEN) as (process, url), ExitStack() as open_ones:
         connections = held(open_ones, url, 380, HALF)
         for _ in range(20):
-            assert HttpStore(url, TOKEN, timeout=5.0).read("versions/1") == DATA
+            assert HttpStore(url, TOKEN, timeout=5.0).read("versions/1", WHOLE) == DATA
         assert threads_of(process) < 100
         assert all(ended(connection) for connection in connections[:200])  # at once, as there was no room
 
@@ -90,7 +91,7 @@ def test_a_process_that_can_open_no_more_files_answers_and_does_not_spin(tmp_pat
 
 def is_answered(store: HttpStore) -> bool:
     try:
-        return store.read("versions/1") == DATA
+        return store.read("versions/1", WHOLE) == DATA
     except OSError:
         return False
 
@@ -108,7 +109,7 @@ def test_long_polls_beyond_a_number_are_answered_at_once(tmp_path: Path, folder:
     with limited(tmp_path, 128, "") as (process, url), ExitStack() as open_ones:
         connections = held(open_ones, url, 60, asked.encode())
         store = HttpStore(url, timeout=5.0)
-        assert store.read("versions/1") == DATA
+        assert store.read("versions/1", WHOLE) == DATA
         assert threads_of(process) < 60
         assert connections[-1].recv(12) == b"HTTP/1.1 304"
         with ThreadPoolExecutor() as pool:
@@ -202,7 +203,7 @@ def test_a_client_that_has_the_token_is_cut_after_those_that_never_had_it(
         (known,) = held(open_ones, server.url, 1, asked)
         assert known.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
         (stranger,) = held(open_ones, server.url, 1, HALF)
-        assert HttpStore(server.url, TOKEN).read("a") == b""
+        assert HttpStore(server.url, TOKEN).read("a", WHOLE) == b""
         assert ended(stranger)
         known.sendall(asked)
         assert known.recv(1 << 16).startswith(b"HTTP/1.1 200 ")

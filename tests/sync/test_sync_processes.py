@@ -104,12 +104,19 @@ class SlowStore:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
+    def read(self, path: str, most: int) -> bytes:
+        self._wait()
+        return self._store.read(path, most)
+
     def read_chunks(self, path: str) -> Iterator[bytes]:
+        self._wait()
+        return self._store.read_chunks(path)
+
+    def _wait(self) -> None:
         names = self._store.names("versions")
         goal = min(self._last, _newest(names) + self._versions)
         while _newest(names) < goal:
             names = self._store.wait("versions", names, 60.0)
-        return self._store.read_chunks(path)
 
 
 def _newest(names: list[str]) -> int:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .names import Buffer, check_folder, check_path, is_path, poll, too_large
+from .names import Buffer, check_folder, check_path, is_path, poll
 
 _PARTIAL = ".partial-"
 _ABANDONED = 3600.0  # seconds without a write after which a partial file's writer is taken for dead
@@ -33,12 +33,9 @@ class FolderStore:
         self.folder = Path(folder).expanduser().absolute()
         self.url = str(self.folder)
 
-    def read(self, path: str, *, most: int | None = None) -> bytes:
+    def read(self, path: str, most: int) -> bytes:
         with self.open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if most is not None and size > most:
-                raise too_large(str(self.folder / path), size, most)
-            return file.read(-1 if most is None else most)
+            return file.read(most)
 
     def read_chunks(self, path: str) -> Iterator[bytes]:
         with self.open(path) as file:

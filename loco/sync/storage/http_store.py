@@ -12,6 +12,7 @@ import http.client
 import io
 import json
 import socket
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from urllib.parse import quote, urlsplit
 
 from .bearer import authorization, find_token
 from .headers import SLOWEST_LINK
-from .names import Buffer, check_folder, check_path, is_path, listing_tag, poll, too_large
+from .names import Buffer, check_folder, check_path, is_path, listing_tag, poll
 
 _CONNECTING = 5.0  # seconds
 _LONGEST_WAIT = 30.0  # seconds of one request; routers and proxies forget connections that are quiet for long
@@ -71,34 +72,36 @@ class HttpStore:
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = authorization(find_token(token)) | {"Connection": "close"}
 
-    def read(self, path: str, *, most: int | None = None) -> bytes:
-        return b"".join(self._chunks(path, most))
+    def read(self, path: str, most: int) -> bytes:
+        return b"".join(self._chunks(path, most, self._timeout + most / SLOWEST_LINK))
 
     def read_chunks(self, path: str) -> Iterator[bytes]:
-        return self._chunks(path, None)
+        return self._chunks(path, sys.maxsize, _LONGEST_DOWNLOAD)
 
-    def _chunks(self, path: str, most: int | None) -> Iterator[bytes]:
-        """A body that is cut off is resumed where it was cut, a few times."""
-        done, size, tag, pauses = 0, -1, "", iter(_RESUMING)
-        # A relay downloads a file before it sends it, and says so; of this size it must have it by then.
-        longest = _LONGEST_DOWNLOAD if most is None else self._timeout + most / SLOWEST_LINK
-        while done != size:
+    def _chunks(self, path: str, most: int, longest: float) -> Iterator[bytes]:
+        """The first `most` bytes of a file. A body that is cut off is resumed where it was cut, a few times.
+
+        Args:
+            longest: seconds in which a relay must have the file, which it downloads before it sends it.
+        """
+        done, size, end, tag, pauses = 0, -1, -1, "", iter(_RESUMING)
+        while done != end:
             rest = {"Range": f"bytes={done}-", "If-Range": tag} if done else {}
             try:
                 with self._request("GET", check_path(path), rest, longest=longest) as response:
                     if not done:
                         size, tag = response.length or 0, response.headers.get("ETag", "")
-                        if most is not None and size > most:
-                            raise too_large(f"{self.url}/{path}", size, most)
+                        end = min(size, most)
                     elif response.headers.get("Content-Range") != f"bytes {done}-{size - 1}/{size}":
                         raise self._error(errno.ESTALE, "It was replaced while it was read", path)
-                    while chunk := response.read_within(self._timeout + _CHUNK / SLOWEST_LINK, _CHUNK):
+                    seconds = self._timeout + _CHUNK / SLOWEST_LINK
+                    while chunk := response.read_within(seconds, min(_CHUNK, end - done)):
                         done += len(chunk)
                         yield chunk
             except ConnectionError:
-                if size < 0:
+                if end < 0:
                     raise
-            if done != size:
+            if done != end:
                 pause = next(pauses, None)
                 if pause is None:
                     text = f"The connection was cut again and again, after {done:,} bytes"
@@ -148,7 +151,8 @@ class HttpStore:
             if response.status == HTTPStatus.NOT_MODIFIED and known is not None:
                 return known
             if (size := response.length or 0) > _LARGEST_LISTING:
-                raise too_large(f"{self.url}/{path}", size, _LARGEST_LISTING)
+                text = f"The listing has {size:,} bytes, and at most {_LARGEST_LISTING:,} may be read of it"
+                raise self._error(errno.EFBIG, text, path)
             try:
                 names = json.loads(response.read_within(self._timeout))
                 if all(is_path(name) and "/" not in name for name in names):

@@ -1,6 +1,5 @@
 """Names of files in a store: which are allowed, how they are listed, and how a change is noticed."""
 
-import errno
 import hashlib
 import json
 import re
@@ -34,10 +33,6 @@ def check_path(path: str) -> str:
 def check_folder(folder: str) -> str:
     """As `check_path`. The topmost folder is ""."""
     return check_path(folder) if folder else folder
-
-
-def too_large(file: str, size: int, most: int) -> OSError:
-    return OSError(errno.EFBIG, f"The file has {size:,} bytes, and at most {most:,} may be read of it", file)
 
 
 def may_change(path: str) -> bool:

@@ -1,5 +1,6 @@
 """Files of an upstream store, each downloaded once for all who ask for it, and kept in a folder."""
 
+import errno
 import io
 import logging
 import threading
@@ -41,7 +42,11 @@ class Relay:
             OSError: the upstream has no such file, or does not answer, or the file can't be kept.
         """
         if may_change(path):
-            return io.BytesIO(self._upstream.read(path, most=_LARGEST_STATE))
+            state = self._upstream.read(path, _LARGEST_STATE + 1)
+            if len(state) > _LARGEST_STATE:
+                text = f"The file has more than {_LARGEST_STATE:,} bytes, so no relay sends it"
+                raise OSError(errno.EFBIG, text, f"{self._upstream.url}/{path}")
+            return io.BytesIO(state)
         if download := self._download(path):
             while not wait([download], _SIGN_OF_LIFE).done:
                 still_waiting()

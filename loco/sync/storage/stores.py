@@ -16,7 +16,7 @@ import fsspec.core
 
 from .folder_store import FolderStore
 from .http_store import HttpStore
-from .names import Buffer, check_folder, check_path, is_path, poll, too_large
+from .names import Buffer, check_folder, check_path, is_path, poll
 
 # fsspec has many more protocols, of which some wrap other stores or run code that a store's files contain.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "oci", "tos")
@@ -35,16 +35,16 @@ class Store(Protocol):
 
     url: str  # for messages
 
-    def read(self, path: str, *, most: int | None = None) -> bytes:
-        """
+    def read(self, path: str, most: int) -> bytes:
+        """The first `most` bytes of a file, or all of them if it has fewer. No more are held in memory.
+
         Raises:
             FileNotFoundError: it is not there.
-            OSError: it has more than `most` bytes (EFBIG). No more than those are held in memory.
         """
         ...
 
     def read_chunks(self, path: str) -> Iterator[bytes]:
-        """The same bytes, without holding all of them in memory."""
+        """All of a file, without holding all of it in memory."""
         ...
 
     def write(self, path: str, data: bytes) -> None:
@@ -118,20 +118,6 @@ def check_url(url: str) -> tuple[str, str]:
     return protocol, rest
 
 
-def read_start(store: Store, path: str, most: int) -> bytearray:
-    """The first `most` bytes of a file, or all of them: whatever lies there, no more is held in memory.
-
-    Raises:
-        FileNotFoundError, OSError: as of `Store.read`.
-    """
-    content = bytearray()
-    for chunk in store.read_chunks(path):
-        content += memoryview(chunk)[: most - len(content)]
-        if len(content) == most:
-            break
-    return content
-
-
 class FsspecStore:
     """A store in a file system of fsspec's: s3://, gs://, az://, memory:// and others.
 
@@ -155,22 +141,18 @@ class FsspecStore:
         except ValueError as error:
             raise ValueError(f"{url} is no URL of a store: {error}") from error
 
-    def read(self, path: str, *, most: int | None = None) -> bytes:
+    def read(self, path: str, most: int) -> bytes:
         full = self._full(check_path(path))
         with self._naming(path):
-            if most is None:
-                return self._files.cat_file(full)
             try:
-                data = self._files.cat_file(full, 0, most + 1)  # without asking for its size first
+                return self._files.cat_file(full, 0, most)  # without asking for its size first
             except FileNotFoundError:
                 raise
             except Exception:
-                if self._files.size(full):
-                    raise
-                return b""  # s3:// has no range of an empty file
-            if len(data) > most:
-                raise too_large(f"{self.url}/{path}", self._files.size(full), most)
-            return data
+                with suppress(Exception):
+                    if self._files.size(full) == 0:
+                        return b""  # s3:// has no range of an empty file
+                raise
 
     def read_chunks(self, path: str) -> Iterator[bytes]:
         with self._naming(check_path(path)), self._files.open(self._full(path), "rb") as file:

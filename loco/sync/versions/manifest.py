@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import AuthenticationError
 from ..errors import DamagedError
 from ..storage.names import is_path
-from ..storage.stores import Store, read_start
+from ..storage.stores import Store
 
 FOLDER = "versions"
 WEIGHTS = "weights"  # the folder of anchors and patches
@@ -161,12 +161,12 @@ def load_or_none(store: Store, version: int, stream: Stream, key: bytes | None) 
     """
     path = f"{FOLDER}/{name_of(version, stream)}"
     try:
-        text = read_start(store, path, MOST_BYTES + 1)
+        text = store.read(path, MOST_BYTES + 1)
     except FileNotFoundError:
         return None
     if len(text) > MOST_BYTES:
         raise DamagedError(path, f"has more than {MOST_BYTES} bytes, so it is no manifest")
-    return Manifest.load(bytes(text), path, key)
+    return Manifest.load(text, path, key)
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:

@@ -14,7 +14,7 @@ from loco import kernels
 
 from ...errors import AuthenticationError
 from ..errors import DamagedError, NoVersionError, OtherTrainingError, StaleStoreError
-from ..storage.stores import Store, read_start
+from ..storage.stores import Store
 from .layout import Layout, digest_of, name_of_dtype
 from .manifest import FOLDER, Body, Manifest, Stream, complete_versions, load_or_none, name_of
 from .retention import versions_of
@@ -176,8 +176,12 @@ def _read(store: Store, path: str, size: int) -> bytearray:
         DamagedError: the file is not there, or has another size. What is too long is not read to its end.
         OSError: the store can't be read.
     """
+    content = bytearray()  # grows in place, where joined chunks would be there twice
     try:
-        content = read_start(store, path, size + 1)
+        for chunk in store.read_chunks(path):
+            content += memoryview(chunk)[: size + 1 - len(content)]
+            if len(content) > size:
+                break
     except FileNotFoundError as error:
         raise DamagedError(path, "is not there") from error
     if len(content) != size:

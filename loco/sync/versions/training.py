@@ -4,7 +4,7 @@ import hashlib
 import uuid
 from contextlib import suppress
 
-from ..storage.stores import Store, read_start
+from ..storage.stores import Store
 
 _PATH = "training"
 _MOST_BYTES = 1024
@@ -31,4 +31,4 @@ def training_of(store: Store) -> str:
 
 
 def _read(store: Store) -> str:
-    return hashlib.sha256(read_start(store, _PATH, _MOST_BYTES)).hexdigest()
+    return hashlib.sha256(store.read(_PATH, _MOST_BYTES)).hexdigest()

@@ -11,7 +11,7 @@ import torch
 from ...errors import AuthenticationError
 from ..errors import DamagedError, MixedVersionError, TakenOverError
 from ..storage.names import Buffer
-from ..storage.stores import Store, read_start
+from ..storage.stores import Store
 from .layout import Layout, name_of_dtype
 from .manifest import (
     FOLDER,
@@ -242,7 +242,7 @@ class Writer:
     def _is_there(self, manifest: Manifest) -> bool:
         try:
             said = manifest.dump(self._key)
-            return read_start(self._store, manifest.path, len(said) + 1) == said
+            return self._store.read(manifest.path, len(said) + 1) == said
         except FileNotFoundError:
             return False
 
