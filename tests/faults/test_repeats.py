@@ -24,15 +24,15 @@ def build(rank: int, **options: Any) -> loco.PulseLoCo:
     return loco.PulseLoCo(inner, sync_every=2, exchange="gather", topology=topology)
 
 
-def kept_warnings() -> list[str]:
-    """What the outer loop warns of from now on."""
+def kept_warnings(of: str = "loco") -> list[str]:
+    """What this package or a part of it warns of from now on."""
     warnings: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage())
 
-    logging.getLogger("loco").addHandler(Keep())
+    logging.getLogger(of).addHandler(Keep())
     return warnings
 
 
@@ -111,7 +111,7 @@ def unlinked(rank: int, repeats: int, losses: int) -> dict[str, Any]:
         return pairs
 
     clean = build(rank)
-    warnings = kept_warnings()
+    warnings = kept_warnings("loco.members")
     built: list[loco.PulseLoCo] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fixed, "link", fail)

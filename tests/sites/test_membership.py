@@ -104,7 +104,7 @@ def life(
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
-    logging.getLogger("loco").addHandler(handler)
+    logging.getLogger("loco.checkpoints").addHandler(handler)
 
     topology = loco.Topology(ranks_per_site=script.get("each", 1), timeout=20, key=script.get("key"))
     inner = Scripted(parameters(3, NUMEL), script["seed"], topology.site, script.get("scale", 3e-5))
