@@ -88,7 +88,9 @@ def test_a_token_has_the_probability_that_its_version_gives_it(
     config = PipelineConfig(
         model="hf", path=str(folder / "model"), engine="vllm", recompute_cache=True, vllm=OPTIONS
     )
+    before = os.environ.get("LOCO_SYNC_URL")
     engine = VllmEngine(config, str(folder / "url"), Diary("worker", NobodysController()), newer)
+    assert os.environ.get("LOCO_SYNC_URL") == before  # other engines may have other stores
     try:
         engine.wait_for(1)
         steps, step = 0, engine._llm.llm_engine.step

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.reporting.diary import Diary
 from experiments.pipeline.sampling.engine import Newer
 from experiments.tasks.rollout import Rollout, Words, text_of
+from loco.integrations.engines.vllm_source import URL_VARIABLE
 
 _PAUSE = 0.05  # seconds, while nothing but a new version is waited for
 _AHEAD = 0.1  # seconds in which a version is fetched while the engine goes on
@@ -33,9 +35,9 @@ class VllmEngine:
         assert config.path is not None
         self._config, self._diary, self._received = config, diary, diary.beside("store")
         self._words = HuggingFaceWords(Path(config.path))
-        os.environ["LOCO_SYNC_URL"] = url  # which a token may be sent to
         self._llm = _load(config)
-        self._llm.init_weight_transfer_engine({"init_info": {"url": url}})
+        with _allowed(url):
+            self._llm.init_weight_transfer_engine({"init_info": {"url": url}})
         self._version = 0
         self._newest = self._asked = 0  # newest published version, and the one that is being fetched
         self._asked_at = 0.0
@@ -126,6 +128,19 @@ class VllmEngine:
     def _look(self, newer: Newer) -> None:
         while not self._ended.is_set():
             self._newest = newer(self._newest)
+
+
+@contextmanager
+def _allowed(url: str) -> Iterator[None]:
+    """The engine, which runs in this process, may send its token to this store."""
+    before = os.environ.get(URL_VARIABLE)
+    os.environ[URL_VARIABLE] = url
+    try:
+        yield
+    finally:
+        del os.environ[URL_VARIABLE]
+        if before is not None:
+            os.environ[URL_VARIABLE] = before
 
 
 def _load(config: PipelineConfig) -> Any:
