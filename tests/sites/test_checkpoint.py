@@ -149,7 +149,7 @@ def spoil(folder: Path, how: str) -> None:
         ("no data", "state.pt is missing"),
         ("no manifest", "has no manifest.json"),
         ("no JSON", "manifest.json is damaged"),
-        ("another's", "of rank 5"),
+        ("another's", "rank 0 of site 5, of 2 sites"),
         ("another anchor", "its anchor is not the one that was saved"),
     ],
 )
