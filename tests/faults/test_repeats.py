@@ -53,7 +53,7 @@ def lost_links(rank: int, repeats: int, losses: int) -> dict[str, Any]:
             raise loco.TransportError("lost a link (injected)")
         return frames
 
-    warnings = kept_warnings()
+    warnings = kept_warnings("loco.members")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "arrived", lose)
         error = error_of(hurt.step)
@@ -148,7 +148,7 @@ def never_comes(rank: int) -> tuple[tuple[str, str], list[str]]:
     if rank == 1:
         hear("given up")
         return ("", ""), []
-    warnings = kept_warnings()
+    warnings = kept_warnings("loco.members")
     error = error_of(optimizer.sync)
     tell("given up")
     return error, warnings
