@@ -22,9 +22,9 @@ ALLOWED = {
 # The rooms of `loco`, from the bottom up: each may import those before it.
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
-    *("sync", "coordination", "net", "wire", "members", "exchange", "parameters", "round"),
-    *("checkpoints", "inner", "setup_warnings"),
-    *("outer_optimizer", "surface", "low_communication", "optimizer", "attach"),
+    *("sync", "coordination", "net", "wire", "members", "exchange", "parameters", "inner", "setup_warnings"),
+    *("round", "checkpoints"),
+    *("surface", "optimizer", "attach"),
     *("integrations",),
 )
 
