@@ -23,11 +23,10 @@ from .errors import (
     TransportError,
     WireError,
 )
-from .low_communication import LowCommunicationOptimizer
 from .members.sites import Sites
 from .members.topology import Topology
 from .members.view import SiteTopology
-from .optimizer import DiLoCo, PulseLoCo
+from .optimizer import DiLoCo, LowCommunicationOptimizer, PulseLoCo
 from .presets import MATCHING, PAPER, SAVING, SMALLEST, holding_back
 from .report import SyncReport
 from .round.hooks import RoundProgress

@@ -31,11 +31,12 @@ from experiments.bench.processes.sites import Sites
 from experiments.bench.processes.trainer import METHODS, Trainer
 from experiments.noise import WARM_UP
 from experiments.processes.progress import Progress
-from loco.exchange.tuning import TRIES
+from loco.exchange.codec_choice import ROUNDS_PER_TRIAL
+from loco.wire.codecs import SPARSE
 
 NUMEL, QUICK = 4_000_000, 500_000
 _UNMEASURED = 2  # rounds of each cell: connections open up
-_TRIED = 2 * TRIES  # rounds, in which "auto" tries both codes
+_TRIED = len(SPARSE) * ROUNDS_PER_TRIAL  # rounds, in which "auto" tries each codec
 _FRAMING = 66  # bytes: Ethernet, IPv4 and TCP with timestamps
 _MEANS = (  # over sites
     *("encode_s", "apply_s", "coding_cpu_s", "core_share", "cpu_s", "density"),

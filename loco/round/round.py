@@ -164,12 +164,12 @@ class Round:
             own = Entries.none(numel, state.device)
         self._own = own
         self._exchange = self._chosen_exchange(own)
-        if self._exchange == "dense" and self._codec.name not in DENSE:
+        if self._exchange == "dense" and not self._codec.sizes_are_known:
             self._codec = WHOLE
         enclosed = self._opening.framing if self._opening and self._enclosed is not None else None
         framing = enclosed or self._framing(encoded)
         # What is sent as it lies in memory gives way to the sums, frame by frame.
-        in_place = own.starts is None and self._codec is WHOLE and view.across.device == state.device
+        in_place = own.starts is None and self._codec.in_place and view.across.device == state.device
         sums = own.values if in_place else None
         margin = state.settings.sums_margin
         transfer = Transfer(view.across, framing, problem=self.problem, sums=sums, margin=margin)

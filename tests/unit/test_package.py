@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,25 @@ ALLOWED = {
 # The rooms of `loco`, from the bottom up: each may import those before it.
 FLOORS = (
     *("errors", "logs", "config", "presets", "report"),
-    *("sync", "coordination", "net", "wire", "members", "exchange", "parameters", "round"),
-    *("checkpoints", "inner", "setup_warnings"),
-    *("outer_optimizer", "surface", "low_communication", "optimizer", "attach"),
+    *("sync", "coordination", "net", "wire", "members", "exchange", "parameters", "inner", "setup_warnings"),
+    *("round", "checkpoints"),
+    *("surface", "optimizer", "attach"),
     *("integrations",),
 )
 
 
-def names_imported(path: Path) -> list[str]:
-    """The full names of what a file imports."""
+def names_imported(path: Path, *, for_types: bool = True) -> list[str]:
+    """The full names of what a file imports.
+
+    Args:
+        for_types: also under `if TYPE_CHECKING`.
+    """
     package = path.parent.relative_to(ROOT).parts
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if not for_types:
+        tree.body = [node for node in tree.body if ast.unparse(node).split(":")[0] != "if TYPE_CHECKING"]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -77,6 +85,26 @@ def test_every_room_of_loco_imports_only_those_below_it() -> None:
             if target and target[0] in FLOORS:
                 assert FLOORS.index(target[0]) <= FLOORS.index(room), f"{path} imports {name}"
     assert seen == set(FLOORS)
+
+
+def test_no_modules_of_loco_import_each_other() -> None:
+    """Neither at their top nor inside a function; only to name types."""
+    root = ROOT / "loco"
+    files = [path for path in root.rglob("*.py") if "kernels" not in path.parts and path.stem != "__init__"]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    imports = {
+        module: {
+            name
+            for given in names_imported(path, for_types=False)
+            for name in (given, given.rpartition(".")[0])
+        }
+        & modules.keys() - {module}
+        for module, path in modules.items()
+    }
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' → '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("package", ["kernels", "loco", "experiments"])

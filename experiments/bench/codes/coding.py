@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loco.kernels import Entries, Known
-from loco.wire.codecs import FAST, Codec
+from loco.wire.codecs import Codec
 from loco.wire.framing import Frames
 
 
@@ -31,9 +31,10 @@ def spans(numel: int) -> list[slice]:
 def encode(codec: Codec, known: Known, entries: Entries) -> Iterator[Body]:
     for at in spans(known.numel):
         part, some = known.part(at), entries.cut(at)
-        used, body = codec, codec.encode(some, part)
-        if body is None:
-            used, body = FAST, FAST.encode(some, part)
+        used = codec
+        while (body := used.encode(some, part)) is None:
+            assert used.fallback is not None
+            used = used.fallback
         yield Body(used, body, some.values.numel())
 
 

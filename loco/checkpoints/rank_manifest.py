@@ -32,7 +32,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class RankManifest:
     round: int
     local_step: int
     save: str  # the same on all ranks that saved together, and in no other save
@@ -45,7 +45,7 @@ class Manifest:
     settings: dict[str, Any]
     parameters: list[Any]  # names, shapes and dtypes
     digest: str  # of this rank's slice of θ
-    format: str  # of the data files
+    format: str  # of the data files: "torch", or "dcp" of earlier versions
     files: dict[str, dict[str, Any]]  # by name: bytes, sha256
     loco: str  # the version that wrote it
 
@@ -124,18 +124,20 @@ class Manifest:
             raise ValueError("it nests more than 16 deep")
 
 
-def manifest_of(state: Mapping[str, Any], *, save: str, format: str, folder: Path) -> Manifest:
+def manifest_of(state: Mapping[str, Any], *, save: str, folder: Path) -> RankManifest:
     """The manifest of an optimizer's state whose data files lie in `folder`."""
     from loco import __version__  # which is set once loco has imported this
 
     own = state["loco"]
-    described = {field.name: own[field.name] for field in dataclasses.fields(Manifest) if field.name in own}
+    described = {
+        field.name: own[field.name] for field in dataclasses.fields(RankManifest) if field.name in own
+    }
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())
     }
-    described |= {"save": save, "format": format, "files": files, "digest": digest_of(own["anchor"])}
+    described |= {"save": save, "format": "torch", "files": files, "digest": digest_of(own["anchor"])}
     described["loco"] = __version__
-    return Manifest(**described, world=own["num_sites"] * own["ranks_per_site"])
+    return RankManifest(**described, world=own["num_sites"] * own["ranks_per_site"])
 
 
 def site_name(topology: SiteTopology) -> str:
@@ -143,7 +145,7 @@ def site_name(topology: SiteTopology) -> str:
     return topology.seat().get("name", "")
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> RankManifest:
     """The manifest of a complete folder: all data files are there, with the sizes that were written. A
     ValueError or an OSError says what is damaged."""
     try:
@@ -153,8 +155,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"it has more than {_MOST_BYTES} bytes")
         told = json.loads(text)
         # Another version of loco may have written more.
-        known = {field.name for field in dataclasses.fields(Manifest)}
-        manifest = Manifest(**{name: value for name, value in told.items() if name in known})
+        known = {field.name for field in dataclasses.fields(RankManifest)}
+        manifest = RankManifest(**{name: value for name, value in told.items() if name in known})
         manifest.check()
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {NAME}") from None
