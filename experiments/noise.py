@@ -19,8 +19,7 @@ from loco.kernels import Entries, Gate, Known, OuterStep
 SIGMA, LR, SYNC_EVERY = 0.02, 1e-6, 8  # SIGMA: of the weights
 WARM_UP = 16  # rounds until the density is steady
 EXACT = Gate()
-_SPARE = 1 << 18
-CHUNK = 1 << 17  # elements that pass through all rounds together, in cache: no element knows of another
+_CHUNK = 1 << 17  # elements that pass through all rounds together, in cache: no element knows of another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +44,9 @@ class Sent(NamedTuple):
 def simulate(noise: Noise) -> Sent:
     """The last round of such a training."""
     known, sites = [], []
-    for chunk, start in enumerate(range(0, noise.numel, CHUNK)):
+    for chunk, start in enumerate(range(0, noise.numel, _CHUNK)):
         generator = torch.Generator().manual_seed(noise.seed + 1_000_003 * chunk)
-        sent = _simulate_chunk(noise, min(CHUNK, noise.numel - start), generator)
+        sent = _simulate_chunk(noise, min(_CHUNK, noise.numel - start), generator)
         known.append(sent.known)
         sites.append(sent.sites)
     momenta = [k.momentum for k in known if k.momentum is not None]
@@ -95,23 +94,3 @@ def _clone(x: Tensor | None) -> Tensor:
     """Entries are views of memory reserved for all elements: keep only what is used."""
     assert x is not None
     return x.clone()
-
-
-class NoisySite:
-    """One site in a process of its own: its parameter, its Adam, and gradients that no other site draws."""
-
-    def __init__(self, numel: int, site: int) -> None:
-        start = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-        self.parameter = torch.nn.Parameter(start.mul_(SIGMA).bfloat16().float())
-        self.inner = torch.optim.Adam([self.parameter], lr=LR, fused=True)
-        self._generator = torch.Generator().manual_seed(1 + site)
-        # Drawing is most of the work: each step takes another stretch of one pool.
-        self._pool = torch.randn(numel + _SPARE, generator=self._generator)
-
-    @torch.no_grad()
-    def train(self) -> None:
-        """H inner steps, without a round after them."""
-        for _ in range(SYNC_EVERY):
-            first = int(torch.randint(_SPARE, (1,), generator=self._generator))
-            self.parameter.grad = self._pool[first : first + self.parameter.numel()]
-            self.inner.step()

@@ -6,22 +6,27 @@ import importlib
 import signal
 import sys
 
-# "projection" reads what "wire" and "link" have written.
-PARTS = ("kernels", "wire", "link", "projection", "peers", "sync")
-APART = ("large", "shards")  # run only by name: one needs all of a machine's memory, the other many processes
+# A part is a module and the arguments that come before those of the command line.
+PARTS = {
+    "kernels": ("kernels", []),
+    "wire": ("wire", []),
+    "peers": ("peers", []),
+    "sync": ("sync", []),
+    "link": ("peers", ["--over-links"]),  # last, because it ends here without root
+}
 
 
 def main(arguments: list[str]) -> int:
-    parts = PARTS
+    parts = list(PARTS)
     if arguments and not arguments[0].startswith("-"):
-        parts, arguments = (arguments[0],), arguments[1:]
-    if parts[0] not in PARTS + APART:
-        known = ", ".join(PARTS + APART)
-        print(f"there is no benchmark {parts[0]!r}; there is: {known}", file=sys.stderr)
+        parts, arguments = arguments[:1], arguments[1:]
+    if parts[0] not in PARTS:
+        print(f"there is no benchmark {parts[0]!r}; there is: {', '.join(PARTS)}", file=sys.stderr)
         return 2
     for part in parts:
+        module, own = PARTS[part]
         # Only what is asked for is imported: a part may need what another can do without.
-        importlib.import_module(f"experiments.bench.{part}").main(arguments)
+        importlib.import_module(f"experiments.bench.{module}").main([*own, *arguments])
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.reporting.figures import share_of_sites
-from experiments.reporting.plots import CYCLE, DASHES, LOOK, plt, saved
+from experiments.reporting.charts import CYCLE, DASHES, LOOK, plt, saved
 from experiments.reporting.statistics import Interval, of_mean
 from experiments.settings.config import require
 from experiments.settings.merging import derive

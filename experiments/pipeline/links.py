@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.processes.namespaces import MBIT, Network, counters, why_not
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.reporting.figures import share_of_sites
+from experiments.processes.namespaces import MBIT, Network, counters, why_not
 from experiments.processes.orphans import through
-from experiments.reporting.plots import CYCLE, LOOK, plt, saved
+from experiments.reporting.charts import CYCLE, LOOK, plt, saved
 from experiments.settings.config import require
 from experiments.settings.merging import to_yaml
 

@@ -294,24 +294,6 @@ class CompareConfig(RunConfig):
         _at_least(1, self, "seeds")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordConfig(RunConfig):
-    nproc: int | None = 4
-    steps: int = 160  # the round after the last of them is recorded
-    excerpt: int = 131072  # elements of it that are kept with the code
-    excerpts: str = "experiments/results/recorded"  # the folder for that
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _at_least(1, self, "excerpt")
-        require(
-            self.ranks_per_site == 1,
-            f"only sites of one rank can be recorded, got ranks_per_site={self.ranks_per_site}",
-        )
-        require(self.gate != "open", "an open gate sends everything: there are no entries to record")
-        require(self.method == "pulseloco", f"PULSELoCo is what is recorded, got method={self.method}")
-
-
 C = TypeVar("C", bound=RunConfig)  # a program's own kind
 
 

@@ -13,7 +13,7 @@ from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.plan.prediction import Layout, predict
 from experiments.pipeline.plan.rates import Rates
-from experiments.reporting.plots import CYCLE, LOOK, plt, saved
+from experiments.reporting.charts import CYCLE, LOOK, plt, saved
 from experiments.settings.merging import derive
 
 _PAIRS = 10  # of layouts, of which the better one is predicted

@@ -12,7 +12,7 @@ from experiments.pipeline.plan.config import PlanConfig
 from experiments.pipeline.plan.memory import ranks_that_fit
 from experiments.pipeline.plan.prediction import Layout, Prediction, predict
 from experiments.pipeline.plan.rates import Rates
-from experiments.reporting.plots import CYCLE, LOOK, plt, saved
+from experiments.reporting.charts import CYCLE, LOOK, plt, saved
 
 _BATCHES = sorted({round(1.1**k) for k in range(90)})  # answers that a device samples at once
 

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.reporting.diary import Notes
 from experiments.reporting import machine
-from experiments.reporting.plots import CYCLE, LOOK, plt, saved
+from experiments.reporting.charts import CYCLE, LOOK, plt, saved
 
 DOINGS = (
     *("training", "sampling", "exchanging", "publishing", "writing", "receiving"),

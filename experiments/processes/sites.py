@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.bench.processes.namespaces import Network, leave_network
+from experiments.processes.namespaces import Network, leave_network
 
 # Forked from a server that has torch loaded, a site starts in a tenth of a second.
 _context = mp.get_context("forkserver")
