@@ -6,14 +6,7 @@ import importlib
 import signal
 import sys
 
-# A part is a module and the arguments that come before those of the command line.
-PARTS = {
-    "kernels": ("kernels", []),
-    "wire": ("wire", []),
-    "peers": ("peers", []),
-    "sync": ("sync", []),
-    "link": ("peers", ["--over-links"]),  # last, because it ends here without root
-}
+PARTS = ("kernels", "wire", "peers", "sync", "link")  # the last one ends here without root
 
 
 def main(arguments: list[str]) -> int:
@@ -24,9 +17,9 @@ def main(arguments: list[str]) -> int:
         print(f"there is no benchmark {parts[0]!r}; there is: {', '.join(PARTS)}", file=sys.stderr)
         return 2
     for part in parts:
-        module, own = PARTS[part]
         # Only what is asked for is imported: a part may need what another can do without.
-        importlib.import_module(f"experiments.bench.{module}").main([*own, *arguments])
+        module = importlib.import_module(f"experiments.bench.{'peers' if part == 'link' else part}")
+        module.main([*(module.OVER_LINKS if part == "link" else []), *arguments])
     return 0
 
 

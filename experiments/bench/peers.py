@@ -53,14 +53,8 @@ os.environ.setdefault("RUST_LOG", "error")  # or torchft writes some lines about
 SIDE = 1024  # a parameter is so many elements squared
 NUMEL = [1024, 1 << 22, 1 << 24]
 ALL_REDUCE, TORCHFT, OWNER = "all-reduce", "torchft DiLoCo", "γ 1, owner"
-LINKS = [100.0, 1000.0, 0.0]  # Mbit/s
-SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<18", "wire": "<8", "p50": ">9.5f"}
-SHOWN |= {
-    "over_torchft": ">12.2f",
-    "over_all_reduce": ">15.2f",
-    "cpu_s": ">8.4f",
-    "sent_bytes": ">12,.0f",
-}
+SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<21", "wire": "<8", "p50": ">9.5f"}
+SHOWN |= {"over_torchft": ">12.2f", "over_all_reduce": ">15.2f", "cpu_s": ">8.4f", "sent_bytes": ">12,.0f"}
 
 
 class Peer(Protocol):
@@ -168,18 +162,27 @@ METHODS: dict[str, Callable[[list[torch.nn.Parameter], str], Peer]] = {
     "loco.DiLoCo": _ours(loco.DiLoCo),
     "loco.PulseLoCo": _ours(loco.PulseLoCo),
     "γ 1": _ours(loco.PulseLoCo, **loco.PAPER),
-    "SAVING, auto": _ours(loco.PulseLoCo, **loco.SAVING),
-    "SAVING, fast": _ours(loco.PulseLoCo, wire="fast", **loco.SAVING),
-    "SAVING, tight": _ours(loco.PulseLoCo, wire="tight", **loco.SAVING),
+    **{
+        f"SAVING, {wire}": _ours(loco.PulseLoCo, wire=wire, **loco.SAVING)
+        for wire in ("auto", "fast", "tight")
+    },
     OWNER: _ours(loco.PulseLoCo, exchange="owner", wire="fast", **loco.PAPER),
     "γ 1, owner, tight": _ours(loco.PulseLoCo, exchange="owner", wire="tight", **loco.PAPER),
     "γ 1, gather, fast": _ours(loco.PulseLoCo, exchange="gather", wire="fast", **loco.PAPER),
     "γ 1, gather, tight": _ours(loco.PulseLoCo, exchange="gather", wire="tight", **loco.PAPER),
-    "loco.DiLoCo, bfloat16": _ours(loco.DiLoCo, wire="bfloat16"),
-    "loco.DiLoCo, int8": _ours(loco.DiLoCo, wire="int8"),
+    **{f"loco.DiLoCo, {wire}": _ours(loco.DiLoCo, wire=wire) for wire in ("bfloat16", "int8")},
 }
 USUAL = list(METHODS)[: list(METHODS).index(OWNER)]
-OVER_LINKS = [ALL_REDUCE, "loco.DiLoCo", "γ 1", *list(METHODS)[len(USUAL) :]]
+# Arguments: all exchanges and codecs over slow links.
+OVER_LINKS = ["--table=link", "--numel=4194304", *("--sites", "2", "4", "8")]
+OVER_LINKS += [
+    *("--rates", "100", "1000", "0"),
+    "--methods",
+    ALL_REDUCE,
+    "loco.DiLoCo",
+    "γ 1",
+    *list(METHODS)[len(USUAL) :],
+]
 
 
 class Contender:
@@ -242,14 +245,11 @@ def _model(numel: int) -> list[torch.nn.Parameter]:
 
 def main(arguments: list[str]) -> None:
     parser = arguments_of("peers", __doc__, RESULTS)
-    parser.add_argument("--over-links", action="store_true", help="the other defaults, of `bench link`")
-    over_links = parser.parse_known_args(arguments)[0].over_links
-    parser.add_argument("--numel", type=int, nargs="+", default=NUMEL[1:2] if over_links else NUMEL)
-    parser.add_argument("--sites", type=int, nargs="+", default=[2, 4, 8] if over_links else [2, 4])
-    rates = {"help": "Mbit/s; 0: unshaped. None: loopback", "default": LINKS if over_links else None}
-    parser.add_argument("--rates", type=float, nargs="+", **rates)
-    methods = OVER_LINKS if over_links else USUAL
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=methods, metavar="METHOD")
+    parser.add_argument("--table", default="peers", help="the name of the CSV")
+    parser.add_argument("--numel", type=int, nargs="+", default=NUMEL, help="parameters")
+    parser.add_argument("--sites", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", type=float, nargs="+", help="Mbit/s; 0: unshaped. Default: loopback")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=USUAL, metavar="METHOD")
     parser.add_argument("--processes", type=int, default=0, help="at once; by default one for each site")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="rounds before those that count")
@@ -268,7 +268,7 @@ def main(arguments: list[str]) -> None:
 
     drawn: dict[str, Any] = {"panel": ("numel", "sites", "rate_mbit"), "x": "method", "y": "p50"}
     drawn |= {"factor": 1e3, "label": "ms per round, on the slowest site"}
-    table = Table(options.out / ("link.csv" if over_links else "peers.csv"), CPU, SHOWN, **drawn)
+    table = Table(options.out / f"{options.table}.csv", CPU, SHOWN, **drawn)
     run = {"run": int(time.time())}
     for numel in options.numel:
         for sites in options.sites:

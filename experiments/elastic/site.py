@@ -24,7 +24,8 @@ from experiments.errors import ExperimentError
 from experiments.methods.methods import Trainee
 from experiments.settings.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, require
 from experiments.settings.merging import load
-from experiments.tasks import Seat, task_of
+from experiments.tasks.registry import task_of
+from experiments.tasks.task import Seat
 from experiments.training.loop import evaluate, take_step
 from experiments.training.meter import Meter
 from loco.round.state import digest_of

@@ -25,7 +25,8 @@ from experiments.pipeline.reporting.diary import Notes
 from experiments.pipeline.reporting.figures import draw, figures
 from experiments.pipeline.reporting.report import page
 from experiments.pipeline.sampling.worker import Worker
-from experiments.tasks import Seat, task_of
+from experiments.tasks.registry import task_of
+from experiments.tasks.task import Seat
 
 _EVERY = 1.0  # seconds between looks
 _SHOWN = ("step", "version", "tokens", "bytes")  # of an event, while the run goes on

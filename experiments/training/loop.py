@@ -16,7 +16,7 @@ from experiments.reporting import machine
 from experiments.reporting.results import Evaluation, Result, Round
 from experiments.settings.config import RunConfig
 from experiments.settings.plan import Run
-from experiments.tasks import Seat, Task
+from experiments.tasks.task import Seat, Task
 from experiments.training.gathering import from_all
 from experiments.training.keeping import Keeper, Saving
 from experiments.training.ledger import ring_all_reduce_bytes

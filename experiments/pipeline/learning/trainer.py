@@ -20,8 +20,8 @@ from experiments.pipeline.learning.losses import loss_of
 from experiments.pipeline.learning.publishing import Publishing
 from experiments.pipeline.reporting.diary import Diary
 from experiments.pipeline.samples import Group
-from experiments.tasks import Seat
 from experiments.tasks.rollout import PublishedModel
+from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
 from experiments.training.loop import bf16_weights, evaluate, warm_up
 
