@@ -2,7 +2,6 @@
 
     python -m experiments.bench peers
     python -m experiments.bench peers --quick
-    python -m experiments.bench peers --numel 1024 4194304 --sites 2 4 --rounds 30
     python -m experiments.bench peers --rates 100 0 --methods "SAVING, auto" "SAVING, fast" "SAVING, tight"
     python -m experiments.bench peers --sites 2 16 --processes 16 --methods "γ 1, owner"
     python -m experiments.bench link          all exchanges and codecs over links of 100 and 1000 Mbit/s
@@ -58,12 +57,9 @@ SHOWN |= {"over_torchft": ">12.2f", "over_all_reduce": ">15.2f", "cpu_s": ">8.4f
 
 
 class Peer(Protocol):
-    """What takes part in this comparison.
+    """What takes part in this comparison."""
 
-    weights: that it trains; none, if it does not.
-    """
-
-    weights: list[Tensor]
+    weights: list[Tensor]  # that it trains; none, if it does not
 
     def round(self) -> loco.SyncReport | None: ...
 

@@ -14,6 +14,7 @@ except ImportError as error:
     raise missing_extra(error) from None
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -101,6 +102,18 @@ def panels(
             axes[0][0].set_ylabel(label or y)
             axes[0][0].legend(fontsize=8)
         return saved(figure, path)
+
+
+def stacked(axis: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
+    """A bar for each name, which its parts make up; waiting is grey."""
+    left = [0.0] * len(names)
+    for k, (part, values) in enumerate(parts.items()):
+        color = "#D9D9D9" if part == "waiting" else CYCLE[k % len(CYCLE)]
+        axis.barh(names, values, left=left, color=color, label=part)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, -0.5))
 
 
 def _text(value: Any) -> str:

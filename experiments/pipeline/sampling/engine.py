@@ -13,7 +13,7 @@ from torch import Tensor
 import loco
 from experiments.models.registry import language_model
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.diary import Diary
 from experiments.tasks.rollout import PublishedModel, Rollout, Weights, Words, sample
 
 POLL = 0.5  # seconds that the controller may take to report a newer version

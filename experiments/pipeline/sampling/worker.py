@@ -8,7 +8,7 @@ import torch
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.diary import Diary
 from experiments.pipeline.samples import Lease, Parcel, groups_of
 from experiments.pipeline.sampling.engine import POLL, Engine, Newer, TorchEngine
 from experiments.tasks.task import Seat

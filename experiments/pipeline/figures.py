@@ -1,21 +1,14 @@
-"""Turns what the parts noted into the figures of a run, and into a plot."""
+"""Turns what the parts noted into the figures of a run."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Notes
+from experiments.pipeline.diary import Notes
 from experiments.reporting import machine
-from experiments.reporting.charts import CYCLE, LOOK, plt, saved
-
-DOINGS = (
-    *("training", "sampling", "exchanging", "publishing", "writing", "receiving"),
-    *("evaluating", "waiting"),
-)
 
 
 def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[str, Any]:
@@ -64,32 +57,3 @@ def share_of_sites(found: dict[str, Any], doing: str) -> float:
     """The share of the time that sites spend on this, on average."""
     shares = [by.get(doing, 0.0) for by in found["shares"].values() if "training" in by]
     return sum(shares) / len(shares)
-
-
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Who did what and when; how old the tokens were that were learned from; the score."""
-    parts = list(found["shares"])
-    colors = dict(zip(DOINGS, (*CYCLE[:4], CYCLE[7], CYCLE[4], CYCLE[5], "#E6E6E6"), strict=True))
-    with plt.rc_context(LOOK):
-        figure, (timeline, ages, learned) = plt.subplots(3, 1, figsize=(9, 8.5), height_ratios=(3, 2, 2))
-        for doing in reversed(DOINGS):  # waiting lies below
-            for row, part in enumerate(parts):
-                bars = [
-                    (e["from"] - found["begun"], e["to"] - e["from"])
-                    for e in found["events"]
-                    if e["part"] == part and e["what"] == doing
-                ]
-                timeline.broken_barh(bars, (row - 0.4, 0.8), facecolors=colors[doing])
-            timeline.barh(0, 0, color=colors[doing], label=doing)
-        timeline.set(title="Who did what", xlabel="seconds", xlim=(0, found["ended"] - found["begun"]))
-        timeline.set_yticks(range(len(parts)), parts)
-        timeline.legend(ncols=len(DOINGS) // 2, loc="lower center", bbox_to_anchor=(0.5, 1.08))
-        timeline.grid(visible=False)
-        total = max(1, sum(found["staleness"].values()))
-        ages.bar(list(found["staleness"]), [n / total for n in found["staleness"].values()], color=CYCLE[1])
-        ages.set(title="Staleness of the tokens that were learned from", xlabel="versions", ylabel="share")
-        ages.xaxis.get_major_locator().set_params(integer=True)
-        times = [one["time"] - found["begun"] for one in found["evaluations"]]
-        learned.plot(times, [one["scores"]["pass@1"] for one in found["evaluations"]], marker="o")
-        learned.set(title="Held-out problems answered rightly", xlabel="seconds", ylabel="pass@1")
-        saved(figure, path)
