@@ -36,7 +36,7 @@ LOOK: dict[Any, Any] = {
 # Okabe and Ito's palette, told apart with any colour vision.
 CYCLE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#7A4FBF")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.5, 3)))
-_COLOURS = 128  # of a file, which is a third as long as with all
+_COLOURS = 64  # of a file, which is a third as long as with all
 
 
 def saved(figure: Figure, path: Path) -> Path:

@@ -14,7 +14,7 @@ from loco.kernels import Entries, Gate, Known, OuterStep
 from loco.wire.codecs import FAST, TIGHT
 
 
-def test_recorded_rounds_are_of_real_training_and_cost_at_most_2_5_bytes_an_entry() -> None:
+def test_recorded_rounds_are_of_real_training_and_cost_at_most_2_6_bytes_an_entry() -> None:
     found = [wire.recorded(path) for path in sorted(wire.RECORDED.glob("*.npz"))]
     assert [lr for lr, _ in found] == [1e-6, 3e-6, 3e-6]
     for _, (known, sites) in found:
@@ -25,7 +25,7 @@ def test_recorded_rounds_are_of_real_training_and_cost_at_most_2_5_bytes_an_entr
             where = entries.indices()
             assert kernels.reference.visible(known.anchor[where], entries.values, known.gate).all()
             coded = wire.checked(TIGHT, known, entries)
-            assert sum(body.raw.numel() for body in coded) < 2.5 * entries.values.numel()
+            assert sum(body.raw.numel() for body in coded) < 2.6 * entries.values.numel()
 
 
 @pytest.mark.check(BASELINES)
