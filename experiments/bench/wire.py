@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from experiments.bench.measuring import CPU, Row, Table, arguments_of, quantiles, seconds
-from experiments.noise import Noise, Sent, simulate
+from experiments.noise import Sent, simulate
 from loco import kernels
 from loco.kernels import BLOCK, Entries, Gate, Known
 from loco.wire.codecs import FAST, SPARSE, Codec
@@ -114,10 +114,10 @@ def main(arguments: list[str]) -> None:
 def all_data(quick: bool) -> Iterator[tuple[str, float, Sent]]:
     numel = 1 << 18 if quick else 1 << 21
     for lr in LRS[4:5] if quick else LRS:
-        yield "noise", lr, simulate(Noise(lr=lr, numel=numel))
+        yield "noise", lr, simulate(numel, lr)
     for gate in ECONOMIES:
         name = f"noise, 1/{gate.value_steps} ulp, margin {gate.margin:g}"
-        yield name, 1e-6, simulate(Noise(lr=1e-6, numel=numel, gate=gate))
+        yield name, 1e-6, simulate(numel, 1e-6, gate=gate)
     for path in sorted(RECORDED.glob("*.npz")):
         yield f"recorded {path.stem}", *recorded(path)
 

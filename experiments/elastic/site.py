@@ -75,11 +75,7 @@ def train(config: ElasticConfig) -> None:
 
     model = task.model()
     topology = loco.Sites(
-        config.sites,
-        site=config.site,
-        lighthouse=config.lighthouse,
-        at=config.at,
-        timeout=config.timeout_s,
+        config.sites, site=config.site, lighthouse=config.lighthouse, at=config.at, timeout=config.timeout_s
     )
     inner = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas)
     optimizer = loco.PulseLoCo(

@@ -54,10 +54,7 @@ class PipelineConfig(RunConfig):
             self.engine != "vllm" or self.model == "hf",
             "vLLM loads models of Hugging Face's format: engine=vllm needs model=hf and path=<folder>",
         )
-        require(
-            self.engine == "vllm" or not self.vllm,
-            "vllm.* are options of vLLM: set engine=vllm, too",
-        )
+        require(self.engine == "vllm" or not self.vllm, "vllm.* are options of vLLM: set engine=vllm, too")
         require(self.ratio_limit >= 1, f"ratio_limit must be at least 1, got {self.ratio_limit}")
         require(
             self.correction in CORRECTIONS,

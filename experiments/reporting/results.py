@@ -138,8 +138,8 @@ class Result:
 
 
 def fields_of(result: Result) -> dict[str, Any]:
-    """As JSON has it, floats to six digits or nine: rounds are columns, and one that is the same in all rounds
-    is one value."""
+    """As JSON has it, floats to six digits or nine: rounds are columns, and a column of equal values is one
+    value."""
     found = dataclasses.asdict(result)
     names = found["rounds"][0] if found["rounds"] else []
     columns = {name: [_short(one[name]) for one in found["rounds"]] for name in names}

@@ -181,12 +181,10 @@ class RunConfig:
     nesterov: bool = True
     gate: str = "bf16"
     gate_gain: float | None = None  # None: loco's choice, by outer_lr and outer_momentum
-    late_gate_gain: float | None = None  # in the last quarter of the rounds
     gate_margin: float = 0.0  # of a BF16 ulp
     value_steps: int | None = None  # to a BF16 ulp; None: exact values
     sums_margin: float | None = None  # of a BF16 ulp; None: all sums are sent back
     error_feedback: bool = True  # False: what a round withholds is forgotten
-    momentum_before_gate: bool = False  # each site runs the outer optimizer itself, ahead of the gate
     whole_ulps: bool = False  # differences of BF16 casts are sent instead of updates
     wire: str | None = None  # None: PULSELoCo's tight, DiLoCo's float32
     exchange: str = "auto"
@@ -273,9 +271,8 @@ class TrainConfig(RunConfig):
         super().__post_init__()
         _at_least(0, self, "save_every")
         require(
-            not self.save_every or (self.method != "sparseloco" and not self.momentum_before_gate),
-            "save_every needs a method that can be saved: SparseLoCo's residual and the momentum before the "
-            "gate are not kept",
+            not self.save_every or self.method != "sparseloco",
+            "save_every needs a method that can be saved: SparseLoCo's residual is not kept",
         )
         require(
             bool(self.save_every) or not self.resume,

@@ -24,13 +24,7 @@ from experiments.training.meter import Meter
 
 
 def train(
-    run: Run,
-    task: Task,
-    start: dict[str, Tensor],
-    seat: Seat,
-    *,
-    label: str,
-    saving: Saving | None = None,
+    run: Run, task: Task, start: dict[str, Tensor], seat: Seat, *, label: str, saving: Saving | None = None
 ) -> Result:
     """Train from the weights `start`, or from where `saving` says that the run was stopped. Every rank calls
     this together and gets the same result."""

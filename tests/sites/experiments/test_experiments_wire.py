@@ -8,7 +8,7 @@ from selection import BASELINES, COMMANDS
 
 from experiments.bench import wire
 from experiments.bench.measuring import read
-from experiments.noise import Noise, simulate
+from experiments.noise import simulate
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, OuterStep
 from loco.wire.codecs import FAST, TIGHT
@@ -30,8 +30,7 @@ def test_recorded_rounds_are_of_real_training_and_cost_at_most_2_6_bytes_an_entr
 
 @pytest.mark.check(BASELINES)
 def test_noise_is_rounds_of_the_library_and_the_same_every_time() -> None:
-    noise = Noise(lr=1e-6, numel=3000, rounds=3)
-    known, sites = simulate(noise)
+    known, sites = simulate(3000, 1e-6, rounds=3)
     assert known.momentum is not None
     assert len(sites) == 4
     for entries in sites:
@@ -41,14 +40,14 @@ def test_noise_is_rounds_of_the_library_and_the_same_every_time() -> None:
     anchor, momentum = known.anchor.clone(), known.momentum.clone()
     outer = OuterStep(num_sites=4, lr=0.7, momentum=0.9, nesterov=True)
     kernels.apply(anchor, momentum, [anchor.clone()], None, sites[0], sites, outer)
-    again = simulate(Noise(lr=1e-6, numel=3000, rounds=4)).known
+    again = simulate(3000, 1e-6, rounds=4).known
     assert again.momentum is not None
     assert torch.equal(again.anchor, anchor)
     assert torch.equal(again.momentum, momentum)
 
 
 def test_what_the_benchmark_codes_has_come_back() -> None:
-    known, sites = simulate(Noise(lr=3e-6, numel=2000, rounds=2))
+    known, sites = simulate(2000, 3e-6, rounds=2)
     for codec in (FAST, TIGHT):
         bodies = wire.checked(codec, known, sites[0])
         assert sum(body.entries for body in bodies) == sites[0].values.numel()
