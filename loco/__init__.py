@@ -30,6 +30,7 @@ from .optimizer import DiLoCo, LowCommunicationOptimizer, PulseLoCo
 from .presets import MATCHING, PAPER, SAVING, SMALLEST, holding_back
 from .report import SyncReport
 from .round.hooks import RoundProgress
+from .version import VERSION
 
 __all__ = [
     "MATCHING",
@@ -61,7 +62,7 @@ __all__ = [
     "holding_back",
     "sync",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from . import sync

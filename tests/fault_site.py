@@ -20,7 +20,7 @@ from states import Snapshot, snapshot
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import loco
-from experiments.bench.processes.namespaces import leave_network
+from experiments.processes.namespaces import leave_network
 from experiments.processes.orphans import die_with_parent
 from loco.coordination.hosted_store import host_at
 from loco.coordination.store_client import host_and_port

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_origin
 
 from ..members.view import SiteTopology
 from ..round.state import check_same, digest_of
+from ..version import VERSION
 from .formats import opened
 from .protocol import Saveable
 from .reshard import same_model
@@ -126,8 +127,6 @@ class RankManifest:
 
 def manifest_of(state: Mapping[str, Any], *, save: str, folder: Path) -> RankManifest:
     """The manifest of an optimizer's state whose data files lie in `folder`."""
-    from loco import __version__  # which is set once loco has imported this
-
     own = state["loco"]
     described = {
         field.name: own[field.name] for field in dataclasses.fields(RankManifest) if field.name in own
@@ -136,7 +135,7 @@ def manifest_of(state: Mapping[str, Any], *, save: str, folder: Path) -> RankMan
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())
     }
     described |= {"save": save, "format": "torch", "files": files, "digest": digest_of(own["anchor"])}
-    described["loco"] = __version__
+    described["loco"] = VERSION
     return RankManifest(**described, world=own["num_sites"] * own["ranks_per_site"])
 
 

@@ -14,7 +14,7 @@ import pytest
 from processes import gone
 from selection import COMMANDS
 
-from experiments.bench.processes.namespaces import why_not
+from experiments.processes.namespaces import why_not
 from experiments.processes.orphans import through
 
 pytest.importorskip("ray", reason="needs ray")
