@@ -1,6 +1,7 @@
 """The documentation says what is so: its links lead somewhere, and its tables list what the code has."""
 
 import inspect
+import json
 import re
 import subprocess
 from collections.abc import Callable
@@ -30,7 +31,7 @@ TOPICS = (
         "optimizer",
         "reproduce",
     ),
-    *("integrations", "pipeline", "results", "sharded", "sites", "sync", "sync-format", "wire"),
+    *("integrations", "internals", "pipeline", "questions", "results", "sharded", "sites", "sync", "sync-format", "wire"),
 )
 
 
@@ -73,17 +74,49 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("call", "of"), [("loco.PulseLoCo(inner, …)", loco.PulseLoCo), ("`loco.Topology(…)`:", loco.Topology)]
+    ("name", "call", "of"),
+    [
+        ("README.md", "loco.PulseLoCo(inner, …)", loco.PulseLoCo),
+        ("docs/sites.md", "`loco.Topology(…)`;", loco.Topology),
+    ],
 )
-def test_the_settings_are_all_in_the_readme_with_their_defaults(call: str, of: type) -> None:
-    readme = page("README.md")
-    rows = table(readme[readme.index(call) :], "| argument | default | |")
+def test_the_settings_are_all_in_the_tables_with_their_defaults(name: str, call: str, of: type) -> None:
+    text = page(name)
+    rows = table(text[text.index(call) :], "| argument | default | |")
     assert {row[0]: row[1] for row in rows} == parameters_of(of.__init__)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/failures.md"])
-def test_every_error_is_in_the_tables(name: str) -> None:
-    listed = [row[0] for row in table(page(name), "| error | what happened")]
+def short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+
+
+def test_the_readmes_first_table_is_computed_from_the_stored_runs() -> None:
+    first = table(page("README.md"), "| four sites, a round every 8 steps |")
+    rows = table(page("docs/results.md"), "| method | runs | right answers, greedy |")
+    labels = ("DDP, tuned", "DiLoCo", "PULSELoCo", "PULSELoCo, SAVING")
+    for label, shown, row in zip(labels, first, rows, strict=True):
+        stored = json.loads((ROOT / row[1] / "results.json").read_text())
+        runs = [run for run in stored["runs"] if run["label"] == label]
+        assert len(runs) == 5
+        ends = [run["evaluations"][-1][1] for run in runs]
+        scores = [f"{sum(end[score] for end in ends) / 5:.1%}" for score in ("pass@1", "sampled")]
+        (summary,) = [one for one in stored["labels"] if one["label"] == label]
+        rounds = stored["config"]["steps"] / stored["config"]["sync_every"]
+        each = summary["sent_bytes"] / rounds / runs[0]["parameters"]
+        gigabytes, seconds = 7 * each, 7 * each * 8
+        assert row[2:] == [
+            *scores,
+            f"{summary['sent_bytes'] / 1e6:,.2f}",
+            f"{each:.4g}",
+            short(gigabytes),
+            short(seconds),
+        ]
+        time = f"{short(seconds)} s" if seconds < 100 else f"{short(seconds / 60)} min"
+        assert shown[1:] == [f"{short(gigabytes)} GB", time, ", ".join(scores)]
+
+
+def test_every_error_is_in_the_table() -> None:
+    listed = [row[0] for row in table(page("docs/failures.md"), "| error | what happened")]
     public = [getattr(loco, found) for found in loco.__all__ if found.endswith("Error")]
     assert sorted(listed) == sorted(e.__name__ for e in public if e is not loco.LocoError)
 
