@@ -155,7 +155,7 @@ def test_who_is_late_is_not_silent_to_a_listener_that_is_late_itself() -> None:
     make_late(listener, DEAD_AFTER / 2)
     make_late(other, 1.5 * DEAD_AFTER)
     assert losses_while(listener, lambda: None) == []
-    # Its last beat may come 1.5 · DEAD_AFTER later, and five looks of the listener take four times DEAD_AFTER.
+    # Its last beat may come 1.5 · DEAD_AFTER later, and five looks of the listener take 4 · DEAD_AFTER.
     [loss] = losses_while(listener, lambda: fall_silent(other), within=10 * DEAD_AFTER)
     assert loss.silent == (1,)
 
