@@ -29,15 +29,13 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         frame = work.seal(lambda: own.part(at), at, number, Kind.ENTRIES)
         return dict.fromkeys(peers, frame)
 
-    stream = Stream(
-        work.across, frames.count, check, phase=work.phase("entries"), most=work.framing.most_rooms
-    )
+    stream = Stream(work.across, check, phase=work.phase("entries"), most=work.framing.most_rooms)
     found: dict[int, list[Entries]] = {site: [] for site in peers}
     flying: deque[PendingMessages] = deque()
     arrived: Arrived = {}
     ready = seal(0)
-    for tick in range(stream.ticks + AHEAD):
-        if tick < stream.ticks:
+    for tick in range(frames.count + AHEAD):
+        if tick < frames.count:
             flying.append(work.post(stream.messages(ready), "entries"))
         ready = seal(tick + 1) if tick + 1 < frames.count else {}
         for site, (header, body) in arrived.items():

@@ -63,7 +63,7 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     rooms = (room_for_entries, room_for_sums) if framing.sizes_are_known else (None, None)
 
     def stream(what: str, check: Check, room: Room | None) -> Stream:
-        return Stream(across, frames.count, check, phase=work.phase(what), most=framing.most_rooms, room=room)
+        return Stream(across, check, phase=work.phase(what), most=framing.most_rooms, room=room)
 
     entries = stream("entries", check_entries, rooms[0])
     sums = stream("sums", check_sums, rooms[1])
@@ -72,16 +72,13 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
     flying: deque[dict[Stream, PendingMessages]] = deque()  # by tick
     arrived: dict[Stream, Arrived] = {}
     ready = seal(0)
-    # A frame's body comes `lead` ticks after its header, and AHEAD later its sums leave.
-    behind = entries.lead + AHEAD
-    for tick in range(behind + sums.ticks + AHEAD):
+    # The sums of a frame leave AHEAD ticks after it.
+    for tick in range(frames.count + 2 * AHEAD):
         posted: dict[Stream, PendingMessages] = {}
-        if tick < entries.ticks:
+        if tick < frames.count:
             posted[entries] = work.post(entries.messages(ready), "entries")
-        if 0 <= tick - behind < sums.ticks:
-            number = tick - behind
-            ready_sums = add_up(number, arrived.get(entries, {})) if number < frames.count else {}
-            posted[sums] = work.post(sums.messages(ready_sums), "sums")
+        if 0 <= (number := tick - AHEAD) < frames.count:
+            posted[sums] = work.post(sums.messages(add_up(number, arrived[entries])), "sums")
         flying.append(posted)
         ready = seal(tick + 1) if tick + 1 < frames.count else {}
         for site, (header, body) in arrived.get(sums, {}).items():

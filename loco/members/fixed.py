@@ -58,9 +58,9 @@ class Ranks(Protocol):
         """Between all ranks, for construction and checkpoints."""
         ...
 
-    def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
-        """Links by torch's own groups, which all ranks build together; None: loco's own connections are
-        better."""
+    def group_mesh(self, device: torch.device) -> Mesh | None:
+        """Links inside this site by one of torch's groups, which all ranks build together; None: loco's own
+        connections are better."""
         ...
 
     def close(self) -> None: ...
@@ -260,8 +260,7 @@ class FixedSites:
         if len(ranks) == 1:
             return NoLinks()
         name += f"/site {self.site}" if inside else f"/rank {self.rank_in_site}"
-        mesh = self._ranks.mesh(device, inside=inside)
-        if mesh is not None:
+        if inside and (mesh := self._ranks.group_mesh(device)) is not None:
             return mesh
         return link(store, name, ranks.index(self._ranks.rank), len(ranks), address=self._ranks.address)
 
@@ -284,7 +283,7 @@ class FixedSites:
             patience=self.patience,
             member=member,
             link=link,
-            seals=self._seals_of(mesh.name, rank),
+            seals=self._seals_of(mesh.name, rank) if mesh.takes_seals else None,
             reunion=reunion,
         )
 

@@ -17,11 +17,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..coordination.gathering import BEATS, Arrival, Gathering, session_of
 from ..coordination.liveness import await_end
-from ..coordination.store_client import RemoteStore, StoreClient, check_store, host_and_port
+from ..coordination.store_client import RemoteStore, check_store, host_and_port
 from ..errors import AgreementError, LocoError, TransportError, first_line, no_store
 from ..logs import SAY_SOON, Waiting
-from ..net.linking import PatientStore, link
-from ..net.mesh import Mesh, NoLinks
+from ..net.linking import link_ranks
+from ..net.mesh import Mesh
 from .own_world import check_one_site, own_world
 
 _PREFIX = "sites"  # of the keys in the store at which the sites meet
@@ -56,7 +56,7 @@ class JoinedWorlds:
     told = b""
 
     def __init__(self, sites: int, site: str, at: str, *, patience: float, dead_after: float) -> None:
-        own = self._own = own_world()
+        own = self._own = own_world(patience)
         self.ranks_per_site, self._rank_in_site = (1, 0) if own is None else (own.world, own.rank)
         self.site_group = None if own is None else own.site_group
         host, port = host_and_port(at)
@@ -93,7 +93,14 @@ class JoinedWorlds:
             self.store = _reached(at, patience)
             # The machine's address on the way to the store is the one by which the others reach it, too.
             self.address = _address_towards(host, port)
-            self._everyone = self._link_everyone(f"everyone {session_of(arrivals)}", dead_after)
+            self._everyone = link_ranks(
+                self.store,
+                f"everyone {session_of(arrivals)}",
+                self.rank,
+                self.world,
+                limit=max(2 * dead_after, 60.0),  # all have met, but some processes are slow to start
+                address=self.address,
+            )
         except BaseException:  # a traceback that is kept holds this object: it must not count as here
             if self._gathering is not None:
                 self._gathering.close()
@@ -102,8 +109,8 @@ class JoinedWorlds:
     def everyone(self) -> Mesh:
         return self._everyone
 
-    def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
-        return None if self._own is None else self._own.mesh(device, inside=inside)
+    def group_mesh(self, device: torch.device) -> Mesh | None:
+        return None if self._own is None else self._own.group_mesh(device)
 
     def close(self) -> None:
         if self._gathering is not None:
@@ -148,19 +155,6 @@ class JoinedWorlds:
             raise
         finally:
             store.set(root, json.dumps(outcome))
-
-    def _link_everyone(self, name: str, dead_after: float) -> Mesh:
-        if self.world == 1:
-            return NoLinks()
-        limit = max(2 * dead_after, 60.0)  # all have met, but some processes are slow to start
-        client = StoreClient(self.store, limit=limit)
-        try:
-            by = PatientStore(client, limit=limit, may_still_come=lambda: True)
-            return link(by, name, self.rank, self.world, address=self.address)
-        except RuntimeError as error:
-            raise TransportError(f"linking {self.world} ranks: {first_line(error)}", lasting=True) from error
-        finally:
-            client.close()
 
 
 def _reached(at: str, patience: float) -> RemoteStore:

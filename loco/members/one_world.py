@@ -1,5 +1,6 @@
 """All sites in one world: torch's default process group, whose ranks form them."""
 
+import itertools
 import os
 import sys
 from contextlib import suppress
@@ -13,11 +14,13 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from ..net.mesh import GroupMesh, Mesh, Subset, any_device, group_device
+from ..net.linking import link_ranks
+from ..net.mesh import GroupMesh, Mesh, Subset, group_device
 from ..net.transport import Transport
 from .arrangement import NO_CLAIM, Claim, arrange, consecutive_peers, peers_in_mesh
 
 _SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_worlds = itertools.count()
 
 
 def ensure_process_group() -> None:
@@ -47,6 +50,11 @@ def ensure_process_group() -> None:
     dist.init_process_group(store=PrefixStore(f"start {start}", store), rank=rank, world_size=world)
 
 
+def number_of_world() -> int:
+    """Another one at each call: all ranks link up as often, so it is the same on all of them."""
+    return next(_worlds)
+
+
 class OneWorld:
     """Sites that are ranks of the default process group. `Ranks` of a `FixedSites`.
 
@@ -74,7 +82,13 @@ class OneWorld:
         self.world = dist.get_world_size()
         self._timeout = timedelta(seconds=timeout)
         self._site_group: dist.ProcessGroup | None = None
-        told = self._tell(ranks_per_site, mesh, timeout, patience)
+        name = f"loco/all ranks/{number_of_world()}"
+        self._all_ranks = link_ranks(self.store, name, dist.get_rank(), self.world, limit=patience)
+        try:
+            told = self._tell(ranks_per_site, mesh, timeout, patience)
+        except BaseException:  # a traceback that is kept holds this object
+            self._all_ranks.close()
+            raise
         self.told = b"".join(told)
         self._sites = arrange(told)
         self._order = [rank for site in self._sites for rank in site]
@@ -93,23 +107,22 @@ class OneWorld:
         return self._site_group
 
     def everyone(self) -> Mesh:
-        mesh = _world_mesh()
-        return Subset(mesh, self._order, close=mesh.close)
+        return Subset(self._all_ranks, self._order, close=self._all_ranks.close)
 
-    def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
+    def group_mesh(self, device: torch.device) -> Mesh | None:
         world = dist.group.WORLD
         assert world is not None
         sends = group_device(world, device)
         if sends is None:
             return None
-        groups = self._sites if inside else [list(column) for column in zip(*self._sites, strict=True)]
         # NCCL connects later, and then still needs torch's store.
-        mesh = GroupMesh(group := self._new_group(groups), sends, owned=True)
+        mesh = GroupMesh(group := self._new_group(self._sites), sends)
         # torch numbers the members of a group by their ranks.
-        mine = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        mine = next(ranks for ranks in self._sites if dist.get_rank() in ranks)
         return Subset(mesh, [dist.get_group_rank(group, rank) for rank in mine], close=mesh.close)
 
     def close(self) -> None:
+        self._all_ranks.close()
         if self._site_group is not None:
             with suppress(ValueError, RuntimeError):  # the process group was destroyed before
                 dist.destroy_process_group(self._site_group)
@@ -137,7 +150,7 @@ class OneWorld:
         except ValueError as error:
             failure = error
         everyone = Transport(
-            _world_mesh(),
+            self._all_ranks,
             range(self.world),
             rank,
             liveness=None,
@@ -155,9 +168,3 @@ class OneWorld:
         group, _ = dist.new_subgroups_by_enumeration(members, timeout=self._timeout)
         assert isinstance(group, dist.ProcessGroup)  # this rank is in one of them
         return group
-
-
-def _world_mesh() -> GroupMesh:
-    world = dist.group.WORLD
-    assert world is not None
-    return GroupMesh(world, any_device(world), owned=False)

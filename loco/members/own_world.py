@@ -8,12 +8,16 @@ import torch
 import torch.distributed as dist
 
 from ..errors import AgreementError
-from ..net.mesh import GroupMesh, Mesh, any_device, group_device
-from .one_world import ensure_process_group
+from ..net.linking import link_ranks
+from ..net.mesh import GroupMesh, Mesh, group_device
+from .one_world import ensure_process_group, number_of_world
 
 
 class OwnWorld:
     """`Ranks` of a `FixedSites` of one site: torch's default process group.
+
+    Args:
+        patience: seconds to wait for its other ranks.
 
     Raises:
         ValueError: neither a process group nor a launcher.
@@ -22,10 +26,12 @@ class OwnWorld:
     address = ""
     told = b""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
         ensure_process_group()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.ranks_per_site = self.world
+        self._patience = patience
+        self._all_ranks: Mesh | None = None
 
     @property
     def store(self) -> Any:
@@ -38,26 +44,31 @@ class OwnWorld:
         return world
 
     def everyone(self) -> Mesh:
-        return GroupMesh(self.site_group, any_device(self.site_group), owned=False)
+        if self._all_ranks is None:
+            name = f"loco/all ranks/{number_of_world()}"
+            self._all_ranks = link_ranks(self.store, name, self.rank, self.world, limit=self._patience)
+        return self._all_ranks
 
-    def mesh(self, device: torch.device, *, inside: bool) -> Mesh | None:
+    def group_mesh(self, device: torch.device) -> Mesh | None:
         sends = group_device(self.site_group, device)
-        if not inside or sends is None:
+        if sends is None:
             return None
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
-        return GroupMesh(group, sends, owned=True)
+        return GroupMesh(group, sends)
 
     def close(self) -> None:
-        pass  # the group is the caller's
+        """The group is the caller's."""
+        if self._all_ranks is not None:
+            self._all_ranks.close()
 
 
-def own_world() -> OwnWorld | None:
+def own_world(patience: float) -> OwnWorld | None:
     """This site's; None if it is a process outside of torch.distributed, which no launcher started as one of
     several."""
     if not (dist.is_available() and dist.is_initialized()) and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
-    return OwnWorld()
+    return OwnWorld(patience)
 
 
 def check_one_site(each: Sequence[object], what: str) -> None:

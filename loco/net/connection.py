@@ -28,20 +28,27 @@ class Message:
 
     Args:
         tensor: uint8, contiguous.
+        seal: uint8, of a fixed size: it follows the tensor's bytes in the same message.
         complete: waits for it, at most so many seconds.
 
     Attributes:
         memory: the tensor's.
+        seal: the seal's memory, if there is one.
+        size: how many bytes of `memory` are sent, or have been received.
         over: it has been, or never will be.
         error: why not.
         is_long: the thread moves it while nobody waits.
     """
 
-    __slots__ = ("_complete", "error", "is_long", "memory", "over")
+    __slots__ = ("_complete", "error", "is_long", "memory", "over", "seal", "size")
 
-    def __init__(self, tensor: Tensor, complete: Callable[["Message", float], object]) -> None:
+    def __init__(
+        self, tensor: Tensor, seal: Tensor | None, complete: Callable[["Message", float], object]
+    ) -> None:
         self._complete = complete
         self.memory = tensor.numpy().data
+        self.seal = None if seal is None else seal.numpy().data
+        self.size = len(self.memory)
         self.over = False
         self.error = ""
         self.is_long = False
@@ -69,6 +76,7 @@ class Connection:
         self._leaving: deque[tuple[memoryview, Message | None]] = deque()
         self._expected: deque[Message] = deque()
         self._room: memoryview | None = None  # what the message that is coming has left of its own
+        self._seal: memoryview | None = None  # is received after it
         self._stage = memoryview(bytearray(_STAGE))
         self._unread = slice(0, 0)  # of the stage
         self._is_readable = self._is_writable = True
@@ -87,8 +95,10 @@ class Connection:
         self._expected.append(message)
 
     def add(self, message: Message) -> None:
-        self._leaving.append((memoryview(LENGTH.pack(len(message.memory))), None))
-        self._leaving.append((message.memory, message))
+        pieces = [message.memory] if message.seal is None else [message.memory, message.seal]
+        self._leaving.append((memoryview(LENGTH.pack(sum(map(len, pieces)))), None))
+        self._leaving.extend((piece, None) for piece in pieces[:-1])
+        self._leaving.append((pieces[-1], message))
 
     def see(self, events: int) -> None:
         self._is_readable |= bool(events & (_READABLE | _GONE))
@@ -126,14 +136,17 @@ class Connection:
                         return
                     continue
                 (size,) = LENGTH.unpack_from(self._stage, self._unread.start)
-                room = self._expected[0].memory
-                if size > len(room):
+                message = self._expected[0]
+                least = 0 if message.seal is None else len(message.seal)
+                most = len(message.memory) + least
+                if not least <= size <= most:
                     raise OSError(
-                        f"a message of {size:,} bytes where {len(room):,} are expected at most: the members "
+                        f"a message of {size:,} bytes where {least:,} to {most:,} are expected: the members "
                         f"are not at the same point"
                     )
                 self._unread = slice(self._unread.start + LENGTH.size, self._unread.stop)
-                self._room = room[:size]
+                message.size = size - least
+                self._room, self._seal = message.memory[: message.size], message.seal
                 continue
             if taken := min(unread, len(self._room)):
                 at = self._unread.start
@@ -141,8 +154,9 @@ class Connection:
                 self._room = self._room[taken:]
                 self._unread = slice(at + taken, self._unread.stop)
             if not self._room:
-                self._room = None
-                finish(self._expected.popleft())
+                self._room, self._seal = self._seal, None
+                if self._room is None:
+                    finish(self._expected.popleft())
             elif len(self._room) < _STAGE:
                 if not self._read_on():
                     return
@@ -166,7 +180,7 @@ class Connection:
         lost = [*self._expected, *(message for _, message in self._leaving if message is not None)]
         self._expected.clear()
         self._leaving.clear()
-        self._room = None
+        self._room = self._seal = None
         return lost
 
     def _read_on(self) -> bool:

@@ -20,13 +20,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from ..coordination.store_client import KeyValueStore
+from ..coordination.store_client import KeyValueStore, StoreClient
+from ..errors import TransportError, first_line
 from ..logs import Waiting
+from .mesh import Mesh, NoLinks
 from .tcp import TcpLinks
 
 _POLL = 0.01  # seconds
+_ANSWER = 60.0  # seconds that a store may take at a start, when all ranks ask it at once
 _TOKEN = 16  # bytes
 _MEMBER = struct.Struct("<I")
 _SIOCGIFADDR = 0x8915
@@ -119,6 +122,29 @@ def link(store: PatientStore, name: str, member: int, size: int, *, address: str
         return TcpLinks(name, _connections(store, name, member, size, address))
     except OSError as error:  # a member that was lost has hung up, too
         raise RuntimeError(f"links to other ranks: {error}") from error
+
+
+def link_ranks(store: Any, name: str, rank: int, world: int, *, limit: float, address: str = "") -> Mesh:
+    """`link` for all ranks of a run, before they have heartbeats.
+
+    Args:
+        store: torch's, or a `RemoteStore`.
+        limit: seconds for all of them to come.
+
+    Raises:
+        TransportError: a rank did not come, or can't be reached.
+    """
+    if world == 1:
+        return NoLinks()
+    try:
+        client = StoreClient(store, limit=_ANSWER)
+        try:
+            by = PatientStore(client, limit=limit, may_still_come=lambda: True)
+            return link(by, name, rank, world, address=address)
+        finally:
+            client.close()
+    except RuntimeError as error:
+        raise TransportError(f"linking {world} ranks: {first_line(error)}", lasting=True) from error
 
 
 def _connections(

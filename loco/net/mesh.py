@@ -4,30 +4,45 @@ Those of loco's own are in `tcp`.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Of a message that is never sent. gloo picks one of its devices by the tag's remainder: with this tag it is
-# that of tag 0, which all other messages have, for up to ten devices.
-_NEVER = 5040
 GIVEN_UP = "these links were given up"
 
-Messages = Sequence[tuple[int, Tensor]]  # with the member that each is for, or from
+
+class Parcel(NamedTuple):
+    """Bytes to send to a member, or room for those that it sends.
+
+    data: uint8, contiguous. seal: sent, or received, behind them.
+    """
+
+    member: int
+    data: Tensor
+    seal: Tensor | None = None
+
+
+Parcels = Sequence[Parcel]
 
 
 class Work(Protocol):
-    """Messages on their way."""
+    """A message on its way.
+
+    Attributes:
+        size: bytes of it, known once it has come.
+    """
+
+    size: int
 
     def wait(self, timeout: timedelta, /) -> object:
         """
         Raises:
-            RuntimeError: they did not come in time, or never will.
+            RuntimeError: it did not come in time, or never will.
         """
         ...
 
@@ -38,17 +53,15 @@ class Mesh(Protocol):
     Attributes:
         name: of these links, the same on all members, and no others'.
         device: where messages lie.
-        takes_less: a message may be shorter than the room for it.
-        needs_waiter: its waits end neither at once with `interrupt` nor with Ctrl-C, so another thread waits.
+        takes_seals: parcels may have seals, and may be shorter than the room for them.
     """
 
     name: str
     device: torch.device
-    takes_less: bool
-    needs_waiter: bool
+    takes_seals: bool
 
-    def begin(self, sends: Messages, receives: Messages) -> Sequence[Work]:
-        """Start to send and to receive -> one work for each message, the receives first; or one for all.
+    def begin(self, sends: Parcels, receives: Parcels) -> Sequence[Work]:
+        """Start to send and to receive -> one work for each parcel, the receives first.
 
         Raises:
             RuntimeError: a member has hung up, or these links are closed.
@@ -65,48 +78,56 @@ class Mesh(Protocol):
 
 
 class GroupMesh:
-    """The members of one of torch's process groups.
+    """The members of one of torch's process groups, which nobody else uses: it is closed with this mesh, or
+    when nobody holds this mesh.
 
     Args:
         device: where messages lie.
-        owned: nobody else uses the group, so it is closed with this mesh, or when nobody holds this mesh.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, owned: bool) -> None:
+    takes_seals = False
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.name: str = group.group_name
         self.device = device
-        self.takes_less = self.needs_waiter = backends_of(group).get(device.type) == "gloo"
         self._group: dist.ProcessGroup | None = group
-        self._peers = [peer for peer in range(group.size()) if peer != group.rank()]
-        self._end = weakref.finalize(self, _destroy, group) if owned else None
-        if self._end is not None:
-            self._end.atexit = False  # torch ends what is left, in its own order
+        self._end = weakref.finalize(self, _destroy, group)
+        self._end.atexit = False  # torch ends what is left, in its own order
 
-    def begin(self, sends: Messages, receives: Messages) -> Sequence[Work]:
+    def begin(self, sends: Parcels, receives: Parcels) -> Sequence[Work]:
         group = self._group
         if group is None:
             raise RuntimeError(GIVEN_UP)
-        return dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, t, group=group, group_peer=p) for p, t in receives]
-            + [dist.P2POp(dist.isend, t, group=group, group_peer=p) for p, t in sends]
-        )
+        operations = [
+            dist.P2POp(dist.irecv, one.data, group=group, group_peer=one.member) for one in receives
+        ]
+        operations += [dist.P2POp(dist.isend, one.data, group=group, group_peer=one.member) for one in sends]
+        works = dist.batch_isend_irecv(operations)
+        # NCCL returns one work for all of them.
+        each = works if len(works) == len(operations) else works * len(operations)
+        return [
+            _GroupWork(work, one.data.numel()) for work, one in zip(each, [*receives, *sends], strict=True)
+        ]
 
     def interrupt(self) -> None:
-        group = self._group
-        if group is None:
-            return
-        if self.needs_waiter:
-            _close_pairs(group, self._peers)
-        else:
+        if self._group is not None:
             with suppress(RuntimeError, ValueError):
-                group.abort()
+                self._group.abort()
 
     def close(self) -> None:
-        # gloo hangs up when nobody holds the group any more, or its messages.
-        if self._end is not None:
+        if self._group is not None:
             self.interrupt()
             self._group = None  # which for torch would be all groups
             self._end()
+
+
+class _GroupWork:
+    def __init__(self, work: Any, size: int) -> None:
+        self._work = work
+        self.size = size
+
+    def wait(self, timeout: timedelta) -> None:
+        self._work.wait(timeout)
 
 
 class Subset:
@@ -118,15 +139,16 @@ class Subset:
     """
 
     def __init__(self, mesh: Mesh, members: Sequence[int], *, close: Callable[[], object]) -> None:
-        self.name, self.device = mesh.name, mesh.device
-        self.takes_less, self.needs_waiter = mesh.takes_less, mesh.needs_waiter
+        self.name, self.device, self.takes_seals = mesh.name, mesh.device, mesh.takes_seals
         self._mesh = mesh
         self._members = list(members)
         self._close = close
 
-    def begin(self, sends: Messages, receives: Messages) -> Sequence[Work]:
-        at = self._members
-        return self._mesh.begin([(at[p], t) for p, t in sends], [(at[p], t) for p, t in receives])
+    def begin(self, sends: Parcels, receives: Parcels) -> Sequence[Work]:
+        return self._mesh.begin(self._numbered(sends), self._numbered(receives))
+
+    def _numbered(self, parcels: Parcels) -> list[Parcel]:
+        return [one._replace(member=self._members[one.member]) for one in parcels]
 
     def interrupt(self) -> None:
         self._mesh.interrupt()
@@ -140,10 +162,10 @@ class NoLinks:
 
     name = ""
     device = torch.device("cpu")
-    takes_less, needs_waiter = True, False
+    takes_seals = True
     is_open = False
 
-    def begin(self, sends: Messages, receives: Messages) -> Sequence[Work]:
+    def begin(self, sends: Parcels, receives: Parcels) -> Sequence[Work]:
         raise RuntimeError("this site has no links")
 
     def interrupt(self) -> None:
@@ -153,33 +175,13 @@ class NoLinks:
         pass
 
 
-def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backend by device type, from e.g. "cpu:gloo,cuda:nccl"."""
-    pairs = str(dist.get_backend_config(group)).split(",")
-    return {device: backend for device, _, backend in (pair.partition(":") for pair in pairs)}
-
-
-def any_device(group: dist.ProcessGroup) -> torch.device:
-    """Some device whose memory the group can send."""
-    return torch.device(next(iter(backends_of(group))))
-
-
 def group_device(group: dist.ProcessGroup, device: torch.device) -> torch.device | None:
     """Where the messages of tensors on `device` lie if the group carries them. None: host memory, and
     connections of loco's own do it better than gloo."""
-    backend = backends_of(group).get(device.type, "gloo")
-    return None if device.type == "cpu" or backend == "gloo" else device
-
-
-def _close_pairs(pairs: Any, peers: Iterable[int]) -> None:
-    """gloo has no call that closes connections (its abort does nothing); a wait that times out closes all.
-
-    A peer that has hung up already fails the call before it can time out: then another one's does it.
-    """
-    for peer in peers:
-        with suppress(RuntimeError, ValueError):  # which is what it is for
-            never = pairs.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER)
-            never.wait(timedelta(milliseconds=1))
+    # By device type, e.g. "cpu:gloo,cuda:nccl".
+    pairs = str(dist.get_backend_config(group)).split(",")
+    backends = {type: backend for type, _, backend in (pair.partition(":") for pair in pairs)}
+    return None if device.type == "cpu" or backends.get(device.type, "gloo") == "gloo" else device
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

@@ -4,13 +4,11 @@ import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from ..errors import TransportError, first_line
+from ..errors import TransportError, WireError, first_line
 from ..logs import Waiting
-from .mesh import Work
+from .mesh import Parcel, Work
 
 if TYPE_CHECKING:
     from .transport import Transport
@@ -18,34 +16,39 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-class SealedMessage(NamedTuple):
-    """A message on its way to this rank, and what will prove that it is the expected one."""
-
-    sender: int
-    message: Tensor
-    seal: Tensor
-    number: int
-
-
 class PendingMessages:
-    """Messages on their way."""
+    """Messages on their way.
+
+    Args:
+        works: of the parcels, the received ones first.
+        numbers: of the received ones: which of their senders' messages each must be.
+
+    Attributes:
+        sizes: in bytes, of the received ones, once they have come.
+        sent, received: bytes, with their seals.
+    """
 
     def __init__(
         self,
         transport: "Transport",
         works: Sequence[Work],
-        order: list[int],
-        sent: int,
-        received: int,
-        sealed: list[SealedMessage],
+        receives: Sequence[Parcel],
+        sends: Sequence[Parcel],
+        numbers: Sequence[int],
+        *,
         phase: str,
+        may_be_shorter: bool,
     ) -> None:
         self._transport = transport
         self._works = works
-        self._order = order
-        self._sealed = sealed
+        self._receives = receives
+        self._numbers = numbers
+        self._order = [one.member for one in (*receives, *sends)]
         self._phase = phase
-        self.sent, self.received = sent, received  # bytes
+        self._may_be_shorter = may_be_shorter
+        self.sizes: list[int] = []
+        self.sent = sum(one.data.numel() + _seal_bytes(one) for one in sends)
+        self.received = 0
 
     def wait(self, limit: float | None = None, *, watching: Sequence[int] = ()) -> None:
         """
@@ -57,29 +60,20 @@ class PendingMessages:
             TransportError: a peer is dead, stopped, cut off or gone, or alive but not here in time; names it,
                 the phase and the limit.
             AuthenticationError: a message is not genuine.
+            WireError: a message does not fill the room for it.
         """
         if not self._works:
             return
         transport, peer = self._transport, -1
         limit = transport.timeout if limit is None else limit
         deadline = time.monotonic() + limit
-
-        def all_of_them() -> None:
-            nonlocal peer
-            for k, work in enumerate(self._works):
-                peer = self._order[k] if len(self._works) == len(self._order) else -1
-                left = max(deadline - time.monotonic(), 0.001)
-                work.wait(timedelta(seconds=left))
-
-        def missing() -> str:
-            return (
-                f"{self._phase}: {transport.member} {peer}" if peer >= 0 else f"{self._phase}: its messages"
-            )
-
         try:
             peers = sorted({*self._order, *watching})
-            with Waiting(_logger, missing), transport.vigil(peers, phase=self._phase) as alarm:
-                transport.await_all(all_of_them, alarm)
+            waiting = Waiting(_logger, lambda: f"{self._phase}: {transport.member} {peer}")
+            with waiting, transport.vigil(peers, phase=self._phase):
+                for k, work in enumerate(self._works):
+                    peer = self._order[k]
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except (RuntimeError, ValueError) as error:
             if isinstance(error, TransportError):
                 raise
@@ -87,6 +81,18 @@ class PendingMessages:
             late = time.monotonic() >= deadline - 0.01
             who = transport.not_here(peer, limit if late else None)
             raise TransportError(f"{self._phase}: {who} ({first_line(error)})", lasting=late) from error
-        transport.check_seals(self._sealed, phase=self._phase)
+        self.sizes = [work.size for work in self._works[: len(self._receives)]]
+        for parcel, size, number in zip(self._receives, self.sizes, self._numbers, strict=True):
+            transport.check_seal(parcel, size, number, phase=self._phase)
+            self.received += size + _seal_bytes(parcel)
+            if size < parcel.data.numel() and not self._may_be_shorter:
+                raise WireError(
+                    f"{self._phase}: {transport.member} {parcel.member} sent {size:,} bytes where "
+                    f"{parcel.data.numel():,} were expected: the members are not at the same point"
+                )
         transport.sent_bytes += self.sent
         transport.received_bytes += self.received
+
+
+def _seal_bytes(parcel: Parcel) -> int:
+    return 0 if parcel.seal is None else parcel.seal.numel()

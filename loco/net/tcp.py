@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from .connection import EVENTS, Connection, Message
-from .mesh import GIVEN_UP, Messages
+from .mesh import GIVEN_UP, Parcels
 
 LONG = 1 << 20  # bytes that are yet to come of a message which the thread moves
 _LONGEST_LOOK = 3600.0  # seconds; the system takes no more than some weeks
@@ -32,7 +32,7 @@ class TcpLinks:
     """
 
     device = torch.device("cpu")
-    takes_less, needs_waiter = True, False
+    takes_seals = True
 
     def __init__(self, name: str, ends: Mapping[int, socket.socket]) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class TcpLinks:
     def is_open(self) -> bool:
         return self._dropped.alive
 
-    def begin(self, sends: Messages, receives: Messages) -> list[Message]:
+    def begin(self, sends: Parcels, receives: Parcels) -> list[Message]:
         return self._connections.begin(sends, receives)
 
     def interrupt(self) -> None:
@@ -74,25 +74,25 @@ class Connections:
         for number in self._by_number:
             self._events.register(number, EVENTS)
 
-    def begin(self, sends: Messages, receives: Messages) -> list[Message]:
+    def begin(self, sends: Parcels, receives: Parcels) -> list[Message]:
         """-> a message each, the receives first
 
         Raises:
             RuntimeError: a connection is lost.
         """
         messages: list[Message] = []
-        members = {member for member, _ in sends}.union(member for member, _ in receives)
+        members = {one.member for one in (*sends, *receives)}
         with self._lock:
             if self._given_up:
                 raise RuntimeError(GIVEN_UP)
             for member in members:
                 self._by_member[member].check()
-            for member, tensor in receives:
-                messages.append(message := Message(tensor, self.complete))
-                self._by_member[member].expect(message)
-            for member, tensor in sends:
-                messages.append(message := Message(tensor, self.complete))
-                self._by_member[member].add(message)
+            for one in receives:
+                messages.append(message := Message(one.data, one.seal, self.complete))
+                self._by_member[one.member].expect(message)
+            for one in sends:
+                messages.append(message := Message(one.data, one.seal, self.complete))
+                self._by_member[one.member].add(message)
             for member in members:
                 self._move(self._by_member[member])
             for message in messages[len(receives) :]:

@@ -1,11 +1,12 @@
 """Point-to-point messages among the members of one group, every byte counted.
 
-One primitive, `swap`, carries all that the sites say to each other: it works alike on gloo and NCCL, takes
-unequal sizes, and what it is handed is what goes on the wire, so the counts need no model of a collective.
+One primitive, `swap`, carries all that the sites say to each other: it works alike on loco's own connections
+and on NCCL, takes unequal sizes, and what it is handed is what goes on the wire, so the counts need no model
+of a collective.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,12 +16,10 @@ from ..coordination.authentication import SEAL_BYTES, MessageSeals
 from ..coordination.guard import guarded
 from ..coordination.heartbeats import Heartbeats
 from ..errors import AuthenticationError, TransportError, WireError, first_line
-from .cancellable_wait import Alarm, CancellableWait
-from .mesh import Mesh, Work
-from .pending import PendingMessages, SealedMessage
+from .mesh import Mesh, Parcel, Work
+from .pending import PendingMessages
 
 CHUNK = 1 << 20  # elements of one message of a long tensor: 4 MiB
-RECORD_ROOM = 1 << 14  # bytes: gloo, where it is used, ends the process if a message is longer than its room
 # What a peer can make this rank take in before it is known what it says: names and shapes of all parameters.
 MOST_BLOB_BYTES = 1 << 28
 _MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -64,25 +63,14 @@ class Transport:
         self.member, self.link = member, link
         self._seals, self._reunion = seals, reunion
         self._ranks = list(ranks)
-        self._waiter = CancellableWait()
         self.sent_bytes = 0
         self.received_bytes = 0
 
-    @property
-    def takes_less(self) -> bool:
-        """Whether a message may be shorter than the room for it. (A seal is of all that was received.)"""
-        return self.mesh.takes_less and self._seals is None
-
     def rooms(self, size: int) -> dict[int, Tensor]:
-        """For a short message of each peer: a longer one comes from a peer at another point of the round."""
+        """For a message of each peer."""
         peers = self.peers
-        size = max(size, RECORD_ROOM) if self.takes_less else size
         rooms = torch.empty(len(peers) * size, dtype=torch.uint8, device=self.device)
         return dict(zip(peers, rooms.split(size), strict=False))  # of nothing `split` makes one tensor
-
-    def count_as(self, size: int, room: Tensor) -> None:
-        """Of a message that has come, which was counted as large as its room: it had only so many bytes."""
-        self.received_bytes -= room.numel() - size
 
     @property
     def peers(self) -> list[int]:
@@ -99,49 +87,49 @@ class Transport:
         """Send `outgoing[peer]` and fill `incoming[peer]`, all at once; returns when both are done.
 
         Raises:
-            TransportError: as `PendingMessages.wait`.
+            TransportError, WireError: as `PendingMessages.wait`.
         """
         self.post(list(outgoing.items()), list(incoming.items()), phase=phase).wait(limit)
 
     def post(
-        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], *, phase: str
+        self,
+        outgoing: Sequence[tuple[int, Tensor]],
+        incoming: Sequence[tuple[int, Tensor]],
+        *,
+        phase: str,
+        may_be_shorter: bool = False,
     ) -> PendingMessages:
         """Begin to send and to receive; what is sent must not change until `wait` of the result has returned.
 
-        Tensors are contiguous uint8; sizes are known to both ends, and empty messages are not sent. Several
-        messages of one peer arrive in the order in which they were posted.
+        Tensors are contiguous uint8; empty messages are not sent. Several messages of one peer arrive in the
+        order in which they were posted.
+
+        Args:
+            may_be_shorter: messages need not fill the room for them. Not where torch's groups carry them.
 
         Raises:
             TransportError: a peer is gone.
         """
-        sends = [(p, t) for p, t in outgoing if t.numel()]
-        receives = [(p, t) for p, t in incoming if t.numel()]
-        sealed: list[SealedMessage] = []
-        if self._seals is not None:  # each message's seal follows it, as a message of its own
-            sends = [m for p, t in sends for m in ((p, t), (p, self._seals.seal(t, p)))]
-            sealed = [
-                SealedMessage(p, t, t.new_empty(SEAL_BYTES), self._seals.expect(p)) for p, t in receives
-            ]
-            receives = [m for s in sealed for m in ((s.sender, s.message), (s.sender, s.seal))]
+        seals = self._seals
+        sends = [Parcel(p, t, seals and seals.seal(t, p)) for p, t in outgoing if t.numel()]
+        receives = [Parcel(p, t, seals and t.new_empty(SEAL_BYTES)) for p, t in incoming if t.numel()]
+        numbers = [0 if seals is None else seals.expect(one.member) for one in receives]
         works: Sequence[Work] = []
         if sends or receives:
             try:
                 works = self.mesh.begin(sends, receives)
             except (RuntimeError, ValueError) as error:
                 raise TransportError(f"{phase}: {self.not_here(-1, None)} ({first_line(error)})") from error
-        sent, received = sum(t.numel() for _, t in sends), sum(t.numel() for _, t in receives)
-        # NCCL returns one work for the whole batch.
-        order = [p for p, _ in receives] + [p for p, _ in sends]
-        return PendingMessages(self, works, order, sent, received, sealed, phase)
+        return PendingMessages(
+            self, works, receives, sends, numbers, phase=phase, may_be_shorter=may_be_shorter
+        )
 
     def swap_records(self, record: bytes, *, phase: str, limit: float | None = None) -> list[bytes]:
         """Every member's record, in order; all records have the same size."""
         mine = self.message(record)
         incoming = self.rooms(mine.numel())
         self.swap(dict.fromkeys(self.peers, mine), incoming, phase=phase, limit=limit)
-        for room in incoming.values():
-            self.count_as(len(record), room)
-        return [record if p == self.rank else to_bytes(incoming[p][: len(record)]) for p in range(self.size)]
+        return [record if p == self.rank else to_bytes(incoming[p]) for p in range(self.size)]
 
     def swap_blobs(self, blob: bytes, *, phase: str, limit: float | None = None) -> list[bytes]:
         """Every member's bytes, in order; sizes may differ and travel first."""
@@ -213,21 +201,15 @@ class Transport:
                 chunks[coming].copy_(staged)
 
     @contextmanager
-    def vigil(self, peers: Sequence[int], *, phase: str) -> Iterator[Alarm]:
-        """Wait for messages of `peers` inside it, by `await_all`, which ends at once if one dies or leaves.
+    def vigil(self, peers: Sequence[int], *, phase: str) -> Iterator[None]:
+        """Wait for messages of `peers` inside it: the wait ends at once if one dies or leaves.
 
         Raises:
             TransportError: names who it is.
         """
-        given_up = Alarm()
         if self.liveness is None:
-            yield given_up
+            yield
             return
-
-        def on_loss() -> None:
-            self.mesh.interrupt()
-            given_up.ring()
-
         ranks = [self._ranks[peer] for peer in peers]
         with guarded(
             self.liveness,
@@ -236,16 +218,9 @@ class Transport:
             named=self._named,
             link=self.link,
             reunion=self._reunion,
-            on_loss=on_loss,
+            on_loss=self.mesh.interrupt,
         ):
-            yield given_up
-
-    def await_all(self, wait: Callable[[], object], alarm: Alarm) -> None:
-        """Call `wait`, which waits for messages of this group, unless `alarm` is raised first."""
-        if self.mesh.needs_waiter:
-            self._waiter.wait(wait, alarm)
-        else:
-            wait()  # for NCCL it must be the caller's thread, whose stream waits
+            yield
 
     def _named(self, ranks: Sequence[int]) -> str:
         if not set(ranks) <= set(self._ranks):
@@ -267,14 +242,22 @@ class Transport:
         who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
         return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
 
-    def check_seals(self, messages: Sequence[SealedMessage], *, phase: str) -> None:
-        for sender, message, seal, number in messages:
-            assert self._seals is not None
-            if not self._seals.is_genuine(message, seal, sender, number):
-                raise AuthenticationError(
-                    f"{phase}: a message of {self.member} {sender} is not genuine: its key is another one, "
-                    f"or the message was forged or changed on its way"
-                )
+    def check_seal(self, parcel: Parcel, size: int, number: int, *, phase: str) -> None:
+        """
+        Args:
+            size: bytes of it that came.
+            number: which of its sender's messages it must be.
+
+        Raises:
+            AuthenticationError: it is not that message.
+        """
+        sender, data, seal = parcel
+        if self._seals is None or seal is None or self._seals.is_genuine(data[:size], seal, sender, number):
+            return
+        raise AuthenticationError(
+            f"{phase}: a message of {self.member} {sender} is not genuine: its key is another one, or the "
+            f"message was forged or changed on its way"
+        )
 
     def close(self) -> None:
         """Hang up, if the links are its own, so that peers that wait learn of it."""

@@ -18,10 +18,12 @@ from ..errors import ReplicaError, WireError
 from ..exchange.enclosed import enclose
 from ..exchange.tuning import ExchangeTuner, is_worth_enclosing
 from ..members.view import View
-from ..net.transport import RECORD_ROOM, to_bytes
+from ..net.transport import to_bytes
 from ..wire.framing import Framing
 from ..wire.records import KIND_AT, RECORD_BYTES, Announcement, Kind, Status, Vote, fp32_bits
 from ..wire.refusal import Problem, unreadable
+
+RECORD_ROOM = 1 << 14  # bytes
 
 
 class Opening(NamedTuple):
@@ -70,7 +72,7 @@ def opening(
 def most_enclosed(view: View) -> int:
     """Bytes of a frame that may follow its announcement: all peers together are sent at most RECORD_ROOM."""
     across = view.across
-    if not across.peers or not across.takes_less:
+    if not across.peers:
         return 0
     return max(0, RECORD_ROOM // len(across.peers) - RECORD_BYTES)
 
@@ -90,8 +92,9 @@ def announce(view: View, mine: Announcement | Vote, frame: Tensor | None = None)
     message = across.message(mine.pack())
     if frame is not None and isinstance(mine, Announcement) and mine.enclosed_bytes:
         message = torch.cat([message, frame])
-    incoming = across.rooms(RECORD_BYTES)
-    across.swap(dict.fromkeys(across.peers, message), incoming, phase=phase, limit=across.patience)
+    incoming = across.rooms(RECORD_ROOM)
+    sent = [(peer, message) for peer in across.peers]
+    across.post(sent, list(incoming.items()), phase=phase, may_be_shorter=True).wait(across.patience)
     said = Said([], {})
     for site in range(across.size):
         room = incoming.get(site, message)
@@ -102,10 +105,8 @@ def announce(view: View, mine: Announcement | Vote, frame: Tensor | None = None)
             raise unreadable(f"round {mine.round}", site, error) from error
         said.records.append(theirs)
         enclosed = theirs.enclosed_bytes if isinstance(theirs, Announcement) else 0
-        if site in incoming:
-            across.count_as(RECORD_BYTES + enclosed, room)
-            if enclosed:
-                said.enclosed[site] = room[RECORD_BYTES : RECORD_BYTES + enclosed]
+        if site in incoming and enclosed:
+            said.enclosed[site] = room[RECORD_BYTES : RECORD_BYTES + enclosed]
     return said
 
 

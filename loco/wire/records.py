@@ -17,7 +17,7 @@ from typing import ClassVar, Self
 from ..errors import WireError
 
 MAGIC = b"LOCO"
-VERSION = 8
+VERSION = 9
 
 # magic, version, kind, site, round, CRC
 _OPENING = struct.Struct("<4s B B H I I")

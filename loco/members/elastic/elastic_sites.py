@@ -78,7 +78,7 @@ class ElasticSites:
         self.dead_after = float(dead_after)
         self.connect_timeout = float(connect_timeout)
         self.num_sites, self.site = 1, 0
-        world = own_world()
+        world = own_world(patience)
         self.own: FixedSites | None = None
         if world is not None and world.world > 1:
             self.own = FixedSites(

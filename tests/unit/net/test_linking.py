@@ -16,6 +16,7 @@ from sites import context
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from loco.net.linking import PatientStore, link
+from loco.net.mesh import Parcel
 from loco.net.tcp import TcpLinks
 
 
@@ -47,8 +48,8 @@ def assert_all_linked(links: list[TcpLinks]) -> None:
     for me, mine in enumerate(links):
         for other, theirs in enumerate(links):
             if other != me:
-                mine.begin([(other, torch.tensor([me, other], dtype=torch.uint8))], [])
-                (one,) = theirs.begin([], [(me, got := torch.zeros(2, dtype=torch.uint8))])
+                mine.begin([Parcel(other, torch.tensor([me, other], dtype=torch.uint8))], [])
+                (one,) = theirs.begin([], [Parcel(me, got := torch.zeros(2, dtype=torch.uint8))])
                 one.wait(timedelta(seconds=20))
                 assert got.tolist() == [me, other]
 
@@ -98,7 +99,7 @@ def link_with_few_descriptors(port: int, more: int, done: Any) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + more, most))
     one = link(patient(store, limit=60.0), "a", 0, 2)
-    one.begin([(1, torch.tensor([7], dtype=torch.uint8))], [])
+    one.begin([Parcel(1, torch.tensor([7], dtype=torch.uint8))], [])
     done.recv()
 
 
@@ -113,7 +114,7 @@ def test_a_member_gets_in_however_many_strangers_keep_their_connections(more: in
     try:
         strangers += [socket.create_connection(where(store, 0)) for _ in range(600)]
         mine = link(patient(store, limit=60.0), "a", 1, 2)
-        (one,) = mine.begin([], [(0, got := torch.zeros(1, dtype=torch.uint8))])
+        (one,) = mine.begin([], [Parcel(0, got := torch.zeros(1, dtype=torch.uint8))])
         one.wait(timedelta(seconds=20))
         assert got.tolist() == [7]
         mine.close()

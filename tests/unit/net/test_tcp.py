@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from loco.net.connection import LENGTH
+from loco.net.mesh import Parcel
 from loco.net.tcp import LONG, TcpLinks
 
 SOON = timedelta(seconds=20)
@@ -84,8 +85,8 @@ def test_messages_of_all_sizes_arrive_whole_and_in_order(seed: int) -> None:
             for start, stop in spans:
                 rooms |= {(p, k): room(sizes[k] + spare[k]) for k in range(start, stop) for p in others}
                 waits += links[me].begin(
-                    [(p, filled(sizes[k], 100 * me + k)) for k in range(start, stop) for p in others],
-                    [(p, rooms[p, k]) for k in range(start, stop) for p in others],
+                    [Parcel(p, filled(sizes[k], 100 * me + k)) for k in range(start, stop) for p in others],
+                    [Parcel(p, rooms[p, k]) for k in range(start, stop) for p in others],
                 )
             for one in waits:
                 one.wait(SOON)
@@ -101,8 +102,8 @@ def test_a_long_message_travels_while_nobody_waits_for_it() -> None:
     not come yet when the first of it is seen."""
     data, got = filled(TOO_LONG, 0), room(TOO_LONG)
     with linked() as (left, right):
-        (sent,) = left.begin([(1, data)], [])
-        (received,) = right.begin([], [(0, got)])
+        (sent,) = left.begin([Parcel(1, data)], [])
+        (received,) = right.begin([], [Parcel(0, got)])
         deadline = time.monotonic() + SOON.total_seconds()
         while not (sent.over and received.over) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -115,7 +116,7 @@ def test_a_long_message_travels_while_nobody_waits_for_it() -> None:
 def test_short_messages_start_no_thread_whatever_room_there_is(size: int) -> None:
     before = threading.active_count()
     with linked() as (left, right):
-        sent, received = left.begin([(1, filled(100, 0))], []), right.begin([], [(0, room(size))])
+        sent, received = left.begin([Parcel(1, filled(100, 0))], []), right.begin([], [Parcel(0, room(size))])
         for one in sent + received:
             one.wait(SOON)
         assert threading.active_count() == before
@@ -128,30 +129,28 @@ def test_a_message_longer_than_its_room_ends_its_connection_and_no_other(size: i
     links = TcpLinks("test", {1: ours, 2: other})
     with theirs, others:
         theirs.sendall(LENGTH.pack(size))
-        (first,) = links.begin([], [(1, room(100))])
-        with pytest.raises(
-            RuntimeError, match=rf"a message of {size:,} bytes where 100 are expected at most"
-        ):
+        (first,) = links.begin([], [Parcel(1, room(100))])
+        with pytest.raises(RuntimeError, match=rf"a message of {size:,} bytes where 0 to 100 are expected"):
             first.wait(SOON)
         assert theirs.recv(1) == b""  # it hears of it
         others.sendall(LENGTH.pack(3) + b"abc")
-        (second,) = links.begin([], [(2, got := room(100))])
+        (second,) = links.begin([], [Parcel(2, got := room(100))])
         second.wait(SOON)
         assert bytes(got[:3].tolist()) == b"abc"
         with pytest.raises(RuntimeError, match="a message of"):
-            links.begin([(1, filled(1, 0))], [])
+            links.begin([Parcel(1, filled(1, 0))], [])
     links.close()
 
 
 def test_what_a_member_sent_before_it_hung_up_is_received() -> None:
     with linked() as (left, right):
         data = [filled(5, 1), filled(100_000, 2)]
-        sent = left.begin([(1, one) for one in data], [])
+        sent = left.begin([Parcel(1, one) for one in data], [])
         for one in sent:
             one.wait(SOON)
         left.close()
         rooms = [room(5), room(100_000), room(1)]
-        received = right.begin([], [(0, one) for one in rooms])
+        received = right.begin([], [Parcel(0, one) for one in rooms])
         for one in received[:2]:
             one.wait(SOON)
         assert all(torch.equal(one, got) for one, got in zip(data, rooms, strict=False))
@@ -162,7 +161,7 @@ def test_what_a_member_sent_before_it_hung_up_is_received() -> None:
 @pytest.mark.parametrize("size", [1, 2 * LONG])
 def test_a_member_that_hangs_up_ends_the_wait_of_those_that_wait(size: int) -> None:
     with linked(3) as (left, middle, _):
-        (awaited,) = middle.begin([], [(0, room(size))])
+        (awaited,) = middle.begin([], [Parcel(0, room(size))])
         threading.Timer(0.2, left.close).start()
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"connection closed by peer|reset"):
@@ -173,21 +172,21 @@ def test_a_member_that_hangs_up_ends_the_wait_of_those_that_wait(size: int) -> N
 @pytest.mark.parametrize("size", [1, 2 * LONG])
 def test_links_that_another_thread_interrupts_end_the_wait(size: int) -> None:
     with linked() as (left, _):
-        (awaited,) = left.begin([], [(1, room(size))])
+        (awaited,) = left.begin([], [Parcel(1, room(size))])
         threading.Timer(0.2, left.interrupt).start()
         with pytest.raises(RuntimeError, match="given up"):
             awaited.wait(SOON)
         with pytest.raises(RuntimeError, match="given up"):
-            left.begin([], [(1, room(1))])
+            left.begin([], [Parcel(1, room(1))])
 
 
 def test_a_wait_that_ends_without_its_message_closes_all_connections() -> None:
     with linked(3) as (left, middle, right):
-        (awaited,) = left.begin([], [(1, room(1))])
+        (awaited,) = left.begin([], [Parcel(1, room(1))])
         with pytest.raises(RuntimeError, match="not in time"):
             awaited.wait(timedelta(seconds=0.2))
         for other in (middle, right):
-            (one,) = other.begin([], [(0, room(1))])
+            (one,) = other.begin([], [Parcel(0, room(1))])
             with pytest.raises(RuntimeError, match="connection closed by peer"):
                 one.wait(SOON)
 
@@ -206,12 +205,12 @@ def test_a_signal_ends_a_wait(size: int) -> None:
     before = signal.signal(signal.SIGALRM, raised)
     try:
         with linked() as (left, right):
-            (awaited,) = right.begin([], [(0, got := room(size))])
+            (awaited,) = right.begin([], [Parcel(0, got := room(size))])
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(InterruptedByTestError):
                 awaited.wait(SOON)
             data = filled(size, 3)
-            (sent,) = left.begin([(1, data)], [])
+            (sent,) = left.begin([Parcel(1, data)], [])
             awaited.wait(SOON)
             sent.wait(SOON)
             assert torch.equal(got, data)
@@ -226,9 +225,7 @@ def test_links_that_are_dropped_leave_no_descriptor_and_no_thread() -> None:
     gc.collect()
     before = held()
     with linked() as links:
-        links[0].begin(
-            [(1, filled(TOO_LONG, 0))], []
-        )  # which nobody receives, and whose thread waits for that
+        links[0].begin([Parcel(1, filled(TOO_LONG, 0))], [])  # nobody receives it, and its thread waits
         descriptors, threads = held()
         assert descriptors > before[0]
         assert threads == before[1] + 1
@@ -248,8 +245,8 @@ def test_a_forked_child_that_drops_its_copy_and_ends_hangs_up_on_nobody() -> Non
             left.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        (sent,) = left.begin([(1, filled(5, 1))], [])
-        (received,) = right.begin([], [(0, got := room(5))])
+        (sent,) = left.begin([Parcel(1, filled(5, 1))], [])
+        (received,) = right.begin([], [Parcel(0, got := room(5))])
         for one in (sent, received):
             one.wait(SOON)
         assert torch.equal(got, filled(5, 1))
@@ -257,8 +254,8 @@ def test_a_forked_child_that_drops_its_copy_and_ends_hangs_up_on_nobody() -> Non
 
 def test_a_wait_may_be_longer_than_the_system_takes() -> None:
     with linked() as (left, right):
-        (awaited,) = right.begin([], [(0, room(5))])
-        threading.Timer(0.2, lambda: left.begin([(1, filled(5, 1))], [])).start()
+        (awaited,) = right.begin([], [Parcel(0, room(5))])
+        threading.Timer(0.2, lambda: left.begin([Parcel(1, filled(5, 1))], [])).start()
         awaited.wait(timedelta(days=1000))
 
 
@@ -267,12 +264,12 @@ def test_an_error_while_the_thread_moves_messages_ends_all_waits(monkeypatch: py
         raise MemoryError("no room")
 
     with linked() as (left, right):
-        awaited, _ = right.begin([(0, filled(TOO_LONG, 0))], [(0, room(5))])
+        awaited, _ = right.begin([Parcel(0, filled(TOO_LONG, 0))], [Parcel(0, room(5))])
         deadline = time.monotonic() + SOON.total_seconds()
         while right._connections._leader is None and time.monotonic() < deadline:
             time.sleep(0.01)  # until the thread leads
         monkeypatch.setattr("loco.net.tcp.Connection.see", fail)
-        left.begin([(1, filled(5, 1))], [])
+        left.begin([Parcel(1, filled(5, 1))], [])
         with pytest.raises(RuntimeError, match="MemoryError while messages were moved: no room"):
             awaited.wait(SOON)
 
@@ -281,13 +278,13 @@ def test_links_in_a_circle_of_references_are_dropped_by_whichever_thread_finds_t
     """The garbage collector may run in the thread that moves messages, while it holds the lock."""
     with linked() as links:
         one = links.pop()
-        one.begin([(0, filled(TOO_LONG, 0))], [])
+        one.begin([Parcel(0, filled(TOO_LONG, 0))], [])
         connections, circle = one._connections, [one]
         circle.append(circle)  # type: ignore[arg-type]
         del one, circle
         with connections._lock:
             gc.collect()
-        (awaited,) = links[0].begin([], [(1, room(TOO_LONG))])
+        (awaited,) = links[0].begin([], [Parcel(1, room(TOO_LONG))])
         with pytest.raises(RuntimeError, match=r"connection closed by peer|reset"):
             awaited.wait(SOON)
 
@@ -306,8 +303,8 @@ def test_a_signal_at_any_point_of_a_wait_leaves_no_lock_behind() -> None:
     try:
         for k in range(100):
             with linked() as (left, right):
-                (sent,) = left.begin([(1, data := filled(2 * LONG, k))], [])
-                (awaited,) = right.begin([], [(0, got := room(2 * LONG))])
+                (sent,) = left.begin([Parcel(1, data := filled(2 * LONG, k))], [])
+                (awaited,) = right.begin([], [Parcel(0, got := room(2 * LONG))])
                 try:
                     try:
                         signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 4e-4))
@@ -329,3 +326,27 @@ def test_a_signal_at_any_point_of_a_wait_leaves_no_lock_behind() -> None:
         threading.excepthook = hook
     assert interrupted > 3
     assert not ended
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 70_000])
+def test_a_seal_comes_behind_its_message_however_much_of_the_room_that_fills(size: int) -> None:
+    seal, last = filled(16, 1), filled(3, 2)
+    with linked() as (left, right):
+        sent = left.begin([Parcel(1, filled(size, 0), seal), Parcel(1, last)], [])
+        rooms = [Parcel(0, room(size + 5), room(16)), Parcel(0, room(3))]
+        received = right.begin([], rooms)
+        for one in sent + received:
+            one.wait(SOON)
+        assert [one.size for one in received] == [size, 3]
+        assert torch.equal(rooms[0].data[:size], filled(size, 0))
+        assert rooms[0].seal is not None
+        assert torch.equal(rooms[0].seal, seal)
+        assert torch.equal(rooms[1].data, last)
+
+
+def test_a_message_shorter_than_its_seal_ends_its_connection() -> None:
+    with linked() as (left, right):
+        left.begin([Parcel(1, filled(15, 0))], [])
+        (awaited,) = right.begin([], [Parcel(0, room(100), room(16))])
+        with pytest.raises(RuntimeError, match="15 bytes where 16 to 116 are expected"):
+            awaited.wait(SOON)
