@@ -2,7 +2,8 @@
 
 FOLDER is the site's, and each rank says there, in a file of its own, what it does: the ranks of a torchrun
 share a pipe, and with PYTHONUNBUFFERED a line is several writes, so their lines run into each other.
-VICTIM ("b/0") is killed or stopped once, in round 5 at PHASE. PAUSE are seconds that a step takes.
+VICTIM ("b/0") is killed or stopped once, in round 5 at PHASE, by SIGNAL; without one it sleeps there for some
+seconds. PAUSE are seconds that a step takes.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from states import Snapshot, snapshot
 import loco
 
 STEPS, STRUCK_IN = 2, 5
+SLOW = 8.0  # seconds: four times what makes a site silent
 
 
 def main() -> None:
@@ -46,7 +48,9 @@ def main() -> None:
             and not struck.exists()
         ):
             struck.touch()
-            os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
+            if os.environ["SIGNAL"]:
+                os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
+            time.sleep(SLOW)
 
     optimizer.register_round_hook(strike)
     while optimizer.round < int(os.environ["ROUNDS"]):

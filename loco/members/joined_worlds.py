@@ -1,6 +1,5 @@
 """Sites that each have a world of their own, joined at an address at which one of them hosts a store."""
 
-import atexit
 import json
 import logging
 import os
@@ -13,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..coordination.gathering import BEATS, Arrival, Gathering, session_of
-from ..coordination.liveness import await_end
+from ..coordination.hosted_store import Guests, host_at, hosted_at
 from ..coordination.store_client import RemoteStore, check_store, host_and_port
 from ..errors import AgreementError, LocoError, TransportError, first_line, no_store
 from ..logs import SAY_SOON, Waiting
@@ -25,15 +23,10 @@ from ..net.mesh import Mesh
 from .own_world import check_one_site, own_world
 
 _PREFIX = "sites"  # of the keys in the store at which the sites meet
-_LINGER = 30.0  # seconds that a host serves others that live, when its own program has ended
 _POLL = 0.2  # seconds
-_PATIENT = 5.0  # seconds that a host waits for others before it says so
 _ANSWERS = 30.0  # seconds: a store that looks up the name of each host that connects may take long
 _logger = logging.getLogger(__name__)
 
-# By port, until this process ends: others may need it longer than its Sites.
-_hosted: dict[int, TCPStore] = {}
-_guests: dict[int, list[int]] = {}  # by port: the processes of the last gathering that speak for other sites
 _joined = 0  # how many times this process has
 
 
@@ -65,7 +58,7 @@ class JoinedWorlds:
         def gather() -> list[Arrival]:
             deadline = time.monotonic() + patience
             while True:
-                _host_if_local(host, port)
+                host_at(host, port)
                 left = max(deadline - time.monotonic(), 1.0)
                 mine = Arrival(
                     site=site,
@@ -87,8 +80,9 @@ class JoinedWorlds:
         self.names = tuple(one.site for one in arrivals)
         self.rank = self.names.index(site) * self.ranks_per_site + self._rank_in_site
         self.world = len(arrivals) * self.ranks_per_site
-        if port in _hosted:
-            _guests[port] = [one.process for one in arrivals if one.site != site]
+        if (hosted := hosted_at(port)) is not None:
+            others = [one.process for one in arrivals if one.site != site]
+            hosted.serve(_PREFIX, [Guests(_PREFIX, BEATS, others)])
         try:
             self.store = _reached(at, patience)
             # The machine's address on the way to the store is the one by which the others reach it, too.
@@ -190,41 +184,6 @@ def _reached(at: str, patience: float) -> RemoteStore:
                         lasting=True,
                     ) from error
                 time.sleep(_POLL)
-
-
-def _host_if_local(host: str, port: int) -> None:
-    """Host the store, if this machine has the address and no other process of it was quicker."""
-    if port in _hosted:
-        return
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ValueError(f"the sites' address {host}:{port} can't be looked up: {error}") from error
-    # Of its own, torch would listen at all addresses of this machine.
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(where)
-            listener.listen()
-        except OSError:
-            return  # another machine's address; or in use, by another site's store, or by what won't answer
-        _hosted[port] = TCPStore(
-            str(where[0]), port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-    atexit.register(_serve_guests, port)
-
-
-def _serve_guests(port: int) -> None:
-    """At this program's end: the other sites may still have to learn what became of the last round."""
-    store = PrefixStore(_PREFIX, _hosted[port])
-    guests = _guests.get(port, [])
-    if await_end(store, BEATS, guests, limit=_PATIENT):
-        return
-    _logger.warning(
-        "this program has ended, and serves the others for %g s more: the store of all sites is in it",
-        _LINGER,
-    )
-    await_end(store, BEATS, guests, limit=_LINGER)
 
 
 def _address_towards(host: str, port: int) -> str:

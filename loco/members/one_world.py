@@ -82,7 +82,7 @@ class OneWorld:
         self.world = dist.get_world_size()
         self._timeout = timedelta(seconds=timeout)
         self._site_group: dist.ProcessGroup | None = None
-        name = f"loco/all ranks/{number_of_world()}"
+        name = f"loco: all ranks {number_of_world()}"
         self._all_ranks = link_ranks(self.store, name, dist.get_rank(), self.world, limit=patience)
         try:
             told = self._tell(ranks_per_site, mesh, timeout, patience)

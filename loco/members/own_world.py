@@ -45,7 +45,7 @@ class OwnWorld:
 
     def everyone(self) -> Mesh:
         if self._all_ranks is None:
-            name = f"loco/all ranks/{number_of_world()}"
+            name = f"loco: all ranks {number_of_world()}"
             self._all_ranks = link_ranks(self.store, name, self.rank, self.world, limit=self._patience)
         return self._all_ranks
 

@@ -7,8 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import TCPStore
-
 from ..coordination.guard import guarded
 from ..coordination.liveness import Liveness
 from ..coordination.store_client import RemoteStore, StoreClient
@@ -52,12 +50,12 @@ class Links:
         dead_after: float,
     ) -> None:
         self.name = name
-        self.size = size
+        self.member, self.size = member, size
         self._rank = rank
         self.mesh: TcpLinks | NoLinks = NoLinks()
         self._clients: list[StoreClient | Liveness] = []
         deadline = time.monotonic() + timeout
-        remote = RemoteStore(store, f"loco/{name}", timeout)
+        remote = RemoteStore(store, prefix_of(name), timeout)
         try:
             self.store = StoreClient(remote, limit=dead_after, connect_limit=timeout)
             self._clients.append(self.store)
@@ -65,7 +63,7 @@ class Links:
             self._await_all(deadline, timeout)
             self.liveness = Liveness(
                 remote,
-                f"rank {rank}",
+                beats_of(rank),
                 member,
                 dead_after=dead_after,
                 connect_limit=deadline - time.monotonic(),
@@ -145,13 +143,14 @@ class Links:
                 time.sleep(_POLL)
 
 
-def host_store(address: str, port: int) -> tuple[TCPStore, str]:
-    """A store that this process hosts, and host:port of it for the others."""
-    try:
-        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        raise ValueError(f"port {port} can't be used for this site's store: {first_line(error)}") from error
-    return store, f"{address}:{store.port}"
+def prefix_of(links: str) -> str:
+    """Of the keys of these links in their store."""
+    return f"loco/{links}"
+
+
+def beats_of(rank: int) -> str:
+    """The name of the heartbeats of all members' ranks of this number."""
+    return f"rank {rank}"
 
 
 def _no_store(error: RuntimeError) -> str:

@@ -18,8 +18,9 @@ from selection import INTERRUPTIONS
 from sites import error_of, hear, run_ranks, tell
 
 import loco
+from loco.coordination.hosted_store import host_at_port
 from loco.errors import TransportError, WireError
-from loco.net.links import Links, host_store
+from loco.net.links import Links
 from loco.round.joining.recovery import MOST_HEAD_BYTES, take_head
 
 _HOST = """
@@ -114,10 +115,18 @@ def test_a_head_that_says_nothing_is_a_wire_error(blob: bytes) -> None:
 
 def test_a_member_that_dies_while_links_are_built_is_one_less_in_the_next_quorum() -> None:
     """Its silence does not end the run, as that of a rank of this site would."""
-    store, where = host_store("127.0.0.1", 0)
-    store.set("loco/a/here/0/1", "")
+    hosted = host_at_port(0)
+    hosted.store.set("loco/a/here/0/1", "")
     with pytest.raises(TransportError, match="linking 2 sites: no sign of life from member 1") as raised:
-        Links("a", store=where, member=0, size=2, address="127.0.0.1", timeout=60.0, dead_after=0.5)
+        Links(
+            "a",
+            store=f"127.0.0.1:{hosted.port}",
+            member=0,
+            size=2,
+            address="127.0.0.1",
+            timeout=60.0,
+            dead_after=0.5,
+        )
     assert not raised.value.lasting
 
 

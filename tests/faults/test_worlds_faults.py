@@ -156,3 +156,23 @@ def test_under_a_lighthouse_the_other_site_trains_on_and_takes_the_restarted_one
     assert len(hurt.lasts) == 2
     assert hurt.lasts == other.lasts  # rank by rank, θ, m and the weights
     assert all(line.startswith("last round of 2 sites") for line in hurt.lasts)
+
+
+@pytest.mark.check(FLEETS, sample=r"b/0-lighthouse-1")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("meets", ["address", "lighthouse"])
+@pytest.mark.parametrize("slow", ["a/0", "b/0"])
+def test_a_site_that_ends_first_leaves_the_verdict_on_the_last_round_to_the_others(
+    slow: str, meets: str, ranks: int, tmp_path: Path
+) -> None:
+    """Whichever hosts the store: the slow one has all votes, and asks only when the other has ended."""
+    where = ""
+    if meets == "lighthouse":
+        server, address = lighthouse(60_000)
+        where = f"http://{address}"
+    sites = run(tmp_path / "run", ranks, slow, "voted", "", lighthouse=where, rounds=5)
+    if meets == "lighthouse":
+        server.shutdown()
+    assert len(sites[0].lasts) == ranks, sites
+    assert sites[0].lasts == sites[1].lasts  # rank by rank, θ, m and the weights
+    assert all(line.startswith("last round of 2 sites") for line in sites[0].lasts)

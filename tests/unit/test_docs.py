@@ -53,7 +53,6 @@ def test_every_file_and_module_that_is_named_is_there(path: Path) -> None:
         assert (ROOT / "configs" / f"{preset}.yaml").exists(), preset
     for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", page("Makefile"), re.MULTILINE), target
-    text = re.sub(r"`[^`\n]*<\w+>[^`\n]*`", "", text)  # keys of the store
     for name in re.findall(
         r"(?<![\w/.])((?:tests|loco|kernels|experiments|docs|configs)/[\w/.-]*\w/?)", text
     ):

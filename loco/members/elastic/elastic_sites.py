@@ -6,15 +6,18 @@ import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import ref
 
 import torch
 
+from ...coordination.hosted_store import Guests, HostedStore, host_at_port
 from ...coordination.rendezvous import Agreement, Alone
 from ...coordination.store_client import host_and_port
 from ...errors import AgreementError, TransportError
-from ...net.links import Links, host_store
+from ...net.links import Links, beats_of, prefix_of
 from ...net.mesh import NoLinks, Subset
 from ...net.transport import Transport
 from ..fixed import CLOSED_BY_USER, FixedSites
@@ -96,8 +99,10 @@ class ElasticSites:
         process = self._one_id([sites, name, lighthouse, at])
         self.id = f"{self.name}:{process}"
         self._lighthouse: Lighthouse | None = None
+        self._hosted: HostedStore | None = None
         if self.rank_in_site == 0:
-            self._hosted, where = host_store(self._address, port)
+            self._hosted = host_at_port(port)
+            where = f"{self._address}:{self._hosted.port}"
             self._lighthouse = Lighthouse(
                 lighthouse, id=self.id, name=self.name, store=where, timeout=self.connect_timeout
             )
@@ -182,6 +187,17 @@ class ElasticSites:
                 timeout=self.connect_timeout,
                 dead_after=self.dead_after,
             )
+            self._serve(self._links)
+
+    def _serve(self, links: Links) -> None:
+        """If this site hosts the store of these links, it does so until all their members have ended."""
+        if self._hosted is None or self._lighthouse is None:
+            return
+        guests: list[Guests] = []
+        if links.member == 0:
+            prefix, others = prefix_of(links.name), list(range(1, links.size))
+            guests = [Guests(prefix, beats_of(rank), others) for rank in range(self.ranks_per_site)]
+        self._hosted.serve(self.id, guests, partial(_leave, ref(self._lighthouse)))
 
     @property
     def links(self) -> Links | None:
@@ -253,6 +269,13 @@ class ElasticSites:
             _logger.warning("%s was set up differently, and is left out", member.name)
         for member in decided.namesakes:
             _logger.warning("another process has the name %s, and is left out: %s", member.name, member.where)
+
+
+def _leave(lighthouse: "ref[Lighthouse]") -> None:
+    """For a program that ends: the others do not wait for its site any more."""
+    left = lighthouse()
+    if left is not None:
+        left.close()
 
 
 def _is_local(host: str) -> bool:
