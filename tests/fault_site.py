@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 import loco
 from experiments.bench.processes.namespaces import leave_network
 from experiments.processes.orphans import die_with_parent
+from loco.coordination.hosted_store import host_at
 from loco.coordination.store_client import host_and_port
-from loco.members import joined_worlds
 from loco.wire import framing
 
 NUMEL = 1003
@@ -95,7 +95,7 @@ def _joined(setup: Setup, site: int, at: str, store: TCPStore) -> loco.Sites:
         store.wait(["the first site is there"], timedelta(seconds=60))
     sites = setup.world // setup.ranks_per_site
     if site == 0 and dist.get_rank() == 0:
-        joined_worlds._host_if_local(*host_and_port(at))
+        host_at(*host_and_port(at))
         store.set("the first site is there", "")
     return loco.Sites(sites, site="abc"[site], at=at, **_limits(setup))
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from ..errors import LocoError, TransportError, first_line
 from ..logs import Waiting
 from .authentication import StoreSeals
-from .guard import Guard, guarded
-from .heartbeats import Heartbeats
+from .heartbeats import Guard, Heartbeats, guarded
 from .register import Register, number_in
 from .store_client import KeyValueStore
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from ..coordination.authentication import MessageSeals, StoreSeals
 from ..coordination.commit import Verdicts
-from ..coordination.guard import guarded
-from ..coordination.heartbeats import Heartbeats
+from ..coordination.heartbeats import Heartbeats, guarded
 from ..coordination.liveness import Liveness
 from ..coordination.rendezvous import Rendezvous
 from ..coordination.reunion import Party

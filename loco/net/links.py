@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from ..coordination.guard import guarded
+from ..coordination.heartbeats import guarded
 from ..coordination.liveness import Liveness
 from ..coordination.store_client import RemoteStore, StoreClient
 from ..errors import TransportError, first_line

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..coordination.authentication import SEAL_BYTES, MessageSeals
-from ..coordination.guard import guarded
-from ..coordination.heartbeats import Heartbeats
+from ..coordination.heartbeats import Heartbeats, guarded
 from ..errors import AuthenticationError, TransportError, WireError, first_line
 from .mesh import Mesh, Parcel, Work
 from .pending import PendingMessages

@@ -166,13 +166,16 @@ def test_a_site_that_ends_first_leaves_the_verdict_on_the_last_round_to_the_othe
     slow: str, meets: str, ranks: int, tmp_path: Path
 ) -> None:
     """Whichever hosts the store: the slow one has all votes, and asks only when the other has ended."""
-    where = ""
+    server, where = None, ""
     if meets == "lighthouse":
+        pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
         server, address = lighthouse(60_000)
         where = f"http://{address}"
-    sites = run(tmp_path / "run", ranks, slow, "voted", "", lighthouse=where, rounds=5)
-    if meets == "lighthouse":
-        server.shutdown()
+    try:
+        sites = run(tmp_path / "run", ranks, slow, "voted", "", lighthouse=where, rounds=5)
+    finally:
+        if server is not None:
+            server.shutdown()
     assert len(sites[0].lasts) == ranks, sites
     assert sites[0].lasts == sites[1].lasts  # rank by rank, θ, m and the weights
     assert all(line.startswith("last round of 2 sites") for line in sites[0].lasts)

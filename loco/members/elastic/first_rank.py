@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ...coordination.guard import guarded
+from ...coordination.heartbeats import guarded
 from ...errors import AgreementError, LocoError, TransportError, no_store
 from ...logs import Waiting
 from ...net.transport import listed
