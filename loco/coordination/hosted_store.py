@@ -98,7 +98,9 @@ def host_at(host: str, port: int) -> HostedStore | None:
             listener.bind(where)
             listener.listen()
         except OSError:
-            return None  # another machine's address; or in use, by another site's store or another program
+            return (
+                None  # another machine's address; or in use, by another site's store, or by what won't answer
+            )
         store = TCPStore(
             str(where[0]), port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )

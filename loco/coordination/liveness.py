@@ -15,8 +15,8 @@ from .authentication import StoreSeals
 from .heartbeats import AT_WORK, ENDED, LEFT, Alarm, Loss
 from .pulse.pulse import Heard, Pulse, Watch
 from .pulse.stand_in import StandIn
-from .pulse.ticker import Ticker
 from .store_client import KeyValueStore, StoreClient
+from .ticker import Ticker
 
 BEATS = 8  # in `dead_after` seconds; a rank that misses six of them in a row is silent
 _ALLOWED = 6

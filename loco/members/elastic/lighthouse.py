@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from ...coordination.pulse.ticker import Ticker
+from ...coordination.ticker import Ticker
 from ...errors import TransportError, first_line
 from .quorum import Claim, Member
 
