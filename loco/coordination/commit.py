@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from ..errors import AuthenticationError, TransportError, first_line
 from .authentication import StoreSeals
+from .compare_and_set import CompareAndSetKey
 from .liveness import Liveness
-from .register import Register
 from .store_client import KeyValueStore
 
 COMMIT, ABORT = "commit", "abort"
@@ -113,7 +113,7 @@ def decide(store: KeyValueStore, key: str, wish: str, seals: StoreSeals) -> str:
         AuthenticationError: somebody without the key has written it.
     """
     try:
-        verdict = Register(store, key, seals).settle(wish)
+        verdict = CompareAndSetKey(store, key, seals).settle(wish)
     except AuthenticationError:
         raise
     except RuntimeError as error:

@@ -159,7 +159,7 @@ class Liveness:
             )
         if loss.silent:
             return (
-                f"no sign of life from {name(loss.silent)} within {self.dead_after:g} s: dead, stopped or "
+                f"no heartbeat from {name(loss.silent)} within {self.dead_after:g} s: dead, stopped or "
                 f"cut off; last heard of: {self.last_words(loss.silent[0])}"
             )
         return f"{name(loss.gone[:1])} has left: {loss.why}"

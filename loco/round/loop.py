@@ -58,7 +58,7 @@ class OuterLoop:
         self._wire = wire
         setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
-        agreed = agree_on_parameters(topology.everyone(), topology, inner, setup)
+        agreed = agree_on_parameters(topology.all_ranks(), topology, inner, setup)
         tuner = ExchangeTuner(wire.codec, topology.num_sites)
         self.state = OuterState.of(agreed.parameters, agreed.part, settings, topology, tuner, offload=offload)
         self._membership = topology.membership(self.state.device, setup | {"parameters": agreed.fingerprint})
@@ -95,7 +95,7 @@ class OuterLoop:
                 if report is not None and not view.runs_round:
                     return report
                 current = Round(self.state, view, self._wire, check_inner=check_inner, hooks=self.hooks)
-                report = self._attempt(current)
+                report = self._run_once(current)
             except Refused as refusal:
                 error, refused = refusal.error, True
             except (TransportError, WireError) as failure:
@@ -240,7 +240,7 @@ class OuterLoop:
         if view is not before:
             self._site_view = self._view = view
 
-    def _attempt(self, current: Round) -> SyncReport:
+    def _run_once(self, current: Round) -> SyncReport:
         """Steps 2 to 8. If they fail once this rank has promised the round, the register knows the verdict.
 
         Raises:
@@ -329,7 +329,7 @@ class OuterLoop:
 
     def _converse(self, speak: Callable[[], T]) -> T:
         """Messages that all ranks exchange in one order. A rank that leaves early hangs up, so that no
-        message of a repeat is taken for one that a peer still waits for. A refusal is everyone's, and leaves
+        message of a repeat is taken for one that a peer still waits for. A refusal is that of all ranks, and leaves
         links whole."""
         try:
             return speak()

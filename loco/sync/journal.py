@@ -7,11 +7,11 @@ from torch import Tensor
 
 from loco.kernels import Changes
 
-from .weights.places import Places
+from .weights.publisher_memory import PublisherMemory
 
 
 class _Saved(NamedTuple):
-    places: Places
+    memory: PublisherMemory
     format: torch.dtype
     positions: Tensor
     bits: Tensor  # as they were; while they are swapped, those that are not yet are `fresh`
@@ -30,15 +30,15 @@ class Journal:
     def __init__(self) -> None:
         self._saved: list[_Saved] = []
 
-    def swap(self, places: Places, format: torch.dtype, changes: Changes) -> None:
-        """As `Places.swap`. `changes` belong to the journal from then on."""
-        positions, digests = changes.positions, places.digests[format]
-        if places.swaps_in_one_call(format):
-            saved = _Saved(places, format, positions, changes.bits, changes.bits.clone(), digests)
+    def swap_bits(self, memory: PublisherMemory, format: torch.dtype, changes: Changes) -> None:
+        """As `PublisherMemory.swap_bits`. `changes` belong to the journal from then on."""
+        positions, digests = changes.positions, memory.digests[format]
+        if memory.swaps_in_one_call(format):
+            saved = _Saved(memory, format, positions, changes.bits, changes.bits.clone(), digests)
         else:
-            saved = _Saved(places, format, positions, places.take(format, positions), None, digests)
+            saved = _Saved(memory, format, positions, memory.take(format, positions), None, digests)
         self._saved.append(saved)
-        places.swap(format, changes)
+        memory.swap_bits(format, changes)
 
     def complete(self) -> None:
         """All is written: what it was is kept, and what it is need not be."""
@@ -53,8 +53,8 @@ class Journal:
         while True:
             try:
                 for one in reversed(self._saved):
-                    one.places.swap(one.format, _overwritten(one))
-                    one.places.digests[one.format] = one.digests
+                    one.memory.swap_bits(one.format, _overwritten(one))
+                    one.memory.digests[one.format] = one.digests
                 return interrupt
             except KeyboardInterrupt as error:
                 interrupt = error

@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .reports import Published
-from .share import Ranks
+from .share import SitePosition
 from .storage.stores import open_store
 from .versions.anchors import pack_anchor
 from .versions.history import History, Packed, packed
@@ -74,7 +74,7 @@ class Publisher:
         url: str | os.PathLike[str],
         *,
         dtype: DtypeOf = torch.bfloat16,
-        stream: tuple[int, int] | Ranks = (0, 1),
+        stream: tuple[int, int] | SitePosition = (0, 1),
         training: str | None = None,
         key: str | bytes | None = None,
         keep: int = 128,
@@ -210,7 +210,7 @@ class Publisher:
             changes = weights.changes(source.pieces)
             found = perf_counter()
             patch = packed(weights, changes)
-            weights.swap(changes)  # from now on `changes` takes the step back
+            weights.swap_bits(changes)  # from now on `changes` takes the step back
         coded = perf_counter()
         entries = sum(patch.entries.values()) if patch else layout.numel
         report = Published(

@@ -6,7 +6,7 @@ from typing import Protocol
 from .versions.manifest import Stream
 
 
-class Ranks(Protocol):
+class SitePosition(Protocol):
     """The topology of an optimizer: the ranks of all sites."""
 
     @property
@@ -31,7 +31,7 @@ class Share:
     sites: int = 1
 
 
-def share_of(stream: tuple[int, int] | Ranks) -> Share:
+def share_of(stream: tuple[int, int] | SitePosition) -> Share:
     """
     Args:
         stream: as of `Publisher`.

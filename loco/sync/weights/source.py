@@ -8,7 +8,7 @@ from torch import Tensor
 
 from loco.kernels import reference
 
-from ..share import Ranks, share_of
+from ..share import SitePosition, share_of
 from ..versions.layout import BYTES, Layout, Region, cut
 from ..versions.ties import Held, ties_of
 from .tensors import (
@@ -52,7 +52,7 @@ class Source:
         share: which part of it is published here.
     """
 
-    def __init__(self, source: Named, dtype: DtypeOf, stream: tuple[int, int] | Ranks) -> None:
+    def __init__(self, source: Named, dtype: DtypeOf, stream: tuple[int, int] | SitePosition) -> None:
         if not callable(source) and not isinstance(source, Mapping):
             source = dict(source)  # an iterator is read once
         self._source, self._dtype, self._stream = source, dtype, stream

@@ -19,7 +19,7 @@ DtypeOf = torch.dtype | Callable[[str, Tensor], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Placed:
+class EngineSlice:
     """A part of a published tensor, and the view of an engine's memory that holds it.
 
     Attributes:

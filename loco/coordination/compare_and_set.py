@@ -11,7 +11,7 @@ def number_in(value: str) -> int:
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= 18 else -1
 
 
-class Register:
+class CompareAndSetKey:
     """A key and its value, "" as long as nobody has written it.
 
     Args:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ..errors import LocoError, TransportError, first_line
 from ..logs import Waiting
 from .authentication import StoreSeals
+from .compare_and_set import CompareAndSetKey, number_in
 from .heartbeats import Guard, Heartbeats, guarded
-from .register import Register, number_in
 from .store_client import KeyValueStore
 
 _PHASE = "reconnecting"
@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Party:
+class BarrierContext:
     """The ranks 0 … world−1 that meet, as one of them sees it.
 
     store: answers within a limit.
@@ -39,8 +39,8 @@ class Party:
     patience: float
     named: Callable[[Sequence[int]], str]
 
-    def register(self, key: str) -> Register:
-        return Register(self.store, f"{self.root}/{key}", self.seals)
+    def shared_key(self, key: str) -> CompareAndSetKey:
+        return CompareAndSetKey(self.store, f"{self.root}/{key}", self.seals)
 
     def named_but(self, come: set[int]) -> str:
         """The ranks that have not come."""
@@ -52,21 +52,21 @@ class Party:
         return guarded(self.liveness, others, phase=phase, named=self.named, reunion=True, raises=raises)
 
 
-class Reunion:
-    """The meetings of a party, under any number of names.
+class ReconnectBarrier:
+    """The meetings of a context, under any number of names.
 
     For each name the store holds "<meetings held>:<ranks that wait>". A rank either belongs to a meeting,
     with all the others, or does not: a rank that gives up, or is interrupted, takes its arrival back, and the
     others wait on; arriving twice is arriving once.
     """
 
-    def __init__(self, party: Party) -> None:
-        self._party = party
+    def __init__(self, context: BarrierContext) -> None:
+        self._context = context
         self._held: dict[str, int] = {}  # by name
 
     def is_called(self, name: str) -> bool:
         """Whether ranks wait to meet under this name."""
-        return bool(_Roll.of(self._party.register(f"reconnect/{name}").read()).waiting)
+        return bool(_BarrierState.of(self._context.shared_key(f"reconnect/{name}").read()).waiting)
 
     def meet(self, name: str) -> int:
         """Return once all ranks are here at the same time -> how many meetings under this name came before.
@@ -78,7 +78,7 @@ class Reunion:
             TransportError: a rank is lost, not all came within `patience`, or the store does not answer.
         """
         try:
-            number = self._meet(self._party.register(f"reconnect/{name}"), self._held.get(name, 0))
+            number = self._meet(self._context.shared_key(f"reconnect/{name}"), self._held.get(name, 0))
         except LocoError:
             raise
         except RuntimeError as error:
@@ -87,44 +87,44 @@ class Reunion:
         self._held[name] = number + 1
         return number
 
-    def _meet(self, register: Register, number: int) -> int:
+    def _meet(self, shared_key: CompareAndSetKey, number: int) -> int:
         """Args: number: the least that the meeting can have."""
-        party, joined = self._party, False
-        deadline = time.monotonic() + party.patience
+        context, joined = self._context, False
+        deadline = time.monotonic() + context.patience
 
         def arrive(value: str) -> str | None:
-            roll = _Roll.of(value, number)
-            if joined and (roll.held > number or party.rank in roll.waiting):
+            state = _BarrierState.of(value, number)
+            if joined and (state.held > number or context.rank in state.waiting):
                 return None
-            return str(roll.joined_by(party.rank, party.world))
+            return str(state.joined_by(context.rank, context.world))
 
         def withdraw(value: str) -> str | None:
-            roll = _Roll.of(value, number)
-            if (joined and roll.held > number) or party.rank not in roll.waiting:
+            state = _BarrierState.of(value, number)
+            if (joined and state.held > number) or context.rank not in state.waiting:
                 return None
-            return str(_Roll(roll.held, roll.waiting - {party.rank}))
+            return str(_BarrierState(state.held, state.waiting - {context.rank}))
 
         def missing() -> str:
-            return f"{_PHASE}: {party.named_but(roll.waiting)}"
+            return f"{_PHASE}: {context.named_but(state.waiting)}"
 
-        roll = _Roll(number, set())
-        with party.guarded(_PHASE) as guard, Waiting(_logger, missing):
+        state = _BarrierState(number, set())
+        with context.guarded(_PHASE) as guard, Waiting(_logger, missing):
             try:
-                roll = _Roll.of(register.change(arrive), number)
+                state = _BarrierState.of(shared_key.change(arrive), number)
                 # Without anybody who waits, this rank was the last one to come, and has ended the meeting.
-                number, joined = (roll.held if roll.waiting else roll.held - 1), True
-                while roll.held == number:
+                number, joined = (state.held if state.waiting else state.held - 1), True
+                while state.held == number:
                     if guard.loss is None and time.monotonic() <= deadline:
                         self._pause()
-                        roll = _Roll.of(register.change(arrive), number)
+                        state = _BarrierState.of(shared_key.change(arrive), number)
                         continue
-                    came = len(roll.waiting)
-                    roll = _Roll.of(register.change(withdraw), number)
-                    if roll.held == number:
+                    came = len(state.waiting)
+                    state = _BarrierState.of(shared_key.change(withdraw), number)
+                    if state.held == number:
                         raise self._late(came)
             except BaseException:  # Ctrl-C, say: that is what is raised, whether or not the store answers
                 with suppress(RuntimeError):
-                    register.change(withdraw)
+                    shared_key.change(withdraw)
                 raise
         return number
 
@@ -133,28 +133,28 @@ class Reunion:
 
     def _late(self, came: int) -> TransportError:
         return TransportError(
-            f"{_PHASE}: {came} of {self._party.world} ranks came within {self._party.patience:g} s; a round "
+            f"{_PHASE}: {came} of {self._context.world} ranks came within {self._context.patience:g} s; a round "
             f"that failed is repeated by all ranks together",
             lasting=True,
         )
 
 
-class _Roll:
+class _BarrierState:
     def __init__(self, held: int, waiting: set[int]) -> None:
         self.held = held
         self.waiting = waiting
 
     @classmethod
-    def of(cls, value: str, least: int = 0) -> "_Roll":
+    def of(cls, value: str, least: int = 0) -> "_BarrierState":
         """What a value says; one that is malformed, or from before meeting number `least`, says nothing."""
         held, _, waiting = value.partition(":")
         if number_in(held) < least:
             return cls(least, set())
         return cls(number_in(held), {number_in(rank) for rank in waiting.split(",")} - {-1})
 
-    def joined_by(self, rank: int, world: int) -> "_Roll":
+    def joined_by(self, rank: int, world: int) -> "_BarrierState":
         come = self.waiting | {rank}
-        return _Roll(self.held + 1, set()) if len(come) == world else _Roll(self.held, come)
+        return _BarrierState(self.held + 1, set()) if len(come) == world else _BarrierState(self.held, come)
 
     def __str__(self) -> str:
         return f"{self.held}:{','.join(map(str, sorted(self.waiting)))}"
