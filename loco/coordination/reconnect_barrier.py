@@ -1,4 +1,4 @@
-"""All ranks meet within a time limit before they reconnect, or none of them goes on."""
+"""A barrier in the store at which all ranks meet before they reconnect: all pass it, or none does."""
 
 import logging
 import time
@@ -20,14 +20,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class BarrierContext:
-    """The ranks 0 … world−1 that meet, as one of them sees it.
+    """What one of the ranks 0 … world−1 needs to meet the others through the store.
 
     store: answers within a limit.
-    root: of the store keys; the same on all ranks, and nobody else's.
+    root: prefix of the store keys, the same on all ranks and used for nothing else.
     seals: of what is written, if the ranks share a key.
     liveness: who is alive.
     patience: seconds to wait for a rank that is alive.
-    named: tells what ranks are called.
+    named: names ranks in errors.
     """
 
     store: KeyValueStore
@@ -53,11 +53,11 @@ class BarrierContext:
 
 
 class ReconnectBarrier:
-    """The meetings of a context, under any number of names.
+    """Meetings of all ranks, under any number of names.
 
-    For each name the store holds "<meetings held>:<ranks that wait>". A rank either belongs to a meeting,
-    with all the others, or does not: a rank that gives up, or is interrupted, takes its arrival back, and the
-    others wait on; arriving twice is arriving once.
+    For each name the store holds "<meetings held>:<ranks that wait>". A rank that gives up or is interrupted
+    removes itself from those that wait, and the others go on waiting; arriving twice counts once. So either
+    all ranks belong to a meeting, or it has not taken place.
     """
 
     def __init__(self, context: BarrierContext) -> None:
@@ -71,8 +71,8 @@ class ReconnectBarrier:
     def meet(self, name: str) -> int:
         """Return once all ranks are here at the same time -> how many meetings under this name came before.
 
-        The numbers that a rank is given only grow, whatever becomes of the store's key: what is named by them
-        never has a name that was used before.
+        The numbers returned to a rank only grow, whatever happens to the store's key, so a name made from
+        them is never used twice.
 
         Raises:
             TransportError: a rank is lost, not all came within `patience`, or the store does not answer.
@@ -111,7 +111,7 @@ class ReconnectBarrier:
         with context.guarded(_PHASE) as guard, Waiting(_logger, missing):
             try:
                 state = _BarrierState.of(shared_key.change(arrive), number)
-                # Without anybody who waits, this rank was the last one to come, and has ended the meeting.
+                # If nobody waits, this rank came last and has completed the meeting.
                 number, joined = (state.held if state.waiting else state.held - 1), True
                 while state.held == number:
                     if guard.loss is None and time.monotonic() <= deadline:
@@ -122,7 +122,7 @@ class ReconnectBarrier:
                     state = _BarrierState.of(shared_key.change(withdraw), number)
                     if state.held == number:
                         raise self._late(came)
-            except BaseException:  # Ctrl-C, say: that is what is raised, whether or not the store answers
+            except BaseException:  # such as Ctrl-C: it is raised whether or not the store answers
                 with suppress(RuntimeError):
                     shared_key.change(withdraw)
                 raise
@@ -133,8 +133,8 @@ class ReconnectBarrier:
 
     def _late(self, came: int) -> TransportError:
         return TransportError(
-            f"{_PHASE}: {came} of {self._context.world} ranks came within {self._context.patience:g} s; a round "
-            f"that failed is repeated by all ranks together",
+            f"{_PHASE}: {came} of {self._context.world} ranks came within {self._context.patience:g} s; a "
+            f"round that failed is repeated by all ranks together",
             lasting=True,
         )
 
@@ -146,7 +146,7 @@ class _BarrierState:
 
     @classmethod
     def of(cls, value: str, least: int = 0) -> "_BarrierState":
-        """What a value says; one that is malformed, or from before meeting number `least`, says nothing."""
+        """Parse a value. One that is malformed, or older than meeting `least`, counts as empty."""
         held, _, waiting = value.partition(":")
         if number_in(held) < least:
             return cls(least, set())

@@ -1,7 +1,7 @@
-"""Where all ranks meet outside of rounds, by the process group's store: to agree on notes, and to reconnect.
+"""How all ranks agree outside of rounds, through the store: they exchange notes, and meet to reconnect.
 
-A round's links may be broken when there is something else to agree on, and links of their own would lie idle
-between two checkpoints until a router forgets them. The store answers every rank at any time.
+A round's links may be broken when ranks have to agree, and links made for it would be idle between two
+checkpoints until a router drops them. The store answers every rank at any time.
 """
 
 import json
@@ -26,7 +26,7 @@ _MOST_REMOVED = 100  # that are removed at once
 
 @dataclass(frozen=True)
 class _Off:
-    """A call that was called off."""
+    """Why a call was called off."""
 
     phase: str  # of the rank that did it
     why: str
@@ -35,11 +35,11 @@ class _Off:
 
 @dataclass(frozen=True)
 class _CallState:
-    """What has become of a call.
+    """The state of a call, as the store holds it.
 
-    notes: by rank that has come, the name of its note: random, and new each time that it comes.
-    sure: the ranks that have seen their own names in a full state. Each has come to this very call, so a state
-        or a note that somebody has kept and written again never completes one.
+    notes: for each rank that has come, the name of its note: random, and new each time that it comes.
+    sure: the ranks that have seen their own notes' names in a full list. Each has come to this very call, so
+        a list or a note that somebody has kept and written again never completes a call.
     """
 
     notes: dict[str, str] = field(default_factory=dict)
@@ -95,27 +95,26 @@ class Agreement(Protocol):
 
 
 class Reconnects(Protocol):
-    """What builds new links together with the other ranks."""
+    """Builds new links together with the other ranks."""
 
     def reconnect(self) -> object: ...
 
 
 class Rendezvous:
-    """The ranks 0 … world−1 meet for two things.
+    """The ranks 0 … world−1 agree in two ways.
 
-    To **exchange_notes** notes, for a save or a load: a call is for all ranks, and has one verdict: all have come, and
-    every rank reads every note; or it is called off, by the first rank that can't wait any longer, and a rank
-    that comes later for the same thing is told so. Calls are counted in the store, so that ranks meet again
-    whatever one of them has missed, and each rank refuses numbers of calls that it knows to be over. For a
-    rank that the store does not answer, the verdict stays open until its next call.
+    They **exchange notes**, for a save or a load, in a call of all ranks that ends in one way for all. Either
+    all have come, and every rank reads every note. Or the first rank that can't wait any longer calls it off,
+    and a rank that comes later for the same purpose is told so. Calls are numbered in the store, so that
+    ranks find each other again whatever one of them has missed; a rank refuses numbers of calls that it knows
+    to be over. A rank that the store does not answer learns in its next call how this one ended.
 
-    To **meet** before they reconnect (`ReconnectBarrier`): a rank that gives up takes its arrival back, and the others
-    wait on.
+    They **meet** before they reconnect: see `ReconnectBarrier`.
 
-    A reconnection outranks a exchange_notes: when ranks wait to reconnect under a name that this rank `answers`, the
-    call that it waits in is called off, and all that wait in it are told (`NeededError`) to reconnect first.
+    A reconnection outranks an exchange: when ranks wait to reconnect under a name that this rank `answers`,
+    the call in which it waits is called off, and every rank in it gets a `NeededError`: reconnect first.
 
-    In the store: `call`, the number of the call that is open; under each number its `_CallState`, and beside it a
+    In the store: `call`, the number of the open call; under each number its `_CallState`, and beside it the
     note of each rank that has come.
     """
 
@@ -136,11 +135,11 @@ class Rendezvous:
         return self._barrier.meet(name)
 
     def answers(self, user: Reconnects, name: str) -> None:
-        """As long as `user` is there, this rank leaves a exchange_notes when others wait to meet under this name."""
+        """While `user` exists, this rank leaves an exchange when others wait to meet under `name`."""
         self._answering[user] = name
 
     def reconnect(self) -> None:
-        """After a `NeededError`: with those who wait for it.
+        """After a `NeededError`: reconnect with the ranks that wait for this one.
 
         Raises:
             TransportError: a rank is lost or did not come, or the store does not answer.
@@ -178,15 +177,15 @@ class Rendezvous:
         return [theirs for _, theirs in told]
 
     def number_of(self, user: Any) -> int:
-        """Tells apart who uses these notes, by the order in which they first came: alike on all ranks."""
+        """Numbers callers by first use; equal on all ranks."""
         if user not in self._users:
             self._users[user] = self._known
             self._known += 1
         return self._users[user]
 
     def missed(self, phase: str) -> bool:
-        """Whether this rank's last call was for this, and only the store's answer to it was lost: all have
-        come to it, or may still come.
+        """Whether this rank's last call was for `phase` and only the store's answer was lost, so that all
+        ranks have come to it, or may still come.
 
         Raises:
             TransportError: the store still does not answer.
@@ -208,9 +207,7 @@ class Rendezvous:
                 texts = self._read(asked, state)
                 self._open, self._through = None, asked
                 return texts
-            if for_what != phase and self._is_open(
-                state
-            ):  # they wait, and this rank does not come back to it
+            if for_what != phase and self._is_open(state):  # the others wait in vain for this rank
                 self._call_off(asked, _Off(for_what, f"it came for something else, {phase}"))
             self._open = None
         number = self._number()
@@ -248,7 +245,7 @@ class Rendezvous:
                 if not self._is_open(state):
                     break
                 now = time.monotonic()
-                # Those that have come look all the time, unless they have lost the store.
+                # Ranks that have come poll all the time, unless they have lost the store.
                 is_full = len(state.notes) == context.world
                 confirm_by = min(confirm_by, now + 2 * context.liveness.dead_after) if is_full else math.inf
                 if guard.loss is not None:
@@ -264,7 +261,7 @@ class Rendezvous:
         return state
 
     def _read(self, number: int, state: _CallState) -> list[str]:
-        """What all wrote to a call to which all came, so that they are through with those before it."""
+        """All ranks' notes in a call to which all came. So all are done with earlier calls."""
         context = self._context
         keys = [self._key_of(number, rank, state.notes[str(rank)]) for rank in range(context.world)]
         if not context.store.check(keys):  # the store would wait for them
@@ -285,7 +282,7 @@ class Rendezvous:
         return f"{self._context.root}/{number}/{rank}/{note}"
 
     def _number(self) -> int:
-        """Of the call that is open. A malformed value, or one of a call that is over, says nothing."""
+        """The number of the open call. A malformed value, or that of a call that is over, is replaced."""
         shared_key, least = self._context.shared_key("call"), self._through + 1
 
         def later(value: str) -> str | None:
@@ -305,7 +302,7 @@ class Rendezvous:
         return state.off is None and not self._is_complete(state)
 
     def _join(self, number: int) -> _CallState:
-        """Be counted in, and once all are, say that this rank has seen it -> what has become of the call."""
+        """Add this rank; once all are in, record that it has seen so -> the call's state."""
 
         def join(value: str) -> str | None:
             state = _CallState.of(value)
@@ -315,7 +312,7 @@ class Rendezvous:
         return _CallState.of(self._context.shared_key(str(number)).change(join))
 
     def _call_off(self, number: int, off: _Off) -> _CallState:
-        """-> what has become of the call: all may have come just now."""
+        """Call it off, unless all have come just now -> the call's state."""
         me = self._context.named([self._context.rank])
 
         def call_off(value: str) -> str | None:
@@ -337,7 +334,7 @@ class Rendezvous:
 
 
 class Alone:
-    """The notes of a single rank."""
+    """The `Agreement` of a single rank."""
 
     def number_of(self, user: Any) -> int:
         return 0

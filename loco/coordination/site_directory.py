@@ -1,7 +1,7 @@
-"""Sites that each have a world of their own find each other by name, at a store that one of them hosts.
+"""A list in the store by which sites that each have a world of their own find each other by name.
 
-One process speaks for each site. The store holds one listing: who has come, and whether it is complete. A site
-is on it once, so that two runs never both believe to be the whole.
+One process of each site enters it. The list says which sites are here, and whether they are all. A site is on
+it once, so two runs never both take themselves for the whole.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from .heartbeats import Loss
 from .liveness import Liveness
 from .store_client import RemoteStore, StoreClient
 
-BEATS = "sites"  # the name of the heartbeats by which sites know who on the listing is alive
+BEATS = "sites"  # the name of the heartbeats that tell which sites on the list are alive
 _POLL = 0.1  # seconds
 _ANSWERS = 30.0  # seconds: a store that looks up the name of each host that connects may take long at first
 _logger = logging.getLogger(__name__)
@@ -27,12 +27,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A site, as it comes.
+    """A site's entry in the list.
 
     sites: how many it expects.
-    ranks: that it has itself.
-    process: a number of the process that speaks for it, which no other process has.
-    where: that process, for people.
+    ranks: how many it has itself.
+    process: a number that only the process which entered it has.
+    where: that process, for errors.
     """
 
     site: str
@@ -44,7 +44,10 @@ class Arrival:
 
 @dataclass(frozen=True)
 class _Listing:
-    """refused: why those who are here can't train together; "" if they can."""
+    """The list.
+
+    refused: why the sites that are here can't train together; "" if they can.
+    """
 
     here: tuple[Arrival, ...] = ()
     is_complete: bool = False
@@ -68,13 +71,13 @@ class _Listing:
 
 @dataclass
 class SiteDirectory:
-    """One site's way to the others.
+    """Enters one site into the list, and waits for the others.
 
     Args:
         store: clients clone it.
         mine: this site.
         patience: seconds to wait for the others.
-        dead_after: seconds after which a site that gives no sign of life does not count as here.
+        dead_after: seconds after which a site without heartbeats no longer counts as here.
     """
 
     store: RemoteStore
@@ -96,7 +99,7 @@ class SiteDirectory:
         self._entry = CompareAndSetKey(self._client, "roll", StoreSeals())
 
     def join(self) -> list[Arrival]:
-        """Wait until all sites are here -> they, in the order of their names.
+        """Enter this site, and wait until all are here -> their entries, in the order of their names.
 
         Raises:
             AgreementError: they do not fit together, or this site's name is taken by one that is alive.
@@ -111,7 +114,7 @@ class SiteDirectory:
             raise
 
     def close(self) -> None:
-        """Leave: another process may have this site's name now."""
+        """Stop the heartbeats: from now on another process may take this site's name."""
         self._liveness.close()
         self._client.close()
 
@@ -134,14 +137,14 @@ class SiteDirectory:
                     self._watch(others, listing, deadline - time.monotonic())
 
     def _enter(self, value: str) -> str | None:
-        """Take this site's place on the listing, if it is free."""
+        """Add this site, if its name is free."""
         listing, mine = _Listing.of(value), self.mine
         alive = tuple(one for one in listing.here if one.process not in self._gone)
         if mine in listing.here:  # without those that have died while they waited
             waits = not listing.is_complete and not listing.refused
             return str(_Listing(alive)) if waits and alive != listing.here else None
         if listing.is_complete or listing.refused:
-            # Who comes back begins anew: those that it trained with have lost it, and come again, too.
+            # A returning site starts a new list; its old peers have lost it, and rejoin too.
             comes_back = any(one.site == mine.site and one not in alive for one in listing.here)
             if alive and (listing.refused or not comes_back):
                 return None
@@ -158,7 +161,7 @@ class SiteDirectory:
         return str(_Listing(tuple(one for one in listing.here if one != self.mine), refused=listing.refused))
 
     def _clear_the_way(self, listing: _Listing) -> None:
-        """This site's place is taken: by who is dead, or else it is refused."""
+        """This site can't be added: return once what is in its way is found dead, or raise."""
         namesakes = [one for one in listing.here if one.site == self.mine.site]
         in_the_way = [one for one in namesakes or listing.here if one.process not in self._gone]
         if self._watch(in_the_way, listing, self.dead_after):
@@ -171,12 +174,13 @@ class SiteDirectory:
                 f"site a name of its own (LOCO_SITE), or end that process first"
             )
         raise AgreementError(
-            f"{_listed(listing.here)} train with each other already, and {self.mine.site} is none of them: give "
-            f"it the name (LOCO_SITE) that it had before, or another address (LOCO_AT) for a run of its own"
+            f"{_listed(listing.here)} train with each other already, and {self.mine.site} is none of them: "
+            f"give it the name (LOCO_SITE) that it had before, or another address (LOCO_AT) for a run of its "
+            f"own"
         )
 
     def _watch(self, arrivals: Sequence[Arrival], listing: _Listing, seconds: float) -> bool:
-        """-> whether, within some seconds, one of them was found to be gone, or the listing has changed."""
+        """-> whether, within some seconds, one of them was found dead, or the list has changed."""
         lost: list[Loss] = []
         deadline, changed = time.monotonic() + seconds, False
         with self._liveness.watching([one.process for one in arrivals], lost.append, reunion=True):
@@ -194,7 +198,7 @@ class SiteDirectory:
 
 
 def session_of(arrivals: list[Arrival]) -> str:
-    """A name that no other gathering has."""
+    """A name that no other complete list has."""
     return hashlib.blake2b(repr([one.process for one in arrivals]).encode(), digest_size=8).hexdigest()
 
 

@@ -60,7 +60,7 @@ class WorldMembership:
         return _Repeats(self._topology.repeats)
 
     def reconnects_by(self, user: Reconnects) -> None:
-        """In sites of one rank, who has lost nothing need not wait for anybody."""
+        """With one rank per site, intact links never need rebuilding for others."""
         if self._topology.ranks_per_site > 1:
             self._topology.rendezvous.answers(user, self._name)
 

@@ -329,8 +329,8 @@ class OuterLoop:
 
     def _converse(self, speak: Callable[[], T]) -> T:
         """Messages that all ranks exchange in one order. A rank that leaves early hangs up, so that no
-        message of a repeat is taken for one that a peer still waits for. A refusal is that of all ranks, and leaves
-        links whole."""
+        message of a repeat is taken for one that a peer still waits for. All ranks refuse a round together,
+        which leaves links whole."""
         try:
             return speak()
         except Refused:
@@ -341,5 +341,5 @@ class OuterLoop:
 
     def _hang_up(self, error: BaseException) -> None:
         said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
-        # What others have said is told by them.
+        # Do not repeat peers' reports.
         self._membership.give_up(said.partition("; last heard of")[0])

@@ -1,4 +1,4 @@
-"""From files to what they change: downloaded, checked, and decoded on top of each other."""
+"""Decodes downloaded files, one on top of the other, into the changes that they make."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -18,7 +18,7 @@ SLICE = 32 * kernels.PART  # elements that are decoded together where weights ha
 
 
 def decoded(memory: PublisherMemory, downloads: list[Download]) -> list[tuple[torch.dtype, Changes]]:
-    """What some files, one after the other, change in the weights that are there now. Writes nothing.
+    """The changes that some files, one after the other, make to the weights in memory. Writes nothing.
 
     One patch for weights that lie in rows in host memory takes memory for its changes alone. Otherwise the
     weights are copied slice by slice.

@@ -1,4 +1,4 @@
-"""What an update is about to overwrite, kept so that it can be put back whatever happens, and when."""
+"""The undo log of an update: the bits that it overwrites, saved before it writes."""
 
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ class _Saved(NamedTuple):
 
 
 class Journal:
-    """Written before the weights are: an exception may come between any two lines (Ctrl-C), and then nobody
-    knows how much has been overwritten. Putting back what was there takes no knowing.
+    """Each entry is made before the weights are written: an exception such as Ctrl-C may come between any two
+    lines, and then nobody knows how much was overwritten. Putting all of it back needs no such knowledge.
 
-    What was there is read in advance, which takes longer than to write. Where one call of C reads and writes,
-    and no exception comes in between, the bits that it has swapped are those that differ from the fresh ones.
+    To read the old bits in advance takes longer than to write the new ones. Where one C call swaps the two,
+    no exception comes in between, and the bits that it has swapped are those that differ from the new ones.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class Journal:
         memory.swap_bits(format, changes)
 
     def complete(self) -> None:
-        """All is written: what it was is kept, and what it is need not be."""
+        """Everything is written: keep the old bits, and drop the new ones."""
         self._saved = [one._replace(fresh=None) for one in self._saved]
 
     def restore(self) -> KeyboardInterrupt | None:
-        """Put everything back. A Ctrl-C that comes meanwhile must wait, since half of it would be no version.
+        """Put everything back. A Ctrl-C that comes meanwhile waits, since half of it would be no version.
 
         -> the Ctrl-C, to be raised by the caller
         """

@@ -1,4 +1,4 @@
-"""The trainer's end: versions of its weights go into a store, each as little more than what changed."""
+"""The trainer's end: publishes versions of its weights, each as little more than what changed."""
 
 import logging
 import os
@@ -243,7 +243,7 @@ class Publisher:
     def _try_to_write(self, report: Published, *arguments: Any) -> None:
         try:
             self._write(report, *arguments)
-        except BaseException as error:  # raised by whoever waits, if anybody ever does
+        except BaseException as error:  # `flush` raises it
             logger.error("version %d was not published: %s", report.version, error)
             self._failed = error
 
@@ -256,7 +256,7 @@ class Publisher:
         patch: Packed | None,
         undo: ChangesOf,
     ) -> Published:
-        """Out of the store what nobody will need any more, and a version into it."""
+        """Remove what nobody will need any more from the store, and write a version."""
         begun = perf_counter()
         self._writer.remove_old(self._keep, self._manifests)
         try:

@@ -1,4 +1,4 @@
-"""The inference worker's end: what it holds becomes the newest version, in place, bit for bit."""
+"""The inference worker's end: updates its weights to the newest version, in place, bit for bit."""
 
 import os
 import threading
@@ -48,10 +48,10 @@ class Prepared:
 
 
 class _Standing(NamedTuple):
-    """What the weights are: always replaced as a whole, since Ctrl-C may come between any two lines."""
+    """Which version the weights are. Replaced as a whole, since Ctrl-C may come between any two lines."""
 
     number: int  # another one whenever the weights change
-    least: int = 0  # the version that they were last: to an older one only who asks for it goes back
+    least: int = 0  # the version that they were last: only `update(version=…)` goes to an older one
     version: int | None = None  # None: of no version that is known
     held: Mapping[Stream, Held] = MappingProxyType({})
     undo: "_Undo | None" = None
@@ -81,8 +81,8 @@ class Subscriber:
     Args:
         target: a model, or tensors by name: views of the memory that is to change. It must hold just the
             tensors that are published, in their shapes and dtypes. One name may stand for several that share
-            memory. Of tensors of which only parts are here, a list of these parts (`EngineSlice`): all of such a
-            tensor is then kept in host memory, too.
+            memory. For a tensor of which only parts are here, a list of these parts (`EngineSlice`): all of
+            it is then kept in host memory, too.
         url: where the versions are: as of `Publisher`, or the http:// address of `python -m loco.sync serve`.
         training: the publishers' name for it; no other training's weights are taken. None: of the training
             whose version is the first that is held.
@@ -309,10 +309,10 @@ class Subscriber:
     # ---- what is in memory ----
 
     def _blame(self, error: DamagedError) -> None:
-        """Of a file that leads nowhere: avoid it, unless it is the weights that are not what they should be.
+        """Avoid a file that leads to wrong weights, unless the weights in memory were wrong before.
 
         Raises:
-            NotThisVersionError: it is these.
+            NotThisVersionError: they were.
         """
         if self._now.version is not None or self._now.held:
             self._check_memory()

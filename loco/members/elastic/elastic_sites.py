@@ -289,7 +289,7 @@ def _is_local(host: str) -> bool:
 
 
 def _address_towards(lighthouse: str) -> str:
-    """This machine's, by which others reach it too; a lighthouse that is not there is told of later."""
+    """This machine's address on the way there. An unreachable lighthouse is reported later."""
     url = urlsplit(lighthouse)
     try:
         with socket.create_connection((url.hostname or "", url.port or 80), 5.0) as connection:

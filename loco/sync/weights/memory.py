@@ -1,4 +1,4 @@
-"""The memory that a subscriber writes: tensors on any device and of any strides, or parts of larger ones."""
+"""The memory that a subscriber writes: tensors on any device and of any strides, or slices of an engine's."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -38,7 +38,7 @@ class RegionMemory:
         return flat if self.region.format == self.region.dtype else flat.contiguous().view(BYTES)
 
     def read(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Elements of the region, in host memory. May share it."""
+        """Elements of the region in host memory, perhaps without a copy."""
         if self.direct is not None:
             return self.direct[first:last]
         last = self.numel if last is None else last
@@ -95,8 +95,8 @@ class RegionMemory:
 class Mirror(RegionMemory):
     """The memory of a region of which an engine holds parts, or none, as a rank of tensor parallelism does.
 
-    Where the elements stand in their class says which of them change, and that takes all of them. So they are
-    kept in host memory, and what changes is written to the engine, too.
+    A patch can be decoded only with all elements of the region. So a copy of all is kept in host memory, and
+    what changes is written to it and to the engine.
     """
 
     def __init__(self, region: Region, whole: Tensor, slices: Sequence[EngineSlice]) -> None:
@@ -131,11 +131,11 @@ class Mirror(RegionMemory):
 
 
 class Memory:
-    """What a subscriber holds, by the names under which it is published.
+    """The tensors that a subscriber holds, by the names under which they are published.
 
     Args:
-        held: tensors, or the parts of them that are here.
-        loaded: what the parts were loaded from, if that is known.
+        held: tensors, or the slices of them that are here.
+        loaded: the checkpoint that the slices were loaded from, if that is known.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The memory of one publisher's regions, as the vectors that its files are of."""
+"""A subscriber's memory of one publisher's regions, seen as the vectors that its files hold."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ from .memory import Memory, Mirror, RegionMemory
 
 
 class PublisherMemory:
-    """The memory of one publisher's regions, as one vector for each format.
+    """The regions of one publisher in a subscriber's memory, as one vector for each format.
 
     Raises:
         LayoutError: as of `Memory.of_region`.
@@ -82,7 +82,7 @@ class PublisherMemory:
         self.digests[format] = [d + m & MASK for d, m in zip(self.digests[format], moved, strict=True)]
 
     def _in_place(self, format: torch.dtype) -> list[Tensor] | None:
-        """As `direct`, but for what is written to an engine's memory, too."""
+        """As `direct`, but None where changes are also written to an engine's memory."""
         mirrored = any(isinstance(region, Mirror) for region in self._regions[format])
         return None if mirrored else self.direct(format)
 

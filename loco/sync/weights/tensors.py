@@ -1,4 +1,4 @@
-"""The tensors that a model holds, at either end."""
+"""The tensors of a model or an engine, and what this process holds of them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
