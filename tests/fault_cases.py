@@ -53,10 +53,10 @@ def play(case: Case, folder: Path) -> Played:
 
 def _go_on(run: Run, case: Case) -> None:
     row = case.row
-    everyone = range(row.setup.world)
-    others = [rank for rank in everyone if rank not in row.victims]
+    all_ranks = range(row.setup.world)
+    others = [rank for rank in all_ranks if rank not in row.victims]
     if case.phase in AGAIN:
-        run.all_raised(everyone)
+        run.all_raised(all_ranks)
         if case.phase == "reconnecting":  # who comes last to a meeting does not wait there
             run.again(row.victims)
             run.until(lambda: set(row.victims) <= set(run.told.struck))
@@ -70,7 +70,7 @@ def _go_on(run: Run, case: Case) -> None:
         run.until(lambda: set(row.victims) <= set(run.told.struck))
         run.send(-1, signal.Signals[row.what])
     if row.flow in ("link", "store", "refuse"):
-        run.all_raised(everyone)
+        run.all_raised(all_ranks)
     if row.flow == "link":
         run.link_is_back(row.victims[0])
     if row.flow == "store" and row.what == "SIGSTOP":

@@ -133,10 +133,10 @@ class Run:
 
     def finish(self) -> None:
         """All repeat what failed until they are through, and end."""
-        everyone = set(range(self.setup.world))
-        while self.done != everyone:
+        all_ranks = set(range(self.setup.world))
+        while self.done != all_ranks:
             self.again()
-            self.until(lambda: bool(self.waiting) or self.done == everyone)
+            self.until(lambda: bool(self.waiting) or self.done == all_ranks)
         self.end()
 
     def end(self) -> None:

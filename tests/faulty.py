@@ -18,7 +18,7 @@ import loco
 from loco import kernels
 from loco.checkpoints.rank_manifest import RankManifest
 from loco.coordination import commit
-from loco.coordination.reunion import Reunion
+from loco.coordination.reconnect_barrier import ReconnectBarrier
 from loco.errors import TransportError
 from loco.exchange.transfer import Transfer
 from loco.members import fixed
@@ -115,7 +115,7 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
 
         kernels.apply = apply
     elif fault.at == "reconnecting":  # this rank has come to the meeting, and waits there
-        before(Reunion, "_pause")
+        before(ReconnectBarrier, "_pause")
     elif fault.at == "linking":  # all have met, and build their links
         before(fixed.FixedSites, "connect")
     elif fault.at == "half linked":  # its address is known, and others connect to it

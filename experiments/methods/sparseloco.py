@@ -69,7 +69,7 @@ class SparseLoCo(Wrapper):
         self._layout = FlatParameters(inner)
         setup = {"kind": "SparseLoCo", "sync_every": sync_every, "outer_lr": outer_lr}
         setup |= asdict(self.settings) | {"parameters": self._layout.describe()}
-        agree_on_setup(self.topology.everyone(), 1, setup)
+        agree_on_setup(self.topology.all_ranks(), 1, setup)
         device = self._layout.device
         self._plan = plan_chunks(self._layout.shapes, self.settings.k, device)
         self._across, _ = self.topology.connect(device, f"SparseLoCo {next(_built)}/0")

@@ -90,10 +90,10 @@ class Checkpoints:
                 return self._save(optimizer, extra, blocking=blocking)
             except NeededError as error:
                 warn_once_per_machine(_log, "%s. Ranks reconnect before they save", error)
-                optimizer.topology.notes.reconnect()
+                optimizer.topology.rendezvous.reconnect()
 
     def _save(self, optimizer: Saveable, extra: Any, *, blocking: bool) -> None:
-        rendezvous = optimizer.topology.notes
+        rendezvous = optimizer.topology.rendezvous
         directory, failure = self._directory(optimizer), None
         try:
             optimizer.settle()  # whether an interrupted round counts decides the position
@@ -164,7 +164,7 @@ class Checkpoints:
 
     def _label(self, optimizer: Saveable) -> str:
         """Distinguishes several folders of one training: the second one and later have a number."""
-        number = optimizer.topology.notes.number_of(self)
+        number = optimizer.topology.rendezvous.number_of(self)
         return f" to folder {number + 1}" if number else ""
 
     def _outdated(
@@ -262,5 +262,5 @@ class Checkpoints:
         self.close()
 
     def _directory(self, optimizer: Saveable) -> CheckpointDirectory:
-        all_ranks = optimizer.topology.everyone()
+        all_ranks = optimizer.topology.all_ranks()
         return CheckpointDirectory(self.folder, all_ranks.rank, all_ranks.size, site_name(optimizer.topology))

@@ -36,7 +36,7 @@ class ReshardedLoad:
                 [*position, save] for (position, save), m in own.items() if len(m) == m[0].ranks_per_site
             ]
 
-        _, notes = together(optimizer.topology.notes, f"looking for checkpoints to reshard{label}", look)
+        _, notes = together(optimizer.topology.rendezvous, f"looking for checkpoints to reshard{label}", look)
         names = {save for note in notes for *_, save in note["saves"]}
         of_all = [one for one in notes[0]["whole"] if all(one in note["whole"] for note in notes)]
         if not of_all and not names:
@@ -50,7 +50,7 @@ class ReshardedLoad:
             position = Position(round, local_step)
             ranks = sorted(manifest.rank for manifest in own[position, save])
             read = partial(self._read, position, ranks)
-            trees, is_whole = read_together(optimizer.topology.notes, position, read)
+            trees, is_whole = read_together(optimizer.topology.rendezvous, position, read)
             if is_whole:
                 make = partial(resharded, trees, optimizer.outer_state)
                 return load_together(optimizer, position, make), names

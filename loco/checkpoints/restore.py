@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 _Done = TypeVar("_Done")
 
 
-def swap_or_fail(
-    notes: Agreement,
+def exchange_or_fail(
+    rendezvous: Agreement,
     note: dict[str, Any],
     failure: Exception | None,
     phase: str,
@@ -41,7 +41,7 @@ def swap_or_fail(
         TransportError, NeededError, CheckpointError: as `Rendezvous.swap`.
     """
     note["failure"] = None if failure is None else str(failure) or type(failure).__name__
-    told = notes.swap(note, phase)
+    told = rendezvous.exchange_notes(note, phase)
     if isinstance(failure, OSError):
         raise CheckpointError(f"{phase}: {failure}") from failure
     if failure is not None:
@@ -58,14 +58,14 @@ def together(
     do: Callable[[dict[str, Any]], _Done],
 ) -> tuple[_Done, list[dict[str, Any]]]:
     """Call `do(note)`, which fills in what this rank tells the others -> its result, and every rank's note.
-    If it fails on one rank, all raise an error, as `swap_or_fail` does."""
+    If it fails on one rank, all raise an error, as `exchange_or_fail` does."""
     note: dict[str, Any] = {}
     try:
         done = do(note)
     except Exception as error:
-        swap_or_fail(rendezvous, note, error, phase)
+        exchange_or_fail(rendezvous, note, error, phase)
         raise
-    return done, swap_or_fail(rendezvous, note, None, phase)
+    return done, exchange_or_fail(rendezvous, note, None, phase)
 
 
 def read_together(
@@ -125,7 +125,7 @@ class Load:
 
     def run(self, label: str) -> tuple[Resumed | None, set[str]]:
         """-> what was loaded, and the names of all saves that are of this training."""
-        rendezvous = self.optimizer.topology.notes
+        rendezvous = self.optimizer.topology.rendezvous
         _, notes = together(rendezvous, f"looking for checkpoints{label}", self._look)
         for rank, note in enumerate(notes):
             if note["arguments"] != notes[0]["arguments"]:
@@ -230,7 +230,7 @@ class Load:
     def _exchange(self, selected: Selected, tree: Any, updates: dict[int, Tensor]) -> Any:
         """What this rank is to load: its files, after the messages from and to sites that join or leave."""
         topology, outer = self.optimizer.topology, self.optimizer.outer_state
-        all_ranks, each, roster = topology.everyone(), topology.ranks_per_site, selected.roster
+        all_ranks, each, roster = topology.all_ranks(), topology.ranks_per_site, selected.roster
         if roster.joining:
             tree = send_to_joining(all_ranks, roster, tree, outer)
         own = tree["optimizer"]["loco"]
@@ -255,7 +255,7 @@ def load_together(optimizer: Saveable, position: Position, make: Callable[[], An
     def agree(failure: Exception | None = None) -> None:
         nonlocal is_asked, is_agreed
         is_asked = True
-        notes = swap_or_fail(optimizer.topology.notes, note, failure, f"loading {position}")
+        notes = exchange_or_fail(optimizer.topology.rendezvous, note, failure, f"loading {position}")
         for rank, other in enumerate(notes):
             expected = notes[rank % optimizer.topology.ranks_per_site]
             if other != expected:
@@ -275,7 +275,7 @@ def load_together(optimizer: Saveable, position: Position, make: Callable[[], An
         if not is_agreed:
             raise
         failure = error
-    swap_or_fail(optimizer.topology.notes, {}, failure, f"completing the load of {position}")
+    exchange_or_fail(optimizer.topology.rendezvous, {}, failure, f"completing the load of {position}")
     _log.info("resumed at %s", position)
     return Resumed(round=optimizer.round, local_step=optimizer.local_step, extra=tree["extra"])
 

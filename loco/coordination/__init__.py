@@ -1,1 +1,1 @@
-"""What the ranks agree on without links, by the store: who is alive, who has come, whether a round counts."""
+"""Agreement of ranks through the store, without links: who is alive, who is here, which rounds count."""

@@ -1,4 +1,4 @@
-"""Every message and every value in the store proves its origin, by a key that the ranks share."""
+"""Seals: keyed hashes that prove who wrote a message or a value in the store, if the ranks share a key."""
 
 import hashlib
 import hmac
@@ -18,8 +18,8 @@ class MessageSeals:
     """The seals of one group's messages: keyed BLAKE2b, 16 bytes each.
 
     A seal covers the message and its context: session, group, sender, receiver, and its number among the
-    messages between the two. So a message that was changed, forged, repeated, exchanged for another or sent
-    back to its sender is refused.
+    messages between the two. So a receiver refuses a message that was changed, forged, repeated, exchanged
+    for another or sent back to its sender.
 
     Args:
         key: shared by all ranks, and by nobody else.
@@ -60,9 +60,9 @@ class MessageSeals:
 class StoreSeals:
     """Seals of what ranks write into the store, if they share a key.
 
-    A seal is of the value, of the store key under which it stands, and of the session: a value of an earlier
-    run, or of another store key, is refused. An older value of the *same* store key is not; where that
-    matters, the store key (or the value) holds a number that is used once.
+    A seal covers the value, its store key and the session: a value of an earlier run, or of another store
+    key, is refused. An older value of the *same* store key is not; where that matters, the store key (or the
+    value) holds a number that is used once.
 
     Args:
         key, session: as of `MessageSeals`; without a key nothing is sealed.
@@ -86,7 +86,7 @@ class StoreSeals:
     def read(self, store_key: str, found: str) -> str:
         """
         Raises:
-            AuthenticationError: somebody without the key has written it, or for another store key.
+            AuthenticationError: it was written without the key, or for another store key.
         """
         value = found if self._secret is None else found.rpartition(" ")[0]
         if not hmac.compare_digest(self.write(store_key, value).encode(), found.encode()):

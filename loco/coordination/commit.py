@@ -1,8 +1,8 @@
-"""One verdict on a round for all ranks alike, however the last messages went.
+"""Verdicts: whether a round counts, decided once for all ranks by a key of the store.
 
-Votes can't decide alone: a rank that loses its link during the last vote does not know whether the others had
+Votes can't decide alone: a rank that loses its link during the last vote does not know whether the others got
 all votes and went on. So a rank that has all votes writes COMMIT before it applies the round, a rank that
-lost its link writes ABORT, and the first to be written counts.
+lost its link writes ABORT, and the first value that is written stands.
 """
 
 import logging
@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from ..errors import AuthenticationError, TransportError, first_line
 from .authentication import StoreSeals
+from .compare_and_set import CompareAndSetKey
 from .liveness import Liveness
-from .register import Register
 from .store_client import KeyValueStore
 
 COMMIT, ABORT = "commit", "abort"
@@ -20,22 +20,22 @@ _logger = logging.getLogger(__name__)
 
 
 class Verdicts:
-    """On the rounds over one set of links, one after the other.
+    """The verdicts on the rounds over one set of links, one after the other.
 
-    Each verdict has a store key that is used once: `name` is never used for other links, and verdicts over
-    one set of links are counted. All ranks count alike: over links that hold, all ranks cast the same votes
-    in the same order, and a rank that loses its links gets new ones together with all others. So no state
-    that is loaded, and nobody who writes an old verdict into the store again, makes a verdict pass for that
-    on another vote.
+    Each verdict has a store key that is used once: no other links have this `name`, and the votes over one
+    set of links are numbered. All ranks number them alike, because all cast the same votes in the same order
+    as long as the links hold, and a rank that loses its links gets new ones together with all others. So an
+    old verdict is never taken for that on another vote, whatever state is loaded, and whoever writes it into
+    the store again.
 
-    If the ranks share a key, the store is not believed when it says ABORT, because somebody may have removed
-    a COMMIT: a rank that has committed says so in its heartbeats, and this rank waits for one of each other
-    rank.
+    If the ranks share a key, an ABORT in the store is not trusted, because somebody may have removed a
+    COMMIT. A rank that has committed says so in its heartbeats, so this rank first waits for new heartbeats
+    of the other ranks.
 
     Args:
         name: of the links; no other links ever have it.
-        clears_up: whether this rank removes what no rank can ask for any more: of all ranks, one.
-        liveness, others: by which ranks confirm what they have committed; None: the store is believed.
+        clears_up: whether this rank removes verdicts that no rank can ask for any more; one rank does.
+        liveness, others: the heartbeats and ranks that confirm a COMMIT; None: the store is trusted.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Verdicts:
         self._is_new = True  # the next question is about the vote after it
 
     def prepare(self, number: int) -> None:
-        """Before this rank votes, once it has the verdict on what it voted on before."""
+        """Call it before each vote, when the verdict on the previous one is known."""
         self._is_new = True
 
     def on(self, number: int, wish: str) -> str:
-        """-> the verdict on this rank's latest vote, as `decide`. It can be asked for again, until `prepare`.
+        """-> the verdict on this rank's latest vote: see `decide`. Until `prepare` it can be asked for again.
 
         Args:
-            number: of the round, for messages to people.
+            number: of the round, for the log.
         """
         if self._is_new:
             self._vote, self._is_new = self._vote + 1, False
@@ -86,9 +86,9 @@ class Verdicts:
         return verdict
 
     def close(self) -> None:
-        """All ranks have met to build other links, so none asks for these verdicts any more."""
+        """Remove what is left: all ranks have met to build new links, so none asks for these again."""
         if self._clears_up:
-            # The last one may be one that only others have asked for.
+            # Other ranks may have asked for one more than this rank.
             for vote in range(self._vote - 1, self._vote + 2):
                 self._remove(vote)
 
@@ -110,10 +110,10 @@ def decide(store: KeyValueStore, key: str, wish: str, seals: StoreSeals) -> str:
 
     Raises:
         TransportError: the store does not answer; the verdict can be asked for again.
-        AuthenticationError: somebody without the key has written it.
+        AuthenticationError: it was written without the key.
     """
     try:
-        verdict = Register(store, key, seals).settle(wish)
+        verdict = CompareAndSetKey(store, key, seals).settle(wish)
     except AuthenticationError:
         raise
     except RuntimeError as error:

@@ -1,5 +1,5 @@
-"""What a rank that waits for others wants to know of them: who is lost, and why. Its wait then ends, with an
-error that names that rank."""
+"""The interface of heartbeats: who is lost, and why. `guarded` ends a wait for a rank that is lost, with an
+error that names it."""
 
 import json
 import threading
@@ -15,11 +15,11 @@ Alarm = Callable[["Loss"], None]
 
 @dataclass(frozen=True)
 class Loss:
-    """Who can't be counted on, and why.
+    """Ranks that a wait can no longer count on, and why.
 
     silent: ranks without a heartbeat; their processes are dead or stopped, or their links cut.
     gone: ranks that have given up what the others wait for, or ended.
-    why: what the first of them said then; it may have come back, and have said something else, since.
+    why: the reason that the first of them gave; its status may have changed since.
     store: why the store does not answer.
     """
 
@@ -72,48 +72,49 @@ class Beat:
 
 
 class Heartbeats(Protocol):
-    """What waits for other ranks need to know of them: of all that live (`Liveness`), or of nobody."""
+    """This rank's status, for the others, and theirs: `Liveness`; `NoHeartbeats` of a rank that is alone."""
 
     dead_after: float
 
     def say(self, doing: str) -> None:
-        """What this rank does from now on, for the errors of those who wait for it."""
+        """Report what this rank does from now on. Errors on ranks that wait for it quote it."""
         ...
 
     def leave(self, why: str, link: str = "") -> None:
-        """This rank has given up what the others wait for. Returns once they can know, or soon anyway.
+        """Report that this rank has given up what the others wait for. Returns once the report is in the
+        store, or after a moment.
 
-        link: which it has given up, for good. A rank that waits on it learns of it even if this rank is back
-        by then.
+        link: the one that it has given up for good. A rank that waits on this link learns of that, even if
+        this rank works again by then.
         """
         ...
 
     def watching(
         self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", reunion: bool = False
     ) -> AbstractContextManager[None]:
-        """Listen to `ranks` meanwhile. `alarm` is called at most once, by another thread.
+        """Listen to `ranks` while the body runs. `alarm` is called at most once, by another thread.
 
-        link: that they are waited for on.
-        reunion: those who left are expected back, so only an end counts.
+        link: the one on which they are waited for.
+        reunion: ranks that have left are expected back; only ranks that have ended count as lost.
         """
         ...
 
     def departed(self, ranks: Sequence[int], link: str) -> Loss | None:
-        """Who has given up this link, or is one of these ranks and has left, as far as the store can tell.
-        Of those who have just hung up: they may be about to say it."""
+        """Which rank has given up this link, or which of these ranks has left, as far as the store can tell.
+        Waits a moment, because a rank that has just hung up may be about to report it."""
         ...
 
     def last_words(self, rank: int) -> str:
-        """What a rank last said, as far as the store can tell."""
+        """A rank's latest status, as far as the store can tell."""
         ...
 
     def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
-        """A sentence; `name` tells what ranks are called."""
+        """A sentence for an error; `name` names ranks."""
         ...
 
 
 class NoHeartbeats:
-    """Those of a rank that is alone, so that nobody listens to it."""
+    """For a rank that is alone: nobody waits for it."""
 
     dead_after = float("inf")
 
@@ -139,7 +140,7 @@ class NoHeartbeats:
 
 
 class Guard:
-    """What has been noticed during one wait."""
+    """Whether a rank was lost during one wait, and which."""
 
     def __init__(self, sentence: Callable[[Loss], str], on_loss: Callable[[], object]) -> None:
         self.loss: Loss | None = None
@@ -162,7 +163,7 @@ class Guard:
         return "" if self.loss is None else self._sentence(self.loss)
 
     def check(self) -> None:
-        """For a wait that looks again and again: end it once a rank is lost."""
+        """Raise a RuntimeError if a rank is lost; for waits that poll."""
         if self.loss is not None:
             raise RuntimeError(self.sentence)
 
@@ -179,14 +180,14 @@ def guarded(
     on_loss: Callable[[], object] = lambda: None,
     raises: bool = True,
 ) -> Iterator[Guard]:
-    """Watch `ranks` meanwhile.
+    """Watch `ranks` while the body runs.
 
     Args:
         phase: what the wait is for.
-        named: tells what ranks are called.
+        named: names ranks in errors.
         link, reunion: as `Heartbeats.watching`.
         on_loss: called at most once, by another thread: ends the wait.
-        raises: an error inside is raised as that of the rank that was lost, if one was.
+        raises: if a rank was lost, an error of the body is raised as a TransportError that names it.
 
     Raises:
         TransportError: names who was lost. It is lasting unless that rank has only given up this round.

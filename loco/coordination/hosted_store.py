@@ -1,4 +1,4 @@
-"""Stores that this process hosts for other sites, also for a while after its own program has ended."""
+"""Stores that this process hosts for other sites, and serves for a while after its own program has ended."""
 
 import atexit
 import logging
@@ -47,8 +47,8 @@ class HostedStore:
     def serve(self, host: str, guests: list[Guests], leave: Callable[[], object] = lambda: None) -> None:
         """
         Args:
-            host: whose guests these are, in the place of earlier ones.
-            leave: called when the program ends, before it serves them.
+            host: a name for these guests, which replace earlier ones of the same name.
+            leave: called when the program ends, before the guests are served.
         """
         self._guests[host], self._leave[host] = guests, leave
 

@@ -1,8 +1,8 @@
-"""Heartbeats: each rank says several times within `dead_after` that it lives and what it does.
+"""Heartbeats: each rank writes its status into the store several times within `dead_after`.
 
-They travel by the process group's store, which every rank reaches already: no port, no address of its own.
-Silence counts by the time that the listener itself was awake: sites' clocks need not agree, and a machine
-that was halted accuses nobody when it goes on.
+They go through the process group's store, which every rank can reach already, so they need no port. Silence
+is measured by the time for which the listener itself was awake: the sites' clocks need not agree, and a
+machine that was suspended accuses nobody when it resumes.
 """
 
 import time
@@ -27,14 +27,14 @@ _POLL = 0.02  # seconds
 class Liveness:
     """This rank's own heartbeat, and a listener to the others'. See `Heartbeats`.
 
-    A beat that is malformed, or not genuine where the ranks share a key, or older than one that was heard
-    before, counts as one that is not there: it makes nobody alive, and no listener fail.
+    A heartbeat that is malformed, older than one that was read before or, where the ranks share a key, not
+    genuine is ignored: it keeps no rank alive, and makes no listener fail.
 
     Args:
         store: the process group's.
-        name: the same on all ranks, and nobody else's.
+        name: the same on all ranks, and used by nobody else.
         rank: in the default group.
-        dead_after: seconds within which a silent rank is noticed, from when somebody waits for it.
+        dead_after: seconds within which a silent rank is noticed once somebody waits for it.
         seals: of the beats, if the ranks share a key.
         connect_limit: as `StoreClient`.
     """
@@ -50,13 +50,13 @@ class Liveness:
         connect_limit: float = 120.0,
     ) -> None:
         self.dead_after = dead_after
-        # A rank that hears nothing of the store for two beats goes on, to find out whether it does for six.
+        # Requests time out after two beats, so that six silent beats can be observed.
         client = StoreClient(store, limit=2 * dead_after / BEATS, connect_limit=connect_limit)
         every = dead_after / BEATS
         stand_in = StandIn(store, client, every)  # before the first beat: it may have to be compiled
         self._pulse = Pulse(client, seals or StoreSeals(), name, rank, every, stand_in)
         with suppress(RuntimeError):  # the next beat may be in time
-            self._pulse.beat()  # a rank that waits for this one from now on finds something
+            self._pulse.beat()  # so that a rank that waits for this one finds a heartbeat
             self._pulse.reconnect_stand_in()
         self._ticker = Ticker(
             self,
@@ -70,7 +70,7 @@ class Liveness:
     def say(self, doing: str) -> None:
         back = self._pulse.status.startswith(LEFT)
         self._pulse.status = AT_WORK + doing
-        if back:  # nobody who meets it from now on may think that it is not there
+        if back:  # ranks that wait for it from now on must not read that it has left
             self._publish()
 
     def leave(self, why: str, link: str = "") -> None:
@@ -86,7 +86,7 @@ class Liveness:
         return "" if stand_in is None else stand_in.problem
 
     def forget(self, link: str) -> None:
-        """All ranks have other links by now, so none asks who has given up this one."""
+        """Remove the report that a link was given up: all ranks have newer links, so none asks for it."""
         self._pulse.store.delete_key(self._pulse.farewell_key(link))
 
     def _publish(self) -> None:
@@ -100,9 +100,9 @@ class Liveness:
         self._pulse.confirmed = [*others, (ref(voter), vote)]
 
     def is_confirmed(self, ranks: Sequence[int], vote: str) -> bool:
-        """Whether one of these ranks says so, in a beat that it begins after this call.
+        """Whether one of these ranks confirms this vote, in a heartbeat that it begins after this call.
 
-        Ranks that do not beat are not waited for: it takes half of `dead_after` at most.
+        It takes half of `dead_after` at most, so silent ranks are not waited for.
         """
         deadline = time.monotonic() + self.dead_after / 2
         began: dict[int, int] | None = None
@@ -159,7 +159,7 @@ class Liveness:
             )
         if loss.silent:
             return (
-                f"no sign of life from {name(loss.silent)} within {self.dead_after:g} s: dead, stopped or "
+                f"no heartbeat from {name(loss.silent)} within {self.dead_after:g} s: dead, stopped or "
                 f"cut off; last heard of: {self.last_words(loss.silent[0])}"
             )
         return f"{name(loss.gone[:1])} has left: {loss.why}"
@@ -171,9 +171,9 @@ class Liveness:
 
 
 def await_end(store: KeyValueStore, name: str, ranks: Sequence[int], *, limit: float) -> bool:
-    """Wait until each of these ranks has ended, or is silent -> whether that was within some seconds.
+    """Wait until each of these ranks has ended or is silent -> whether that took less than `limit` seconds.
 
-    For a program that ends itself, and so can start no thread.
+    It starts no thread, so a program can call it while it exits.
     """
     pulse = Pulse(store, StoreSeals(), name, -1, 0.0)
     deadline = time.monotonic() + limit

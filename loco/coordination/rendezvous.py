@@ -1,7 +1,7 @@
-"""Where all ranks meet outside of rounds, by the process group's store: to agree on notes, and to reconnect.
+"""How all ranks agree outside of rounds, through the store: they exchange notes, and meet to reconnect.
 
-A round's links may be broken when there is something else to agree on, and links of their own would lie idle
-between two checkpoints until a router forgets them. The store answers every rank at any time.
+A round's links may be broken when ranks have to agree, and links made for it would be idle between two
+checkpoints until a router drops them. The store answers every rank at any time.
 """
 
 import json
@@ -16,17 +16,17 @@ from weakref import WeakKeyDictionary
 
 from ..errors import CheckpointError, LocoError, TransportError, no_store
 from ..logs import Waiting
-from .register import number_in
-from .reunion import Party, Reunion
+from .compare_and_set import number_in
+from .reconnect_barrier import BarrierContext, ReconnectBarrier
 
 _POLL = 0.02  # seconds
 _logger = logging.getLogger(__name__)
-_MOST_ROLLS = 100  # that are removed at once
+_MOST_REMOVED = 100  # that are removed at once
 
 
 @dataclass(frozen=True)
 class _Off:
-    """A call that was called off."""
+    """Why a call was called off."""
 
     phase: str  # of the rank that did it
     why: str
@@ -34,12 +34,12 @@ class _Off:
 
 
 @dataclass(frozen=True)
-class _Roll:
-    """What has become of a call.
+class _CallState:
+    """The state of a call, as the store holds it.
 
-    notes: by rank that has come, the name of its note: random, and new each time that it comes.
-    sure: the ranks that have seen their own names in a full roll. Each has come to this very call, so a roll
-        or a note that somebody has kept and written again never completes one.
+    notes: for each rank that has come, the name of its note: random, and new each time that it comes.
+    sure: the ranks that have seen their own notes' names in a full list. Each has come to this very call, so
+        a list or a note that somebody has kept and written again never completes a call.
     """
 
     notes: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class _Roll:
     off: _Off | None = None
 
     @classmethod
-    def of(cls, value: str) -> "_Roll":
+    def of(cls, value: str) -> "_CallState":
         """
         Raises:
             RuntimeError: it is malformed.
@@ -61,12 +61,12 @@ class _Roll:
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise RuntimeError(f"it holds {value[:80]!r} where ranks come together") from error
 
-    def joined_by(self, rank: int, note: str, world: int) -> "_Roll":
+    def joined_by(self, rank: int, note: str, world: int) -> "_CallState":
         notes = self.notes | {str(rank): note}
         sure = set(self.sure) if notes == self.notes else set[int]()
         if len(notes) == world:
             sure.add(rank)
-        return _Roll(notes, tuple(sorted(sure)))
+        return _CallState(notes, tuple(sorted(sure)))
 
     def missing(self, world: int) -> list[int]:
         """Ranks that have not come, or else those that have not seen that all have."""
@@ -85,7 +85,7 @@ class NeededError(TransportError):
 class Agreement(Protocol):
     """How ranks agree outside of rounds: all of them (`Rendezvous`), or one that is alone (`Alone`)."""
 
-    def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]: ...
+    def exchange_notes(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]: ...
 
     def number_of(self, user: Any) -> int: ...
 
@@ -95,52 +95,51 @@ class Agreement(Protocol):
 
 
 class Reconnects(Protocol):
-    """What builds new links together with the other ranks."""
+    """Builds new links together with the other ranks."""
 
     def reconnect(self) -> object: ...
 
 
 class Rendezvous:
-    """The ranks 0 … world−1 meet for two things.
+    """The ranks 0 … world−1 agree in two ways.
 
-    To **swap** notes, for a save or a load: a call is for all ranks, and has one verdict: all have come, and
-    every rank reads every note; or it is called off, by the first rank that can't wait any longer, and a rank
-    that comes later for the same thing is told so. Calls are counted in the store, so that ranks meet again
-    whatever one of them has missed, and each rank refuses numbers of calls that it knows to be over. For a
-    rank that the store does not answer, the verdict stays open until its next call.
+    They **exchange notes**, for a save or a load, in a call of all ranks that ends in one way for all. Either
+    all have come, and every rank reads every note. Or the first rank that can't wait any longer calls it off,
+    and a rank that comes later for the same purpose is told so. Calls are numbered in the store, so that
+    ranks find each other again whatever one of them has missed; a rank refuses numbers of calls that it knows
+    to be over. A rank that the store does not answer learns in its next call how this one ended.
 
-    To **meet** before they reconnect (`Reunion`): a rank that gives up takes its arrival back, and the others
-    wait on.
+    They **meet** before they reconnect: see `ReconnectBarrier`.
 
-    A reconnection outranks a swap: when ranks wait to reconnect under a name that this rank `answers`, the
-    call that it waits in is called off, and all that wait in it are told (`NeededError`) to reconnect first.
+    A reconnection outranks an exchange: when ranks wait to reconnect under a name that this rank `answers`,
+    the call in which it waits is called off, and every rank in it gets a `NeededError`: reconnect first.
 
-    In the store: `call`, the number of the call that is open; under each number its `_Roll`, and beside it a
+    In the store: `call`, the number of the open call; under each number its `_CallState`, and beside it the
     note of each rank that has come.
     """
 
-    def __init__(self, party: Party) -> None:
-        self._party = party
+    def __init__(self, context: BarrierContext) -> None:
+        self._context = context
         self._through = -1  # the last call whose verdict this rank knows
         self._open: tuple[int, str] | None = None  # a call whose verdict it could not ask for, and its phase
         self._note = ""  # the name of this rank's note in that call
         self._used: list[str] = []  # keys that some rank may still have to read
-        self._first_roll = 0  # that may still be there
+        self._first_kept = 0  # that may still be there
         self._users: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._known = 0
         self._answering: WeakKeyDictionary[Reconnects, str] = WeakKeyDictionary()
-        self._reunion = Reunion(party)
+        self._barrier = ReconnectBarrier(context)
 
     def meet(self, name: str) -> int:
-        """As `Reunion.meet`."""
-        return self._reunion.meet(name)
+        """As `ReconnectBarrier.meet`."""
+        return self._barrier.meet(name)
 
     def answers(self, user: Reconnects, name: str) -> None:
-        """As long as `user` is there, this rank leaves a swap when others wait to meet under this name."""
+        """While `user` exists, this rank leaves an exchange when others wait to meet under `name`."""
         self._answering[user] = name
 
     def reconnect(self) -> None:
-        """After a `NeededError`: with those who wait for it.
+        """After a `NeededError`: reconnect with the ranks that wait for this one.
 
         Raises:
             TransportError: a rank is lost or did not come, or the store does not answer.
@@ -154,9 +153,9 @@ class Rendezvous:
 
     def _called(self) -> list[Reconnects]:
         """The users whom others wait to meet."""
-        return [user for user, name in list(self._answering.items()) if self._reunion.is_called(name)]
+        return [user for user, name in list(self._answering.items()) if self._barrier.is_called(name)]
 
-    def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    def exchange_notes(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         """Every rank's note, by rank.
 
         Raises:
@@ -164,7 +163,7 @@ class Rendezvous:
             TransportError: a rank is dead, stopped, cut off, or did not come within `patience`: names it.
             CheckpointError: on all ranks: they came for different things.
         """
-        self._party.liveness.say(phase)
+        self._context.liveness.say(phase)
         try:
             texts = self._call(note, phase)
         except LocoError:
@@ -178,15 +177,15 @@ class Rendezvous:
         return [theirs for _, theirs in told]
 
     def number_of(self, user: Any) -> int:
-        """Tells apart who uses these notes, by the order in which they first came: alike on all ranks."""
+        """Numbers callers by first use; equal on all ranks."""
         if user not in self._users:
             self._users[user] = self._known
             self._known += 1
         return self._users[user]
 
     def missed(self, phase: str) -> bool:
-        """Whether this rank's last call was for this, and only the store's answer to it was lost: all have
-        come to it, or may still come.
+        """Whether this rank's last call was for `phase` and only the store's answer was lost, so that all
+        ranks have come to it, or may still come.
 
         Raises:
             TransportError: the store still does not answer.
@@ -194,7 +193,7 @@ class Rendezvous:
         if self._open is None or self._open[1] != phase:
             return False
         try:
-            return self._roll(self._open[0]).off is None
+            return self._state_of(self._open[0]).off is None
         except LocoError:
             raise
         except RuntimeError as error:
@@ -203,25 +202,25 @@ class Rendezvous:
     def _call(self, note: dict[str, Any], phase: str) -> list[str]:
         if self._open is not None:
             asked, for_what = self._open
-            roll = self._roll(asked)
-            if for_what == phase and self._is_complete(roll):  # the others went on with it
-                texts = self._read(asked, roll)
+            state = self._state_of(asked)
+            if for_what == phase and self._is_complete(state):  # the others went on with it
+                texts = self._read(asked, state)
                 self._open, self._through = None, asked
                 return texts
-            if for_what != phase and self._is_open(roll):  # they wait, and this rank does not come back to it
+            if for_what != phase and self._is_open(state):  # the others wait in vain for this rank
                 self._call_off(asked, _Off(for_what, f"it came for something else, {phase}"))
             self._open = None
         number = self._number()
-        last = self._roll(number - 1).off if number - 1 > self._through else None
+        last = self._state_of(number - 1).off if number - 1 > self._through else None
         if last is not None and last.phase == phase and not last.elsewhere:
             self._through = number - 1
             raise TransportError(f"{phase}: {last.why}", lasting=True)
         try:
             self._note = secrets.token_hex(8)
-            mine = self._key_of(number, self._party.rank, self._note)
+            mine = self._key_of(number, self._context.rank, self._note)
             self._used.append(mine)
-            sealed = self._party.seals.write(mine, json.dumps([phase, note]))
-            self._party.store.compare_set(mine, "", sealed)
+            sealed = self._context.seals.write(mine, json.dumps([phase, note]))
+            self._context.store.compare_set(mine, "", sealed)
             return self._read(number, self._await_all(number, phase))
         except LocoError:
             raise
@@ -233,109 +232,109 @@ class Rendezvous:
                 self._call_off(number, _Off(phase, type(error).__name__))
             raise
 
-    def _await_all(self, number: int, phase: str) -> _Roll:
+    def _await_all(self, number: int, phase: str) -> _CallState:
         """Return once all ranks have come; or call it off, for all of them."""
-        party, confirm_by = self._party, math.inf
-        deadline = time.monotonic() + party.patience
-        roll = self._join(number)
-        told = Waiting(_logger, lambda: f"{phase}: {party.named(roll.missing(party.world))}")
-        with party.guarded(phase, raises=False) as guard, told:
-            while self._is_open(roll):
+        context, confirm_by = self._context, math.inf
+        deadline = time.monotonic() + context.patience
+        state = self._join(number)
+        told = Waiting(_logger, lambda: f"{phase}: {context.named(state.missing(context.world))}")
+        with context.guarded(phase, raises=False) as guard, told:
+            while self._is_open(state):
                 time.sleep(_POLL)
-                roll = self._join(number)
-                if not self._is_open(roll):
+                state = self._join(number)
+                if not self._is_open(state):
                     break
                 now = time.monotonic()
-                # Those that have come look all the time, unless they have lost the store.
-                is_full = len(roll.notes) == party.world
-                confirm_by = min(confirm_by, now + 2 * party.liveness.dead_after) if is_full else math.inf
+                # Ranks that have come poll all the time, unless they have lost the store.
+                is_full = len(state.notes) == context.world
+                confirm_by = min(confirm_by, now + 2 * context.liveness.dead_after) if is_full else math.inf
                 if guard.loss is not None:
-                    roll = self._call_off(number, _Off(phase, guard.sentence))
+                    state = self._call_off(number, _Off(phase, guard.sentence))
                 elif self._called():
-                    roll = self._call_off(number, _Off(phase, "others wait for it elsewhere", True))
+                    state = self._call_off(number, _Off(phase, "others wait for it elsewhere", True))
                 elif now > min(deadline, confirm_by):
-                    roll = self._call_off(number, _Off(phase, self._late(roll)))
+                    state = self._call_off(number, _Off(phase, self._late(state)))
         self._through = number
-        if roll.off is not None:
-            error = NeededError if roll.off.elsewhere else TransportError
-            raise error(f"{phase}: {roll.off.why}", lasting=True)
-        return roll
+        if state.off is not None:
+            error = NeededError if state.off.elsewhere else TransportError
+            raise error(f"{phase}: {state.off.why}", lasting=True)
+        return state
 
-    def _read(self, number: int, roll: _Roll) -> list[str]:
-        """What all wrote to a call to which all came, so that they are through with those before it."""
-        party = self._party
-        keys = [self._key_of(number, rank, roll.notes[str(rank)]) for rank in range(party.world)]
-        if not party.store.check(keys):  # the store would wait for them
+    def _read(self, number: int, state: _CallState) -> list[str]:
+        """All ranks' notes in a call to which all came. So all are done with earlier calls."""
+        context = self._context
+        keys = [self._key_of(number, rank, state.notes[str(rank)]) for rank in range(context.world)]
+        if not context.store.check(keys):  # the store would wait for them
             raise RuntimeError("it has lost a note, or somebody else writes to it")
-        texts = party.store.multi_get(keys)
-        used, self._used = self._used, [keys[party.rank]]
-        if party.rank == 0:
-            first = max(self._first_roll, number - _MOST_ROLLS)
-            used += [f"{party.root}/{k}" for k in range(first, number)]
-            self._first_roll = number
+        texts = context.store.multi_get(keys)
+        used, self._used = self._used, [keys[context.rank]]
+        if context.rank == 0:
+            first = max(self._first_kept, number - _MOST_REMOVED)
+            used += [f"{context.root}/{k}" for k in range(first, number)]
+            self._first_kept = number
         with suppress(RuntimeError):  # a slow store may keep them
             for key in used:
-                if key != keys[party.rank]:
-                    party.store.delete_key(key)
-        return [party.seals.read(key, text.decode()) for key, text in zip(keys, texts, strict=True)]
+                if key != keys[context.rank]:
+                    context.store.delete_key(key)
+        return [context.seals.read(key, text.decode()) for key, text in zip(keys, texts, strict=True)]
 
     def _key_of(self, number: int, rank: int, note: str) -> str:
-        return f"{self._party.root}/{number}/{rank}/{note}"
+        return f"{self._context.root}/{number}/{rank}/{note}"
 
     def _number(self) -> int:
-        """Of the call that is open. A malformed value, or one of a call that is over, says nothing."""
-        register, least = self._party.register("call"), self._through + 1
+        """The number of the open call. A malformed value, or that of a call that is over, is replaced."""
+        shared_key, least = self._context.shared_key("call"), self._through + 1
 
         def later(value: str) -> str | None:
             return None if number_in(value) >= least else str(least)
 
-        while not self._is_open(self._roll(number := number_in(register.change(later)))):
+        while not self._is_open(self._state_of(number := number_in(shared_key.change(later)))):
             least = number + 1
         return number
 
-    def _roll(self, number: int) -> _Roll:
-        return _Roll.of(self._party.register(str(number)).read())
+    def _state_of(self, number: int) -> _CallState:
+        return _CallState.of(self._context.shared_key(str(number)).read())
 
-    def _is_complete(self, roll: _Roll) -> bool:
-        return roll.off is None and len(roll.sure) == self._party.world
+    def _is_complete(self, state: _CallState) -> bool:
+        return state.off is None and len(state.sure) == self._context.world
 
-    def _is_open(self, roll: _Roll) -> bool:
-        return roll.off is None and not self._is_complete(roll)
+    def _is_open(self, state: _CallState) -> bool:
+        return state.off is None and not self._is_complete(state)
 
-    def _join(self, number: int) -> _Roll:
-        """Be counted in, and once all are, say that this rank has seen it -> what has become of the call."""
+    def _join(self, number: int) -> _CallState:
+        """Add this rank; once all are in, record that it has seen so -> the call's state."""
 
         def join(value: str) -> str | None:
-            roll = _Roll.of(value)
-            joined = roll.joined_by(self._party.rank, self._note, self._party.world)
-            return str(joined) if self._is_open(roll) and joined != roll else None
+            state = _CallState.of(value)
+            joined = state.joined_by(self._context.rank, self._note, self._context.world)
+            return str(joined) if self._is_open(state) and joined != state else None
 
-        return _Roll.of(self._party.register(str(number)).change(join))
+        return _CallState.of(self._context.shared_key(str(number)).change(join))
 
-    def _call_off(self, number: int, off: _Off) -> _Roll:
-        """-> what has become of the call: all may have come just now."""
-        me = self._party.named([self._party.rank])
+    def _call_off(self, number: int, off: _Off) -> _CallState:
+        """Call it off, unless all have come just now -> the call's state."""
+        me = self._context.named([self._context.rank])
 
         def call_off(value: str) -> str | None:
-            roll = _Roll.of(value)
+            state = _CallState.of(value)
             why = replace(off, why=f"{off.why} (so {me} gave it up)")
-            return str(replace(roll, off=why)) if self._is_open(roll) else None
+            return str(replace(state, off=why)) if self._is_open(state) else None
 
-        return _Roll.of(self._party.register(str(number)).change(call_off))
+        return _CallState.of(self._context.shared_key(str(number)).change(call_off))
 
-    def _late(self, roll: _Roll) -> str:
-        party, missing = self._party, roll.missing(self._party.world)
-        limit = party.patience
-        if len(roll.notes) == party.world:
-            limit = min(limit, 2 * party.liveness.dead_after)
+    def _late(self, state: _CallState) -> str:
+        context, missing = self._context, state.missing(self._context.world)
+        limit = context.patience
+        if len(state.notes) == context.world:
+            limit = min(limit, 2 * context.liveness.dead_after)
         return (
-            f"no answer from {party.named(missing)} within {limit:g} s, though alive; "
-            f"last heard of: {party.liveness.last_words(missing[0])}"
+            f"no answer from {context.named(missing)} within {limit:g} s, though alive; "
+            f"last heard of: {context.liveness.last_words(missing[0])}"
         )
 
 
 class Alone:
-    """The notes of a single rank."""
+    """The `Agreement` of a single rank."""
 
     def number_of(self, user: Any) -> int:
         return 0
@@ -346,5 +345,5 @@ class Alone:
     def reconnect(self) -> None:
         pass
 
-    def swap(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    def exchange_notes(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         return [json.loads(json.dumps(note))]

@@ -1,8 +1,8 @@
-"""A connection to the process group's store whose every request is answered or given up within a limit.
+"""A store connection on which every request is answered, or given up, within a time limit.
 
-torch's own client waits without limit when the store's host is stopped, or the link to it is cut. So a thread
-makes the request, and the caller waits for the thread. Nor does torch's client connect again: a router that
-forgets a connection which was idle during the inner steps would cut this rank off for good.
+torch's own client waits without limit if the store's host is stopped or the link to it is cut. So a thread
+makes the request, and the caller waits for the thread. Nor does torch's client reconnect: a router that drops
+a connection which was idle during the inner steps would cut this rank off for good.
 """
 
 import math
@@ -24,15 +24,15 @@ from .pulse.store_wire import ping, validate
 
 _Asked = SimpleQueue["tuple[Future[Any], float, str, tuple[Any, ...]] | None"]
 _PATIENT = 5.0  # seconds, for all threads to come back from the store when the program ends
-_NONCE = b"\r\n\r\n"  # a server of HTTP that is sent it has read a line, and answers in its own words
+_NONCE = b"\r\n\r\n"  # ends a line, so that an HTTP server answers it, too, in HTTP
 _AGAIN = 60.0  # seconds until a thread that waits without end is replaced a second time
 
 
 class KeyValueStore(Protocol):
-    """What coordination needs of a store. torch's stores have it; so can a client of etcd.
+    """What coordination needs of a store. torch's stores provide it; a client of etcd could.
 
-    No request waits for a key: `get` and `multi_get` are asked for keys that are there. Every request raises
-    a RuntimeError if the store does not answer.
+    No request waits for a key: `get` and `multi_get` are called only for keys that exist. Every request
+    raises a RuntimeError if the store does not answer.
     """
 
     def set(self, key: str, value: str, /) -> None: ...
@@ -47,12 +47,12 @@ class KeyValueStore(Protocol):
         ...
 
     def delete_key(self, key: str, /) -> object:
-        """Of a key that nobody asks for any more: it need not be gone yet."""
+        """Delete a key that nobody asks for any more. It may be gone only later."""
         ...
 
 
 class StoreClient:
-    """A connection of its own to a store, for requests that it can answer at once. A `KeyValueStore`.
+    """A `KeyValueStore` over a connection of its own, for requests that the store can answer at once.
 
     A store serves one request of a connection at a time; requests over another connection need not wait for
     it. A request that was given up may still be carried out later, or twice, so it must be idempotent.
@@ -117,7 +117,7 @@ class StoreClient:
         return self._ask("list_keys")
 
     def delete_key(self, key: str) -> None:
-        """Does not wait for it; if the store does not answer, the key stays."""
+        """Returns before the store answers; if it does not, the key stays."""
         self._asked.put((Future(), self._limit, "delete_key", (key,)))
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class StoreClient:
 
 
 class RemoteStore:
-    """A store that another process hosts, for a `StoreClient`, whose thread connects to it: torch waits
+    """A store that another process hosts. The thread of a `StoreClient` connects to it, since torch waits
     without limit for a host that is stopped.
 
     Args:
@@ -262,6 +262,6 @@ def _hang_up(asked: _Asked, thread: threading.Thread) -> None:
 
 @cache
 def _last_moment() -> float:
-    """Of a program that has come to its end: until then threads may come back from the store. One that comes
-    back from torch's C++ while the interpreter ends aborts the process."""
+    """Until when a program that exits waits for threads inside the store. A thread that returns from torch's
+    C++ while the interpreter ends aborts the process."""
     return time.monotonic() + _PATIENT

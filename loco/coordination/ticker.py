@@ -1,4 +1,4 @@
-"""A thread that does one short thing again and again, until its owner is gone."""
+"""A thread that calls one short function periodically, until its owner is gone."""
 
 import threading
 import weakref
@@ -9,10 +9,10 @@ class Ticker:
     """Calls `tick` every `every` seconds, and at once when it is woken.
 
     Args:
-        owner: the thread ends when nobody holds it any more, so `tick` must not hold it either; and at the
-            interpreter's exit, which must not find the thread inside a library that knows nothing of Python.
+        owner: the thread ends when nothing refers to the owner any more, so `tick` must not refer to it; and
+            at the interpreter's exit, when no thread may be inside a C++ library.
         tick: what to do. It handles its own errors: one that escapes ends the thread.
-        last: called at the end, before one more tick; None: it ends without.
+        last: called at the end, before one last tick; None: there is no last tick.
         patience: seconds to wait for the thread's end.
     """
 

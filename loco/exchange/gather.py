@@ -7,7 +7,7 @@ from loco.kernels import Entries
 from ..net.pending import PendingMessages
 from ..wire.framing import Frame, Frames
 from ..wire.records import FrameHeader, Kind
-from .stream import AHEAD, Arrived, Stream
+from .stream import AHEAD, Arrived, FrameStream
 from .transfer import Transfer
 
 
@@ -29,7 +29,7 @@ def gather(work: Transfer, own: Entries, numel: int) -> list[Entries]:
         frame = work.seal(lambda: own.part(at), at, number, Kind.ENTRIES)
         return dict.fromkeys(peers, frame)
 
-    stream = Stream(work.across, check, phase=work.phase("entries"), most=work.framing.most_rooms)
+    stream = FrameStream(work.across, check, phase=work.phase("entries"), most=work.framing.most_rooms)
     found: dict[int, list[Entries]] = {site: [] for site in peers}
     flying: deque[PendingMessages] = deque()
     arrived: Arrived = {}

@@ -10,7 +10,7 @@ from ..net.pending import PendingMessages
 from ..net.transport import as_bytes
 from ..wire.framing import Frame, Frames, slices_of
 from ..wire.records import FrameHeader, Kind
-from .stream import AHEAD, Arrived, Check, Room, Stream
+from .stream import AHEAD, Arrived, Check, FrameStream, Room
 from .transfer import Transfer
 
 
@@ -62,19 +62,19 @@ def owner_reduce(work: Transfer, own: Entries, numel: int) -> list[Entries]:
 
     rooms = (room_for_entries, room_for_sums) if framing.sizes_are_known else (None, None)
 
-    def stream(what: str, check: Check, room: Room | None) -> Stream:
-        return Stream(across, check, phase=work.phase(what), most=framing.most_rooms, room=room)
+    def stream(what: str, check: Check, room: Room | None) -> FrameStream:
+        return FrameStream(across, check, phase=work.phase(what), most=framing.most_rooms, room=room)
 
     entries = stream("entries", check_entries, rooms[0])
     sums = stream("sums", check_sums, rooms[1])
     found: list[list[Entries]] = [[] for _ in slices]
     stay: list[Entries] = []  # sums of this site's slice that it keeps
-    flying: deque[dict[Stream, PendingMessages]] = deque()  # by tick
-    arrived: dict[Stream, Arrived] = {}
+    flying: deque[dict[FrameStream, PendingMessages]] = deque()  # by tick
+    arrived: dict[FrameStream, Arrived] = {}
     ready = seal(0)
     # The sums of a frame leave AHEAD ticks after it.
     for tick in range(frames.count + 2 * AHEAD):
-        posted: dict[Stream, PendingMessages] = {}
+        posted: dict[FrameStream, PendingMessages] = {}
         if tick < frames.count:
             posted[entries] = work.post(entries.messages(ready), "entries")
         if 0 <= (number := tick - AHEAD) < frames.count:

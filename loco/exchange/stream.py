@@ -21,7 +21,7 @@ Room = Callable[[int, int], Tensor]  # for the body of a site's frame with this 
 Arrived = dict[int, tuple[FrameHeader, Tensor]]  # frames by peer
 
 
-class Stream:
+class FrameStream:
     """One frame to and from every peer in each tick. At most AHEAD ticks may fly.
 
     A frame is one message, with its header in front.

@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import AgreementError
 
-_CLAIM = struct.Struct("<?III8s")  # as the fields of a Claim; False and zeros of a rank that can't make one
+# The fields of a PeerReport; False and zeros where a rank can't make one.
+_REPORT = struct.Struct("<?III8s")
 
 
-class Claim(NamedTuple):
+class PeerReport(NamedTuple):
     """What one rank tells all others of its peers: the ranks of the same number in each site.
 
     Attributes:
@@ -28,14 +29,14 @@ class Claim(NamedTuple):
     digest: bytes
 
     @staticmethod
-    def of(peers: Sequence[int], rank: int) -> "Claim":
-        return Claim(len(peers), peers.index(rank), peers[0], _digest(peers))
+    def of(peers: Sequence[int], rank: int) -> "PeerReport":
+        return PeerReport(len(peers), peers.index(rank), peers[0], _digest(peers))
 
     def pack(self) -> bytes:
-        return _CLAIM.pack(True, *self)
+        return _REPORT.pack(True, *self)
 
 
-NO_CLAIM = bytes(_CLAIM.size)  # of a rank whose arguments are refused
+NO_REPORT = bytes(_REPORT.size)  # of a rank whose arguments are refused
 
 
 def consecutive_peers(ranks_per_site: int, rank: int, world: int) -> list[int]:
@@ -82,33 +83,33 @@ def arrange(told: Sequence[bytes]) -> list[list[int]]:
     """The ranks of each site, in the order of their peers in site 0.
 
     Args:
-        told: by rank of the world, its claim.
+        told: by rank of the world, its report.
 
     Raises:
         AgreementError: the same on all ranks, as all have been told the same.
     """
-    world, claims = len(told), list[Claim]()
+    world, reports = len(told), list[PeerReport]()
     for rank, record in enumerate(told):
-        can, *fields = _CLAIM.unpack(record)
-        claims.append(claim := Claim(*fields))
-        if not can or not 0 < claim.sites <= world:
+        can, *fields = _REPORT.unpack(record)
+        reports.append(report := PeerReport(*fields))
+        if not can or not 0 < report.sites <= world:
             raise AgreementError(f"rank {rank} of {world} can't say which ranks form a site: see its error")
-    sites = claims[0].sites
-    for rank, claim in enumerate(claims):
-        if claim.sites != sites:
+    sites = reports[0].sites
+    for rank, report in enumerate(reports):
+        if report.sites != sites:
             raise AgreementError(
                 f"ranks_per_site differs: rank 0 has {world // sites}, rank {rank} of {world} has "
-                f"{world // claim.sites}"
+                f"{world // report.sites}"
             )
-    by_position = {(claim.site, claim.first): rank for rank, claim in enumerate(claims)}
-    for rank, claim in enumerate(claims):
-        peers = [by_position.get((site, claim.first), -1) for site in range(sites)]
-        if _digest(peers) != claim.digest:
+    by_position = {(report.site, report.first): rank for rank, report in enumerate(reports)}
+    for rank, report in enumerate(reports):
+        peers = [by_position.get((site, report.first), -1) for site in range(sites)]
+        if _digest(peers) != report.digest:
             raise AgreementError(
                 f"the ranks do not agree on the sites: not all peers that rank {rank} of {world} has across "
                 f'them say so, too. Give all ranks the same mesh["site"], or the same ranks_per_site'
             )
-    firsts = sorted({claim.first for claim in claims})
+    firsts = sorted({report.first for report in reports})
     return [[by_position[site, first] for first in firsts] for site in range(sites)]
 
 

@@ -15,8 +15,8 @@ from ..coordination.authentication import MessageSeals, StoreSeals
 from ..coordination.commit import Verdicts
 from ..coordination.heartbeats import Heartbeats, guarded
 from ..coordination.liveness import Liveness
+from ..coordination.reconnect_barrier import BarrierContext
 from ..coordination.rendezvous import Rendezvous
-from ..coordination.reunion import Party
 from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line, no_store
 from ..logs import warn_once_per_machine
@@ -52,7 +52,7 @@ class Ranks(Protocol):
     @property
     def site_group(self) -> dist.ProcessGroup | None: ...
 
-    def everyone(self) -> Mesh:
+    def all_ranks(self) -> Mesh:
         """Between all ranks, for construction and checkpoints."""
         ...
 
@@ -126,10 +126,10 @@ class FixedSites:
             warn_once_per_machine(_logger, text, limit, liveness.needs_interpreter_lock)
         # torch's store asks for the name of every host that connects, and answers nobody until it is told:
         # for seconds, where names are looked up slowly. So nobody listens before all have connected.
-        self.everyone().swap_records(b"\0", phase="topology", limit=self.patience)
+        self.all_ranks().swap_records(b"\0", phase="topology", limit=self.patience)
         self._liveness = liveness
-        self.notes = Rendezvous(
-            Party(
+        self.rendezvous = Rendezvous(
+            BarrierContext(
                 store=self.store,
                 root=f"loco/{name}/notes",
                 seals=self._store_seals,
@@ -218,16 +218,16 @@ class FixedSites:
             self._seals.pop(one.mesh.name, None)
             one.close()
 
-    def everyone(self) -> Transport:
+    def all_ranks(self) -> Transport:
         """The link to every rank of the world, for messages that fit any memory."""
-        return self._transport(self._ranks.everyone(), list(range(self._ranks.world)), "rank", reunion=True)
+        return self._transport(self._ranks.all_ranks(), list(range(self._ranks.world)), "rank", reunion=True)
 
     def _agree(self, key: bytes | None) -> bytes:
         """-> what names this session. Every rank has put random bytes of its own into it, so it is no older
         one: a message of which somebody kept a copy proves nothing in it.
         """
         mine = _OPENING.pack(key is not None, uuid.uuid4().bytes)
-        records = self.everyone().swap_records(mine, phase="topology", limit=self.patience)
+        records = self.all_ranks().swap_records(mine, phase="topology", limit=self.patience)
         keyed = [_OPENING.unpack(record)[0] for record in records]
         world = self._ranks.world
         for rank in range(world):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..coordination.gathering import BEATS, Arrival, Gathering, session_of
 from ..coordination.hosted_store import Guests, host_at, hosted_at
+from ..coordination.site_directory import BEATS, Arrival, SiteDirectory, session_of
 from ..coordination.store_client import RemoteStore, check_store, host_and_port
 from ..errors import AgreementError, LocoError, TransportError, first_line, no_store
 from ..logs import SAY_SOON, Waiting
@@ -53,7 +53,7 @@ class JoinedWorlds:
         self.ranks_per_site, self._rank_in_site = (1, 0) if own is None else (own.world, own.rank)
         self.site_group = None if own is None else own.site_group
         host, port = host_and_port(at)
-        self._gathering: Gathering | None = None
+        self._directory: SiteDirectory | None = None
 
         def gather() -> list[Arrival]:
             deadline = time.monotonic() + patience
@@ -67,9 +67,9 @@ class JoinedWorlds:
                     process=secrets.randbits(48),
                     where=f"process {os.getpid()} on {socket.gethostname()}",
                 )
-                self._gathering = Gathering(_reached(at, left), mine, left, dead_after)
+                self._directory = SiteDirectory(_reached(at, left), mine, left, dead_after)
                 try:
-                    return self._gathering.gather()
+                    return self._directory.join()
                 except LocoError:
                     raise
                 except RuntimeError as error:  # its host ends, to come back itself
@@ -87,29 +87,29 @@ class JoinedWorlds:
             self.store = _reached(at, patience)
             # The machine's address on the way to the store is the one by which the others reach it, too.
             self.address = _address_towards(host, port)
-            self._everyone = link_ranks(
+            self._all_ranks = link_ranks(
                 self.store,
-                f"everyone {session_of(arrivals)}",
+                f"all ranks {session_of(arrivals)}",
                 self.rank,
                 self.world,
                 limit=max(2 * dead_after, 60.0),  # all have met, but some processes are slow to start
                 address=self.address,
             )
         except BaseException:  # a traceback that is kept holds this object: it must not count as here
-            if self._gathering is not None:
-                self._gathering.close()
+            if self._directory is not None:
+                self._directory.close()
             raise
 
-    def everyone(self) -> Mesh:
-        return self._everyone
+    def all_ranks(self) -> Mesh:
+        return self._all_ranks
 
     def group_mesh(self, device: torch.device) -> Mesh | None:
         return None if self._own is None else self._own.group_mesh(device)
 
     def close(self) -> None:
-        if self._gathering is not None:
-            self._gathering.close()
-        self._everyone.close()
+        if self._directory is not None:
+            self._directory.close()
+        self._all_ranks.close()
 
     def _same_in_site(
         self, told: list[Any], gather: Callable[[], list[Arrival]], patience: float

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..net.linking import link_ranks
 from ..net.mesh import GroupMesh, Mesh, Subset, group_device
 from ..net.transport import Transport
-from .arrangement import NO_CLAIM, Claim, arrange, consecutive_peers, peers_in_mesh
+from .arrangement import NO_REPORT, PeerReport, arrange, consecutive_peers, peers_in_mesh
 
 _SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _worlds = itertools.count()
@@ -106,7 +106,7 @@ class OneWorld:
             self._site_group = self._new_group(self._sites)
         return self._site_group
 
-    def everyone(self) -> Mesh:
+    def all_ranks(self) -> Mesh:
         return Subset(self._all_ranks, self._order, close=self._all_ranks.close)
 
     def group_mesh(self, device: torch.device) -> Mesh | None:
@@ -135,7 +135,7 @@ class OneWorld:
 
         A rank whose arguments are refused says so before it raises, so that the others do not wait for it.
         """
-        rank, failure, claim = dist.get_rank(), None, NO_CLAIM
+        rank, failure, report = dist.get_rank(), None, NO_REPORT
         try:
             if mesh is not None:
                 if ranks_per_site is not None:
@@ -146,10 +146,10 @@ class OneWorld:
             else:
                 each = 1 if ranks_per_site is None else ranks_per_site
                 peers = consecutive_peers(each, rank, self.world)
-            claim = Claim.of(peers, rank).pack()
+            report = PeerReport.of(peers, rank).pack()
         except ValueError as error:
             failure = error
-        everyone = Transport(
+        all_ranks = Transport(
             self._all_ranks,
             range(self.world),
             rank,
@@ -158,7 +158,7 @@ class OneWorld:
             patience=patience,
             member="rank",
         )
-        told = everyone.swap_records(claim, phase="topology", limit=patience)
+        told = all_ranks.swap_records(report, phase="topology", limit=patience)
         if failure is not None:
             raise failure
         return told

@@ -43,7 +43,7 @@ class OwnWorld:
         assert world is not None
         return world
 
-    def everyone(self) -> Mesh:
+    def all_ranks(self) -> Mesh:
         if self._all_ranks is None:
             name = f"loco: all ranks {number_of_world()}"
             self._all_ranks = link_ranks(self.store, name, self.rank, self.world, limit=self._patience)

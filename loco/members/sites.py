@@ -126,11 +126,11 @@ class Sites:
         return self._as.site_group
 
     @property
-    def notes(self) -> Agreement:
-        return self._as.notes
+    def rendezvous(self) -> Agreement:
+        return self._as.rendezvous
 
-    def everyone(self) -> Transport:
-        return self._as.everyone()
+    def all_ranks(self) -> Transport:
+        return self._as.all_ranks()
 
     def membership(self, device: torch.device, setup: Mapping[str, Any]) -> Membership:
         if isinstance(self._as, ElasticSites):

@@ -60,7 +60,7 @@ class Topology(FixedSites):
         site: this rank's site, 0 … R−1.
         rank_in_site: this rank's number inside its site, 0 … ranks_per_site−1.
         site_group: the ranks of this site, for DDP. torch numbers them in the order of their ranks.
-        notes: by which all ranks agree outside of rounds.
+        rendezvous: by which all ranks agree outside of rounds.
 
     Raises:
         ValueError: neither a process group nor a launcher, or a world that can't be divided so.

@@ -13,7 +13,7 @@ from ..errors import TransportError
 from ..net.transport import Transport
 
 
-class Register(Protocol):
+class VerdictLog(Protocol):
     """The verdicts on rounds: one word for each round, written once, the same for all ranks."""
 
     def prepare(self, number: int) -> None:
@@ -29,7 +29,7 @@ class Register(Protocol):
         ...
 
 
-class SignsOfLife(Protocol):
+class StatusReporter(Protocol):
     """What this rank tells those who wait for it."""
 
     def say(self, doing: str) -> None: ...
@@ -76,7 +76,7 @@ class View:
         across: to the same rank in the other sites.
         inside: to the other ranks of this site.
         liveness: tells the others what this rank does.
-        register: the verdicts on the rounds over these links.
+        verdicts: on the rounds over these links.
         site_names: by site, where sites have names; otherwise empty.
         handover: where sites may come while others train; None where all begin together.
         runs_round: there is a round to run, and this site takes part in it.
@@ -89,8 +89,8 @@ class View:
     num_sites: int
     across: Transport
     inside: Transport
-    liveness: SignsOfLife
-    register: Register
+    liveness: StatusReporter
+    verdicts: VerdictLog
     site_names: tuple[str, ...] = ()
     handover: Handover | None = None
     runs_round: bool = True
@@ -190,7 +190,7 @@ class SiteTopology(Protocol):
         ranks_per_site: equal on all sites.
         rank_in_site: this rank's number inside its site.
         site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
-        notes: by which the ranks that save together agree outside of rounds.
+        rendezvous: by which the ranks that save together agree outside of rounds.
         closed: why it is closed; "" as long as it is open.
     """
 
@@ -210,12 +210,12 @@ class SiteTopology(Protocol):
     def site_group(self) -> dist.ProcessGroup | None: ...
 
     @property
-    def notes(self) -> Agreement: ...
+    def rendezvous(self) -> Agreement: ...
 
     @property
     def closed(self) -> str: ...
 
-    def everyone(self) -> Transport:
+    def all_ranks(self) -> Transport:
         """The link to every rank that is built together with this one."""
         ...
 

@@ -27,7 +27,7 @@ class WorldMembership:
         self._topology = topology
         self._device = device
         # A name that all ranks share and no other optimizer has, to meet under after a failure.
-        record = topology.everyone().swap_records(uuid.uuid4().bytes, phase="naming")[0]
+        record = topology.all_ranks().swap_records(uuid.uuid4().bytes, phase="naming")[0]
         self._name = record.hex()
         self._view: View | None = None
         self._has_connected = False
@@ -57,16 +57,16 @@ class WorldMembership:
         return _Repeats(self._topology.repeats)
 
     def reconnects_by(self, user: Reconnects) -> None:
-        """In sites of one rank, who has lost nothing need not wait for anybody."""
+        """With one rank per site, intact links never need rebuilding for others."""
         if self._topology.ranks_per_site > 1:
-            self._topology.notes.answers(user, self._name)
+            self._topology.rendezvous.answers(user, self._name)
 
     def _connect(self) -> View:
         if not self._has_connected:
             self._has_connected = True
             return self._connect_first()
         self._topology.liveness.say("reconnecting")  # it has left nothing that the others wait for now
-        return self._connect_as(f"{self._name}/{self._topology.notes.meet(self._name) + 1}")
+        return self._connect_as(f"{self._name}/{self._topology.rendezvous.meet(self._name) + 1}")
 
     def _connect_first(self) -> View:
         """All ranks are here and do the same, so a word of each tells whether to try again."""
@@ -79,7 +79,7 @@ class WorldMembership:
                 if error.lasting:
                     raise
                 failure = error
-            told = self._topology.everyone().swap_records(
+            told = self._topology.all_ranks().swap_records(
                 bytes([view is not None]), phase="connecting", limit=self._topology.patience
             )
             if view is not None and all(record == b"\1" for record in told):
@@ -101,7 +101,7 @@ class WorldMembership:
                 across=across,
                 inside=inside,
                 liveness=topology.liveness,
-                register=topology.verdicts(f"loco/{name}"),
+                verdicts=topology.verdicts(f"loco/{name}"),
             )
         except BaseException as error:  # Ctrl-C, too: others may have their links, and wait on them
             topology.liveness.leave(f"it gave up connecting ({type(error).__name__})", name)

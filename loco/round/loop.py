@@ -74,7 +74,7 @@ class OuterLoop:
         self._is_unmoved = True  # no inner step has begun since w = cast(θ)
         setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
-        agreed = agree_on_parameters(topology.everyone(), topology, inner, setup)
+        agreed = agree_on_parameters(topology.all_ranks(), topology, inner, setup)
         tuner = ExchangeTuner(wire.codec, topology.num_sites)
         self.state = OuterState.of(agreed.parameters, agreed.part, settings, topology, tuner, offload=offload)
         membership = topology.membership(self.state.device, setup | {"parameters": agreed.fingerprint})
@@ -134,7 +134,7 @@ class OuterLoop:
                 if report is not None and not view.runs_round:
                     return self._done(report)
                 current = Round(self.state, view, self._wire, check_inner=self._check_inner, hooks=self.hooks)
-                report = self._attempt(current)
+                report = self._run_once(current)
             except Refused as refusal:
                 error, refused = refusal.error, True
             except (TransportError, WireError) as failure:
@@ -149,7 +149,7 @@ class OuterLoop:
         self.state.parameters.check_unchanged(self.inner)
         self._masters.check()
 
-    def _attempt(self, current: Round) -> SyncReport:
+    def _run_once(self, current: Round) -> SyncReport:
         """Steps 2 to 8. If they fail once this rank has promised the round, the register knows the verdict.
 
         Raises:

@@ -123,10 +123,10 @@ class Round:
             with state.parameters.pieces(state.start, state.stop) as weights:
                 return kernels.encode(state.anchor, weights, state.residual, state.gate)
 
-        self._encoded = self._attempt(encoded)
+        self._encoded = self._or_problem(encoded)
         if self._encoded is not None:
             own = self._own = self._encoded.entries
-            self._norm = self._attempt(lambda: state.part.norm(own, state.parameters.starts)) or 0.0
+            self._norm = self._or_problem(lambda: state.part.norm(own, state.parameters.starts)) or 0.0
             if (bad := self._encoded.first_nonfinite) >= 0:
                 self.problem = Problem(Status.NON_FINITE, state.parameters.index_at(state.start + bad))
         self._enter(Phase.ENCODED)
@@ -137,10 +137,10 @@ class Round:
         state, view = self.state, self.view
         self._began["exchange"] = time.perf_counter()
         view.liveness.say(f"round {self.number}, exchanging")
-        view.register.prepare(self.number)
+        view.verdicts.prepare(self.number)
         norm, drift = compare(view.inside, state, self._norm, self.number, encoded=self._own is not None)
         self.problem = self.problem or drift
-        self._opening = self._attempt(lambda: self._open(norm))
+        self._opening = self._or_problem(lambda: self._open(norm))
         mine = self._opening or Opening(vote_of(view, self.problem, self.number))
         said = announce(view, mine.record, mine.frame)
         self._announced = [one for one in said.records if isinstance(one, Announcement)]
@@ -182,14 +182,14 @@ class Round:
         self._payload_bytes = framing.coded_bytes
         self.problem = transfer.verdict()
         self._kept = transfer.kept
-        if self._attempt(lambda: adds_up_to_infinity(self._contributions, numel)):
+        if self._or_problem(lambda: adds_up_to_infinity(self._contributions, numel)):
             self.problem = Problem(Status.OVERFLOW, seen=NonFiniteError(overflow_text(self.number)))
         if self.problem is None and view.site not in self._left_out:
             state.tuner.learn(self._codec, framing, seconds, self._contributions, own)
         self._enter(Phase.RECEIVED)
 
     def vote(self) -> None:
-        """The last vote: has everything arrived, everywhere? If so the round is everyone's to apply."""
+        """The last vote: has everything arrived, everywhere? If so the round is for all ranks to apply."""
         self.is_promised = True
         name_of = self.state.parameters.name_of
         try:
@@ -205,7 +205,7 @@ class Round:
         Raises:
             TransportError: the register does not answer; it can be asked again.
         """
-        self.learn_verdict(committed=self.view.register.on(self.number, vote) == COMMIT)
+        self.learn_verdict(committed=self.view.verdicts.on(self.number, vote) == COMMIT)
         return self.phase is Phase.COMMITTED
 
     def learn_verdict(self, *, committed: bool) -> None:
@@ -318,7 +318,7 @@ class Round:
             return self._wire.exchange
         return self.state.tuner.exchange(self._announced)
 
-    def _attempt(self, do: Callable[[], T]) -> T | None:
+    def _or_problem(self, do: Callable[[], T]) -> T | None:
         """None if it failed, or if this rank had a problem before."""
         if self.problem is not None:
             return None
@@ -331,7 +331,7 @@ class Round:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         if phase in (Phase.ENCODED, Phase.ANNOUNCED, Phase.RECEIVED):
-            self._attempt(self._call_hooks)
+            self._or_problem(self._call_hooks)
         else:  # too late to vote against the round
             self._call_hooks()
 

@@ -15,16 +15,16 @@ from .publisher import Publisher
 from .reports import Published, Updated
 from .subscriber import Prepared, Subscriber
 from .weights.fp8 import fp8_checkpoint
-from .weights.tensors import Placed
+from .weights.tensors import EngineSlice
 
 __all__ = [
     "DamagedError",
+    "EngineSlice",
     "LayoutError",
     "MixedVersionError",
     "NoVersionError",
     "NotThisVersionError",
     "OtherTrainingError",
-    "Placed",
     "Prepared",
     "Published",
     "Publisher",

@@ -1,4 +1,4 @@
-"""From files to what they change: downloaded, checked, and decoded on top of each other."""
+"""Decodes downloaded files, one on top of the other, into the changes that they make."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -12,13 +12,13 @@ from loco.kernels import Changes, MalformedError
 from .errors import DamagedError
 from .versions.anchors import unpack_anchor
 from .versions.reader import Download
-from .weights.places import Places
+from .weights.publisher_memory import PublisherMemory
 
 SLICE = 32 * kernels.PART  # elements that are decoded together where weights have to be copied
 
 
-def decoded(places: Places, downloads: list[Download]) -> list[tuple[torch.dtype, Changes]]:
-    """What some files, one after the other, change in the weights that are there now. Writes nothing.
+def decoded(memory: PublisherMemory, downloads: list[Download]) -> list[tuple[torch.dtype, Changes]]:
+    """The changes that some files, one after the other, make to the weights in memory. Writes nothing.
 
     One patch for weights that lie in rows in host memory takes memory for its changes alone. Otherwise the
     weights are copied slice by slice.
@@ -26,27 +26,29 @@ def decoded(places: Places, downloads: list[Download]) -> list[tuple[torch.dtype
     Raises:
         DamagedError: a file is of other weights.
     """
-    _check_formats(places, downloads)
+    _check_formats(memory, downloads)
     if len(downloads) == 1 and downloads[0].step.file.base is not None:
-        direct = {format: places.direct(format) for format in downloads[0].bodies}
+        direct = {format: memory.direct(format) for format in downloads[0].bodies}
         if all(pieces is not None for pieces in direct.values()):
             return [
                 (f, _unpack(downloads[0], f, pieces)) for f, pieces in direct.items() if pieces is not None
             ]
     found = []
-    for format, first, fresh in decoded_slices(places, downloads):
-        held = places.read(format, first, first + fresh.numel())
+    for format, first, fresh in decoded_slices(memory, downloads):
+        held = memory.read(format, first, first + fresh.numel())
         changes = kernels.find_changes([held], [fresh])
         # Copies, or what was reserved for as many changes as weights would be kept with them.
         found.append((format, Changes(changes.positions + first, changes.bits.clone())))
     return found
 
 
-def decoded_slices(places: Places, downloads: list[Download]) -> Iterator[tuple[torch.dtype, int, Tensor]]:
+def decoded_slices(
+    memory: PublisherMemory, downloads: list[Download]
+) -> Iterator[tuple[torch.dtype, int, Tensor]]:
     """The weights that some files lead to: format, first element, and elements from there on."""
-    _check_formats(places, downloads)
-    for format in places.layout.formats if downloads else ():
-        numel = places.numel(format)
+    _check_formats(memory, downloads)
+    for format in memory.layout.formats if downloads else ():
+        numel = memory.numel(format)
         anchor = downloads[0].step.file.base is None
         parts = _anchor_parts(downloads[0], format, numel) if anchor else None
         patches = [one for one in downloads if one.step.file.base is not None and format in one.bodies]
@@ -54,7 +56,7 @@ def decoded_slices(places: Places, downloads: list[Download]) -> Iterator[tuple[
         for first in range(0, numel, SLICE):
             last = min(first + SLICE, numel)
             if parts is None:
-                fresh = places.read(format, first, last).clone()
+                fresh = memory.read(format, first, last).clone()
             else:
                 fresh = torch.cat(list(islice(parts, -(-(last - first) // kernels.PART))))
             for k, one in enumerate(patches):
@@ -68,9 +70,9 @@ def decoded_slices(places: Places, downloads: list[Download]) -> Iterator[tuple[
             _check_count(one, format, count)
 
 
-def _check_formats(places: Places, downloads: list[Download]) -> None:
+def _check_formats(memory: PublisherMemory, downloads: list[Download]) -> None:
     for one in downloads:
-        for format in one.bodies.keys() - places.layout.formats:
+        for format in one.bodies.keys() - memory.layout.formats:
             raise DamagedError(one.step.file.path, f"has {format}, of which there are no weights")
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong between publishers and subscribers, by name."""
+"""The errors of publishers and subscribers."""
 
 from ..errors import LocoError
 

@@ -1,4 +1,4 @@
-"""What an update is about to overwrite, kept so that it can be put back whatever happens, and when."""
+"""The undo log of an update: the bits that it overwrites, saved before it writes."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from loco.kernels import Changes
 
-from .weights.places import Places
+from .weights.publisher_memory import PublisherMemory
 
 
 class _Saved(NamedTuple):
-    places: Places
+    memory: PublisherMemory
     format: torch.dtype
     positions: Tensor
     bits: Tensor  # as they were; while they are swapped, those that are not yet are `fresh`
@@ -20,32 +20,32 @@ class _Saved(NamedTuple):
 
 
 class Journal:
-    """Written before the weights are: an exception may come between any two lines (Ctrl-C), and then nobody
-    knows how much has been overwritten. Putting back what was there takes no knowing.
+    """Each entry is made before the weights are written: an exception such as Ctrl-C may come between any two
+    lines, and then nobody knows how much was overwritten. Putting all of it back needs no such knowledge.
 
-    What was there is read in advance, which takes longer than to write. Where one call of C reads and writes,
-    and no exception comes in between, the bits that it has swapped are those that differ from the fresh ones.
+    To read the old bits in advance takes longer than to write the new ones. Where one C call swaps the two,
+    no exception comes in between, and the bits that it has swapped are those that differ from the new ones.
     """
 
     def __init__(self) -> None:
         self._saved: list[_Saved] = []
 
-    def swap(self, places: Places, format: torch.dtype, changes: Changes) -> None:
-        """As `Places.swap`. `changes` belong to the journal from then on."""
-        positions, digests = changes.positions, places.digests[format]
-        if places.swaps_in_one_call(format):
-            saved = _Saved(places, format, positions, changes.bits, changes.bits.clone(), digests)
+    def swap_bits(self, memory: PublisherMemory, format: torch.dtype, changes: Changes) -> None:
+        """As `PublisherMemory.swap_bits`. `changes` belong to the journal from then on."""
+        positions, digests = changes.positions, memory.digests[format]
+        if memory.swaps_in_one_call(format):
+            saved = _Saved(memory, format, positions, changes.bits, changes.bits.clone(), digests)
         else:
-            saved = _Saved(places, format, positions, places.take(format, positions), None, digests)
+            saved = _Saved(memory, format, positions, memory.take(format, positions), None, digests)
         self._saved.append(saved)
-        places.swap(format, changes)
+        memory.swap_bits(format, changes)
 
     def complete(self) -> None:
-        """All is written: what it was is kept, and what it is need not be."""
+        """Everything is written: keep the old bits, and drop the new ones."""
         self._saved = [one._replace(fresh=None) for one in self._saved]
 
     def restore(self) -> KeyboardInterrupt | None:
-        """Put everything back. A Ctrl-C that comes meanwhile must wait, since half of it would be no version.
+        """Put everything back. A Ctrl-C that comes meanwhile waits, since half of it would be no version.
 
         -> the Ctrl-C, to be raised by the caller
         """
@@ -53,8 +53,8 @@ class Journal:
         while True:
             try:
                 for one in reversed(self._saved):
-                    one.places.swap(one.format, _overwritten(one))
-                    one.places.digests[one.format] = one.digests
+                    one.memory.swap_bits(one.format, _overwritten(one))
+                    one.memory.digests[one.format] = one.digests
                 return interrupt
             except KeyboardInterrupt as error:
                 interrupt = error

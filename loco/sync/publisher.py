@@ -1,4 +1,4 @@
-"""The trainer's end: versions of its weights go into a store, each as little more than what changed."""
+"""The trainer's end: publishes versions of its weights, each as little more than what changed."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .reports import Published
-from .share import Ranks
+from .share import SitePosition
 from .storage.stores import open_store
 from .versions.anchors import pack_anchor
 from .versions.history import History, Packed, packed
@@ -74,7 +74,7 @@ class Publisher:
         url: str | os.PathLike[str],
         *,
         dtype: DtypeOf = torch.bfloat16,
-        stream: tuple[int, int] | Ranks = (0, 1),
+        stream: tuple[int, int] | SitePosition = (0, 1),
         training: str | None = None,
         key: str | bytes | None = None,
         keep: int = 128,
@@ -210,7 +210,7 @@ class Publisher:
             changes = weights.changes(source.pieces)
             found = perf_counter()
             patch = packed(weights, changes)
-            weights.swap(changes)  # from now on `changes` takes the step back
+            weights.swap_bits(changes)  # from now on `changes` takes the step back
         coded = perf_counter()
         entries = sum(patch.entries.values()) if patch else layout.numel
         report = Published(
@@ -243,7 +243,7 @@ class Publisher:
     def _try_to_write(self, report: Published, *arguments: Any) -> None:
         try:
             self._write(report, *arguments)
-        except BaseException as error:  # raised by whoever waits, if anybody ever does
+        except BaseException as error:  # `flush` raises it
             logger.error("version %d was not published: %s", report.version, error)
             self._failed = error
 
@@ -256,7 +256,7 @@ class Publisher:
         patch: Packed | None,
         undo: ChangesOf,
     ) -> Published:
-        """Out of the store what nobody will need any more, and a version into it."""
+        """Remove what nobody will need any more from the store, and write a version."""
         begun = perf_counter()
         self._writer.remove_old(self._keep, self._manifests)
         try:

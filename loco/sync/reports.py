@@ -1,11 +1,11 @@
-"""What became of a `publish` and of an `update`."""
+"""The reports of `publish` and `update`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What became of one `publish`.
+    """The report of one `publish`.
 
     Attributes:
         reason: why a subscriber must read all weights (an anchor), if there is no patch; else "".
@@ -32,7 +32,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Updated:
-    """What became of one `update`.
+    """The report of one `update`.
 
     Attributes:
         version: that the weights are now.

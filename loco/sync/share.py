@@ -1,4 +1,4 @@
-"""Which part of the work is a publisher's."""
+"""Which part of the weights one publisher publishes."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,8 +6,8 @@ from typing import Protocol
 from .versions.manifest import Stream
 
 
-class Ranks(Protocol):
-    """The topology of an optimizer: the ranks of all sites."""
+class SitePosition(Protocol):
+    """What a publisher needs of an optimizer's topology: where this rank stands among all sites' ranks."""
 
     @property
     def num_sites(self) -> int: ...
@@ -31,13 +31,13 @@ class Share:
     sites: int = 1
 
 
-def share_of(stream: tuple[int, int] | Ranks) -> Share:
+def share_of(stream: tuple[int, int] | SitePosition) -> Share:
     """
     Args:
         stream: as of `Publisher`.
 
     Raises:
-        ValueError: it is no such pair.
+        ValueError: it is a pair that is out of range.
     """
     if isinstance(stream, tuple):
         index, count = stream

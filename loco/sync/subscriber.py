@@ -1,4 +1,4 @@
-"""The inference worker's end: what it holds becomes the newest version, in place, bit for bit."""
+"""The inference worker's end: updates its weights to the newest version, in place, bit for bit."""
 
 import os
 import threading
@@ -23,7 +23,7 @@ from .versions.reader import Download, Reader
 from .versions.route import Held, find_route
 from .versions.training import checked_training
 from .weights.memory import Memory, Target
-from .weights.places import Places
+from .weights.publisher_memory import PublisherMemory
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Part:
     """What is to be written for one publisher."""
 
     stream: Stream
-    places: Places
+    memory: PublisherMemory
     manifest: Manifest  # of the version that it leads to
     downloads: list[Download]
     changes: list[tuple[torch.dtype, Changes]] | None  # None: all elements are written
@@ -48,10 +48,10 @@ class Prepared:
 
 
 class _Standing(NamedTuple):
-    """What the weights are: always replaced as a whole, since Ctrl-C may come between any two lines."""
+    """Which version the weights are. Replaced as a whole, since Ctrl-C may come between any two lines."""
 
     number: int  # another one whenever the weights change
-    least: int = 0  # the version that they were last: to an older one only who asks for it goes back
+    least: int = 0  # the version that they were last: only `update(version=…)` goes to an older one
     version: int | None = None  # None: of no version that is known
     held: Mapping[Stream, Held] = MappingProxyType({})
     undo: "_Undo | None" = None
@@ -59,7 +59,7 @@ class _Standing(NamedTuple):
 
 class _Undo(NamedTuple):
     before: _Standing
-    places: dict[Stream, Places]
+    memories: dict[Stream, PublisherMemory]
     journal: Journal
 
 
@@ -81,8 +81,8 @@ class Subscriber:
     Args:
         target: a model, or tensors by name: views of the memory that is to change. It must hold just the
             tensors that are published, in their shapes and dtypes. One name may stand for several that share
-            memory. Of tensors of which only parts are here, a list of these parts (`Placed`): all of such a
-            tensor is then kept in host memory, too.
+            memory. For a tensor of which only parts are here, a list of these parts (`EngineSlice`): all of
+            it is then kept in host memory, too.
         url: where the versions are: as of `Publisher`, or the http:// address of `python -m loco.sync serve`.
         training: the publishers' name for it; no other training's weights are taken. None: of the training
             whose version is the first that is held.
@@ -103,7 +103,7 @@ class Subscriber:
     ) -> None:
         self._memory = Memory.of(target, loaded)
         self._reader = Reader(open_store(url, token), checked_key(key), checked_training(training))
-        self._places: dict[Stream, Places] = {}
+        self._memories: dict[Stream, PublisherMemory] = {}
         self._now = _Standing(0)
         self._turn = threading.RLock()
 
@@ -140,9 +140,9 @@ class Subscriber:
         begun = perf_counter()
         manifests = self._reader.choose(version, self.version, self._now.least, wait)
         with self._turn:
-            places = self._find_places(manifests)
-            self._recognise(manifests, places)
-            parts = [self._prepare(manifest, places[manifest.stream]) for manifest in manifests]
+            memories = self._find_memories(manifests)
+            self._recognise(manifests, memories)
+            parts = [self._prepare(manifest, memories[manifest.stream]) for manifest in manifests]
             return Prepared(manifests[0].version, self._now.number, parts, perf_counter() - begun)
 
     def apply(self, prepared: Prepared) -> Updated:
@@ -185,7 +185,7 @@ class Subscriber:
                 raise SyncError("there is no update that can be taken back")
             self._now = _Standing(undo.before.number + 1, self._now.least)
             interrupt = undo.journal.restore()
-            self._places = undo.places
+            self._memories = undo.memories
             self._now = undo.before._replace(number=undo.before.number + 1)
             if interrupt is not None:
                 raise interrupt
@@ -205,24 +205,26 @@ class Subscriber:
 
     # ---- the steps of `prepare` ----
 
-    def _find_places(self, manifests: list[Manifest]) -> dict[Stream, Places]:
+    def _find_memories(self, manifests: list[Manifest]) -> dict[Stream, PublisherMemory]:
         """Where each publisher's regions lie here."""
         found = {}
         for manifest in manifests:
-            layout, known = self._reader.layout(manifest), self._places.get(manifest.stream)
+            layout, known = self._reader.layout(manifest), self._memories.get(manifest.stream)
             found[manifest.stream] = (
-                known if known and known.layout == layout else Places(layout, self._memory)
+                known if known and known.layout == layout else PublisherMemory(layout, self._memory)
             )
-        if found != self._places:
-            self._memory.check_coverage([r for places in found.values() for r in places.layout.regions])
+        if found != self._memories:
+            self._memory.check_coverage(
+                [region for memory in found.values() for region in memory.layout.regions]
+            )
         return found
 
-    def _recognise(self, manifests: list[Manifest], places: dict[Stream, Places]) -> None:
+    def _recognise(self, manifests: list[Manifest], memories: dict[Stream, PublisherMemory]) -> None:
         """Find out whether the weights are a version already, if that is not known."""
         held = dict(self._now.held)
         for manifest in manifests:
-            mine = places[manifest.stream]
-            if self._places.get(manifest.stream) is mine and mine.digests:
+            mine = memories[manifest.stream]
+            if self._memories.get(manifest.stream) is mine and mine.digests:
                 continue
             mine.digests = mine.measure()
             held.pop(manifest.stream, None)
@@ -231,9 +233,9 @@ class Subscriber:
                     held[manifest.stream] = Held(one.version, one.digest)
                     break
         self._now = self._now._replace(held=held)
-        self._places = places
+        self._memories = memories
 
-    def _prepare(self, manifest: Manifest, places: Places) -> _Part:
+    def _prepare(self, manifest: Manifest, memory: PublisherMemory) -> _Part:
         held = self._now.held.get(manifest.stream)
         read = {manifest.version: manifest}
 
@@ -251,33 +253,33 @@ class Subscriber:
             raise NoVersionError(f"no way leads to version {manifest.version} of {self._reader.url}{lost}")
         downloads = [self._reader.download(step) for step in route]
         if held is None and self.version is None:
-            return _Part(manifest.stream, places, manifest, downloads, None)
+            return _Part(manifest.stream, memory, manifest, downloads, None)
         try:
-            changes = decoded(places, downloads)
+            changes = decoded(memory, downloads)
         except DamagedError as error:
             self._blame(error)
             raise
-        return _Part(manifest.stream, places, manifest, downloads, changes)
+        return _Part(manifest.stream, memory, manifest, downloads, changes)
 
     # ---- the steps of `apply` ----
 
     def _write(self, prepared: Prepared) -> int:
         """-> the elements written"""
-        before, places = self._now._replace(number=self._now.number + 1, undo=None), self._places
+        before, memories = self._now._replace(number=self._now.number + 1, undo=None), self._memories
         can_be_restored = all(part.changes is not None for part in prepared.parts)
         journal = Journal()
         try:
             self._now = _Standing(before.number, before.least)
             entries = sum(self._write_part(part, journal) for part in prepared.parts)
             journal.complete()
-            self._places = {part.stream: part.places for part in prepared.parts}
+            self._memories = {part.stream: part.memory for part in prepared.parts}
             held = {part.stream: Held(prepared.version, part.manifest.digest) for part in prepared.parts}
-            undo = _Undo(before, places, journal) if can_be_restored else None
+            undo = _Undo(before, memories, journal) if can_be_restored else None
             self._now = _Standing(before.number, prepared.version, prepared.version, held, undo)
         except BaseException as error:
             self._now = _Standing(before.number, before.least)
             interrupt = journal.restore()
-            self._places = places
+            self._memories = memories
             if can_be_restored:
                 self._now = before
             if isinstance(error, DamagedError):
@@ -288,16 +290,16 @@ class Subscriber:
         return entries
 
     def _write_part(self, part: _Part, journal: Journal) -> int:
-        places, entries = part.places, 0
+        memory, entries = part.memory, 0
         if part.changes is None:
-            for format, first, fresh in decoded_slices(places, part.downloads):
-                places.write(format, first, fresh)
+            for format, first, fresh in decoded_slices(memory, part.downloads):
+                memory.write(format, first, fresh)
                 entries += fresh.numel()
-            places.digests = places.measure()
+            memory.digests = memory.measure()
         for format, changes in part.changes or ():
             entries += changes.positions.numel()
-            journal.swap(places, format, changes)
-        if places.digest != part.manifest.digest:
+            journal.swap_bits(memory, format, changes)
+        if memory.digest != part.manifest.digest:
             last = part.downloads[-1].step.file.path if part.downloads else part.manifest.path
             raise DamagedError(
                 last, "does not lead to the weights that its publisher had: their digest differs"
@@ -307,10 +309,10 @@ class Subscriber:
     # ---- what is in memory ----
 
     def _blame(self, error: DamagedError) -> None:
-        """Of a file that leads nowhere: avoid it, unless it is the weights that are not what they should be.
+        """Avoid a file that leads to wrong weights, unless the weights in memory were wrong before.
 
         Raises:
-            NotThisVersionError: it is these.
+            NotThisVersionError: they were.
         """
         if self._now.version is not None or self._now.held:
             self._check_memory()
@@ -322,13 +324,13 @@ class Subscriber:
             NotThisVersionError: the weights are not what was held; they are of no version from now on.
         """
         wrong = []
-        for places in self._places.values():
-            for format, found in places.measure().items():
-                expected = zip(places.layout.of_format(format), found, places.digests[format], strict=True)
+        for memory in self._memories.values():
+            for format, found in memory.measure().items():
+                expected = zip(memory.layout.of_format(format), found, memory.digests[format], strict=True)
                 wrong += [region.name for region, is_, should in expected if is_ != should]
         if wrong:
             versions = {self._now.version, *(held.version for held in self._now.held.values())} - {None}
-            self._now, self._places = _Standing(self._now.number + 1, self._now.least), {}
+            self._now, self._memories = _Standing(self._now.number + 1, self._now.least), {}
             named = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
             raise NotThisVersionError(
                 f"the weights in memory are not version {max(filter(None, versions))}: {named} differ"

@@ -154,7 +154,7 @@ def test_a_rank_that_is_stopped_is_named_by_its_site_and_the_other_site_goes_on(
         fleet.send(stopped, signal.SIGSTOP)
         fleet.order("s0", "round", 2)
         fleet.order(awake, "round", 2)
-        assert "no sign of life from rank" in fleet.hear(awake).error
+        assert "no heartbeat from rank" in fleet.hear(awake).error
         fleet.kill("s1")
         told = fleet.hear("s0")
         assert told.sites == ("s0",)

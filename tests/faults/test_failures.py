@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import HashStore
 import loco
 from loco.coordination.authentication import StoreSeals
 from loco.coordination.heartbeats import NoHeartbeats
-from loco.coordination.reunion import Party, Reunion
+from loco.coordination.reconnect_barrier import BarrierContext, ReconnectBarrier
 from loco.errors import TransportError
-from loco.exchange.stream import Stream
+from loco.exchange.stream import FrameStream
 from loco.net.transport import Transport
 from loco.wire.framing import Frame, Framing
 from loco.wire.records import Kind
@@ -68,15 +68,15 @@ def hurt_in_round_2(
 
 def damaged_frame(rank: int, kind: str, options: dict[str, Any], what: Kind) -> dict[str, Any]:
     """Site 1 receives a damaged frame of site 0."""
-    arrived = Stream.arrived
+    arrived = FrameStream.arrived
 
-    def damage(self: Stream) -> Any:
+    def damage(self: FrameStream) -> Any:
         frames = arrived(self)
         if rank == 1 and 0 in frames and frames[0][0].kind == what:
             frames[0][1][-1] ^= 0x40
         return frames
 
-    return hurt_in_round_2(rank, kind, lambda patch: patch.setattr(Stream, "arrived", damage), **options)
+    return hurt_in_round_2(rank, kind, lambda patch: patch.setattr(FrameStream, "arrived", damage), **options)
 
 
 @pytest.mark.check(MESSAGES, sample=r"PulseLoCo-options[01]-.*")
@@ -111,15 +111,15 @@ def lost_link(rank: int) -> dict[str, Any]:
     optimizer.step()
     optimizer.inner.step()
     before = snapshot(optimizer)
-    arrived = Stream.arrived
+    arrived = FrameStream.arrived
 
-    def fail(self: Stream) -> Any:
+    def fail(self: FrameStream) -> Any:
         if arrived(self):
             raise TransportError("round 1, entries: lost site 0 (injected)")
         return {}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stream, "arrived", fail)
+        patch.setattr(FrameStream, "arrived", fail)
         error = error_of(optimizer.sync)
     assert optimizer.last_report is None
     after = snapshot(optimizer)
@@ -388,9 +388,9 @@ def test_who_is_interrupted_when_its_links_are_complete_keeps_nobody_waiting() -
 HERE = "run/reconnect/here"  # the store's key
 
 
-def reunion(store: Any, rank: int, patience: float, key: bytes | None = None) -> Reunion:
-    return Reunion(
-        Party(
+def reunion(store: Any, rank: int, patience: float, key: bytes | None = None) -> ReconnectBarrier:
+    return ReconnectBarrier(
+        BarrierContext(
             store=store,
             root="run",
             seals=StoreSeals(key, bytes(16)),
@@ -410,7 +410,7 @@ def test_an_interrupted_arrival_is_taken_back(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reunion, "_pause", ctrl_c)
+        patch.setattr(ReconnectBarrier, "_pause", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
             reunion(store, 0, 30.0).meet("here")
     assert store.get(HERE) == b"0:"
@@ -428,7 +428,7 @@ def test_ctrl_c_is_ctrl_c_also_if_the_store_does_not_answer_any_more(monkeypatch
         store.compare_set = store.check = no_answer
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Reunion, "_pause", ctrl_c)
+    monkeypatch.setattr(ReconnectBarrier, "_pause", ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         reunion(store, 0, 30.0).meet("here")
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore
 import loco
 from loco.coordination import heartbeats, liveness
 from loco.errors import TransportError
-from loco.exchange.stream import Stream
+from loco.exchange.stream import FrameStream
 from loco.net.pending import PendingMessages
 
 
@@ -37,16 +37,16 @@ def through(optimizer: loco.PulseLoCo, rounds: int) -> None:
 
 def failing_often(rank: int, rounds: int) -> list[tuple[int, int]]:
     """Open files and threads, after 10, 20, … rounds that failed and were repeated."""
-    optimizer, arrived, counts = built(rank), Stream.arrived, []
+    optimizer, arrived, counts = built(rank), FrameStream.arrived, []
     for number in range(rounds):
 
-        def fail(self: Stream, number: int = number) -> Any:
+        def fail(self: FrameStream, number: int = number) -> Any:
             if arrived(self) and rank == number % 3:
                 raise TransportError("injected")
             return {}
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Stream, "arrived", fail)
+            patch.setattr(FrameStream, "arrived", fail)
             with pytest.raises(loco.LocoError):
                 optimizer.sync()
         through(optimizer, number + 1)

@@ -38,7 +38,7 @@ def closed_twice(rank: int) -> tuple[bool, bool, str]:
     link.swap_records(b"\0", phase="linked")  # or this rank might hang up while the other one still links
     link.close()
     link.close()
-    topology.everyone().close()  # which is not its to close
+    topology.all_ranks().close()  # which is not its to close
     gone = error_of(lambda: link.swap_records(b"\0", phase="after it"))[0]
     return dist.is_initialized(), dist.group.WORLD is not None, gone
 
@@ -71,11 +71,11 @@ def test_links_that_are_given_up_are_closed_whoever_keeps_a_message() -> None:
 
 
 def announcing(rank: int, size: int) -> tuple[str, str]:
-    everyone = loco.Topology().everyone()
+    all_ranks = loco.Topology().all_ranks()
     if rank == 0:
-        everyone.swap({1: everyone.message(size.to_bytes(8, "little"))}, {}, phase="x")
+        all_ranks.swap({1: all_ranks.message(size.to_bytes(8, "little"))}, {}, phase="x")
         return "", ""
-    return error_of(lambda: everyone.receive_blob(0, phase="state for sites that join"))
+    return error_of(lambda: all_ranks.receive_blob(0, phase="state for sites that join"))
 
 
 @pytest.mark.parametrize("size", [1 << 62, (1 << 64) - 1])
@@ -117,7 +117,7 @@ def test_a_member_that_dies_while_links_are_built_is_one_less_in_the_next_quorum
     """Its silence does not end the run, as that of a rank of this site would."""
     hosted = host_at_port(0)
     hosted.store.set("loco/a/here/0/1", "")
-    with pytest.raises(TransportError, match="linking 2 sites: no sign of life from member 1") as raised:
+    with pytest.raises(TransportError, match="linking 2 sites: no heartbeat from member 1") as raised:
         Links(
             "a",
             store=f"127.0.0.1:{hosted.port}",

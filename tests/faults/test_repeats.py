@@ -11,7 +11,7 @@ from sites import error_of, hear, run_ranks, tell
 from states import Snapshot, assert_same, snapshot
 
 import loco
-from loco.exchange.stream import Stream
+from loco.exchange.stream import FrameStream
 from loco.exchange.transfer import Transfer
 from loco.members import fixed
 from loco.net.transport import Transport
@@ -43,9 +43,9 @@ def lost_links(rank: int, repeats: int, losses: int) -> dict[str, Any]:
         clean.step()
     for _ in range(3):
         hurt.step()
-    arrived, left = Stream.arrived, losses
+    arrived, left = FrameStream.arrived, losses
 
-    def lose(self: Stream) -> Any:
+    def lose(self: FrameStream) -> Any:
         nonlocal left
         frames = arrived(self)
         if rank == 1 and frames and left:
@@ -55,7 +55,7 @@ def lost_links(rank: int, repeats: int, losses: int) -> dict[str, Any]:
 
     warnings = kept_warnings("loco.members")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stream, "arrived", lose)
+        patch.setattr(FrameStream, "arrived", lose)
         error = error_of(hurt.step)
     failed_at = hurt.round
     while hurt.round < 2:

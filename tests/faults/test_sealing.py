@@ -108,8 +108,8 @@ def test_a_changed_vote_leaves_all_sites_agreed(which: int) -> None:
 
 def repeated_message(rank: int) -> tuple[str, str]:
     """Site 1 gets, in place of the second message from site 0, the first one again, seal and all."""
-    everyone = loco.Topology(key=KEY).everyone()
-    everyone.swap_records(b"pay ten", phase="first")
+    all_ranks = loco.Topology(key=KEY).all_ranks()
+    all_ranks.swap_records(b"pay ten", phase="first")
     kept: list[Parcel] = []
     check = Transport.check_seal
 
@@ -124,8 +124,8 @@ def repeated_message(rank: int) -> tuple[str, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transport, "check_seal", repeat)
-        everyone.swap_records(b"pay one", phase="second")
-        return error_of(lambda: everyone.swap_records(b"pay two", phase="third"))
+        all_ranks.swap_records(b"pay one", phase="second")
+        return error_of(lambda: all_ranks.swap_records(b"pay two", phase="third"))
 
 
 def test_an_old_message_is_refused() -> None:

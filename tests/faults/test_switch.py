@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.root, pytest.mark.skipif(why_not() is not None, reason
 # link: there are two repeats, as a user has them.
 PATIENT = Setup(networks=True, rounds=5, dead_after=15.0, repeats=2)
 # What all need of round 2 may have come before the cut, which is then noticed in round 3.
-SILENT = r"round [23], .*: no sign of life from site 1 within 2 s"
+SILENT = r"round [23], .*: no heartbeat from site 1 within 2 s"
 # The last: what it needs of the round had come before the cut, and only the verdict is missing.
 NO_STORE = rf"round [23], .*: {STORE} for 2 s|the sites' store does not answer"
 # Who waits for the sites that lack something is told so by them when they give up.

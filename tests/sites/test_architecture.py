@@ -1,4 +1,4 @@
-"""docs/architecture.md names every key of the store and every thread, and none that is not there."""
+"""docs/internals.md names every key of the store and every thread, and none that is not there."""
 
 import os
 import re
@@ -78,7 +78,7 @@ def test_the_page_has_a_row_for_every_store_key_and_every_thread_and_no_other(tm
     keys = {key for of_rank, _ in found for key in of_rank if "loco" in key}
     threads = {name for _, of_rank in found for name in of_rank if "loco" in name}
     for head, seen in (("| key | value |", keys), ("| thread | started by |", threads)):
-        rows = [pattern(row[0]) for row in table(page("docs/architecture.md"), head)]
+        rows = [pattern(row[0]) for row in table(page("docs/internals.md"), head)]
         assert not [one for one in seen if not any(re.fullmatch(row, one) for row in rows)]
         assert not [row for row in rows if not any(re.fullmatch(row, one) for one in seen)]
 
@@ -86,7 +86,7 @@ def test_the_page_has_a_row_for_every_store_key_and_every_thread_and_no_other(tm
 def test_the_page_has_a_row_for_every_key_by_which_sites_find_each_other() -> None:
     found = {key for site in run_worlds(["a", "b"], 2, seen_at_a_meeting) for keys in site for key in keys}
     keys = {key.removeprefix("default_pg/0//") for key in found}
-    text = page("docs/architecture.md")
+    text = page("docs/internals.md")
     rows = [pattern(row[0]) for row in table(text, "| key before there is a session |")]
     later = ["sites/" + pattern(row[0]) for row in table(text, "| key | value |")]
     before = {key for key in keys if not any(re.fullmatch(row, key) for row in later)}

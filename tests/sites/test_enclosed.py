@@ -9,7 +9,7 @@ from sites import error_of, run_ranks
 from states import Snapshot, assert_same, snapshot
 
 import loco
-from loco.exchange.stream import Stream
+from loco.exchange.stream import FrameStream
 from loco.members.view import View
 from loco.round import announcements
 from loco.round import round as one_round
@@ -27,15 +27,15 @@ def run(rank: int, kind: str, encloses: bool, options: dict[str, Any], scales: l
     all_are_sent = kind == "DiLoCo" or "gate" in options
     inner = Scripted(parameters(5, FEW if all_are_sent else NUMEL), 5, rank, scales[rank])
     streams = 0
-    messages = Stream.messages
+    messages = FrameStream.messages
 
-    def counted(self: Stream, *frames: Any) -> Any:
+    def counted(self: FrameStream, *frames: Any) -> Any:
         nonlocal streams
         streams += 1
         return messages(self, *frames)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stream, "messages", counted)
+        patch.setattr(FrameStream, "messages", counted)
         if not encloses:
             patch.setattr(announcements, "most_enclosed", lambda view: 0)
         optimizer = getattr(loco, kind)(inner, sync_every=1, **options)

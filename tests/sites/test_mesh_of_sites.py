@@ -172,6 +172,6 @@ def test_a_silent_rank_of_a_mesh_is_named_by_its_site() -> None:
     (_, *of_its_site), (_, *of_its_peers_site), _, (_, *of_its_peer) = run_ranks(4, stopped_for_a_while)
     for kind, text in (of_its_site, of_its_peer, of_its_peers_site):
         assert kind == "TransportError", text
-    assert "no sign of life from rank of this site 1 " in of_its_site[1]
-    assert "no sign of life from site 0 " in of_its_peer[1]
-    assert re.search("(lost|no sign of life from) site 0|site 0 has left", of_its_peers_site[1])
+    assert "no heartbeat from rank of this site 1 " in of_its_site[1]
+    assert "no heartbeat from site 0 " in of_its_peer[1]
+    assert re.search("(lost|no heartbeat from) site 0|site 0 has left", of_its_peers_site[1])

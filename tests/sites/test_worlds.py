@@ -180,7 +180,7 @@ for _ in range(3):
 if topology.site == 1:
     time.sleep({late})
     optimizer.settle()
-    topology.notes.swap({{}}, "asks the store") if topology.num_sites == 1 else None
+    topology.rendezvous.exchange_notes({{}}, "asks the store") if topology.num_sites == 1 else None
     print("done", optimizer.round, flush=True)
 """
 

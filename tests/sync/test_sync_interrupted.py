@@ -51,7 +51,7 @@ class AtLine:
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_globals.get("__name__", "")
-        if not re.match(r"loco\.(sync\.(subscriber|journal|places)|kernels)", name):
+        if not re.match(r"loco\.(sync\.(subscriber|journal|publisher_memory)|kernels)", name):
             return None
         if event == "line" and self.left:
             self.left[0] -= 1
@@ -182,8 +182,8 @@ def update_until_killed(memory: str, folder: str, like: Weights, number: int, do
         half = prepared.parts[0].changes
         if half and number % 2:
             for format, changes in half:
-                places = prepared.parts[0].places
-                places.swap(format, type(changes)(changes.positions[::2], changes.bits[::2].clone()))
+                memory = prepared.parts[0].memory
+                memory.swap_bits(format, type(changes)(changes.positions[::2], changes.bits[::2].clone()))
         os.kill(os.getpid(), signal.SIGKILL)
 
     with AtLine(number, die):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from loco import kernels
 from loco.sync import (
+    EngineSlice,
     LayoutError,
     NotThisVersionError,
-    Placed,
     Publisher,
     Subscriber,
 )
@@ -54,12 +54,12 @@ def test_ranks_that_hold_parts_of_tensors_write_theirs(tmp_path: Path, generator
     every = slice(0, 12)
     ranks = [
         {
-            "q": [Placed((slice(4 * r, 4 * r + 4), every), fused[r][:4])],
+            "q": [EngineSlice((slice(4 * r, 4 * r + 4), every), fused[r][:4])],
             "k": [
-                Placed((slice(4 * r, 4 * r + 2), every), fused[r][4:6]),
-                Placed((slice(4 * r + 2, 4 * r + 4), every), fused[r][6:]),
+                EngineSlice((slice(4 * r, 4 * r + 2), every), fused[r][4:6]),
+                EngineSlice((slice(4 * r + 2, 4 * r + 4), every), fused[r][6:]),
             ],
-            "o": [Placed((slice(0, 8), slice(6 * r, 6 * r + 6)), columns[r])],
+            "o": [EngineSlice((slice(0, 8), slice(6 * r, 6 * r + 6)), columns[r])],
             "elsewhere": [],
         }
         for r in range(2)

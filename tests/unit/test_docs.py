@@ -1,6 +1,8 @@
 """The documentation says what is so: its links lead somewhere, and its tables list what the code has."""
 
+import csv
 import inspect
+import json
 import re
 import subprocess
 from collections.abc import Callable
@@ -19,18 +21,9 @@ from loco.wire.codecs import CODECS
 from loco.wire.records import RECORD_BYTES, VERSION, Kind, Status
 
 TOPICS = (
-    *(
-        "algorithm",
-        "architecture",
-        "benchmarks",
-        "checkpoints",
-        "elastic",
-        "failures",
-        "frontier",
-        "optimizer",
-        "reproduce",
-    ),
-    *("integrations", "pipeline", "results", "sharded", "sites", "sync", "sync-format", "wire"),
+    *("algorithm", "architecture", "benchmarks", "checkpoints", "elastic", "failures", "frontier"),
+    *("integrations", "internals", "optimizer", "pipeline", "questions", "reproduce", "results"),
+    *("sharded", "sites", "sync", "sync-format", "wire"),
 )
 
 
@@ -73,17 +66,50 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("call", "of"), [("loco.PulseLoCo(inner, …)", loco.PulseLoCo), ("`loco.Topology(…)`:", loco.Topology)]
+    ("name", "call", "of"),
+    [
+        ("README.md", "loco.PulseLoCo(inner, …)", loco.PulseLoCo),
+        ("docs/sites.md", "`loco.Topology(…)`;", loco.Topology),
+    ],
 )
-def test_the_settings_are_all_in_the_readme_with_their_defaults(call: str, of: type) -> None:
-    readme = page("README.md")
-    rows = table(readme[readme.index(call) :], "| argument | default | |")
+def test_the_settings_are_all_in_the_tables_with_their_defaults(name: str, call: str, of: type) -> None:
+    text = page(name)
+    rows = table(text[text.index(call) :], "| argument | default | |")
     assert {row[0]: row[1] for row in rows} == parameters_of(of.__init__)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/failures.md"])
-def test_every_error_is_in_the_tables(name: str) -> None:
-    listed = [row[0] for row in table(page(name), "| error | what happened")]
+def short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+
+
+def test_the_readmes_first_table_is_computed_from_the_stored_runs() -> None:
+    first = table(page("README.md"), "| four sites, a round every 8 steps |")
+    rows = table(page("docs/results.md"), "| method | runs | right answers, greedy |")
+    labels = ("DDP, tuned", "DiLoCo", "PULSELoCo", "PULSELoCo, SAVING")
+    for label, shown, row in zip(labels, first, rows, strict=True):
+        stored = json.loads((ROOT / row[1] / "results.json").read_text())
+        runs = [run for run in stored["runs"] if run["label"] == label]
+        assert len(runs) == 5
+        ends = [run["evaluations"][-1][1] for run in runs]
+        scores = [f"{sum(end[score] for end in ends) / 5:.1%}" for score in ("pass@1", "sampled")]
+        with (ROOT / row[1] / "results.csv").open() as file:
+            (sent,) = (float(one["sent_bytes"]) for one in csv.DictReader(file) if one["label"] == label)
+        rounds = stored["config"]["steps"] / stored["config"]["sync_every"]
+        each = sent / rounds / runs[0]["parameters"]
+        gigabytes, seconds = 7 * each, 7 * each * 8
+        assert row[2:] == [
+            *scores,
+            f"{sent / 1e6:,.2f}",
+            f"{each:.4g}",
+            short(gigabytes),
+            short(seconds),
+        ]
+        time = f"{short(seconds)} s" if seconds < 100 else f"{short(seconds / 60)} min"
+        assert shown[1:] == [f"{short(gigabytes)} GB", time, ", ".join(scores)]
+
+
+def test_every_error_is_in_the_table() -> None:
+    listed = [row[0] for row in table(page("docs/failures.md"), "| error | what happened")]
     public = [getattr(loco, found) for found in loco.__all__ if found.endswith("Error")]
     assert sorted(listed) == sorted(e.__name__ for e in public if e is not loco.LocoError)
 
@@ -135,3 +161,12 @@ def test_every_test_that_a_page_names_is_there() -> None:
     for path in PAGES:
         for name in re.findall(r"`(test_\w+)`", path.read_text()):
             assert f"def {name}(" in sources, f"{path.name}: {name}"
+
+
+def test_every_thread_that_has_a_name_is_on_the_page_of_internals() -> None:
+    named = re.compile(r'(?:name|thread_name_prefix)=f?"(loco[^"{]*)')
+    names = {
+        name.strip() for path in (ROOT / "loco").rglob("*.py") for name in named.findall(path.read_text())
+    }
+    assert len(names) > 5
+    assert not [name for name in sorted(names) if f"`{name}" not in page("docs/internals.md")]

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loco.integrations.engines.engine_weights import Placed, first_difference, joined, learn, require_whole
+from loco.integrations.engines.engine_weights import (
+    EngineSlice,
+    first_difference,
+    joined,
+    learn,
+    require_whole,
+)
 
 Loader = Callable[["Engine", Tensor], object]
 ROWS, WIDTH, EXPERTS = 6, 4, 3
@@ -43,7 +49,7 @@ def checkpoint(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
     return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
 
 
-def loads_what_it_says(engine: Engine, tensors: dict[str, Tensor]) -> dict[str, list[Placed]]:
+def loads_what_it_says(engine: Engine, tensors: dict[str, Tensor]) -> dict[str, list[EngineSlice]]:
     """Learn, with nothing changed; then writing through the places does what the loader does."""
     before = {name: parameter.clone() for name, parameter in engine.named_parameters()}
     places = learn(engine, tensors)
@@ -61,7 +67,7 @@ def loads_what_it_says(engine: Engine, tensors: dict[str, Tensor]) -> dict[str, 
     return places
 
 
-def whole_views(places: dict[str, list[Placed]], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole_views(places: dict[str, list[EngineSlice]], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every tensor is there as a whole."""
     found = {name: view for name, view in joined(places, tensors).items() if isinstance(view, Tensor)}
     assert {name: view.shape for name, view in found.items()} == {n: t.shape for n, t in tensors.items()}

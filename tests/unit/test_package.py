@@ -6,9 +6,11 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from pages import code, page
 
 ROOT = Path(__file__).parents[2]
 # What each package may import of the others; `kernels` is imported as `loco.kernels`.
@@ -133,6 +135,37 @@ def test_circles_are_found_directly_and_through_other_modules() -> None:
         frozenset("abc"),
         frozenset("ef"),
     }
+
+
+def wing_of(module: str) -> str:
+    """As the drawing of docs/architecture.md calls it; "": it is left out of it."""
+    first, _, rest = module.partition(".")
+    room = rest.partition(".")[0]
+    if first != "loco" or room == "kernels":
+        return first if first == "experiments" else "kernels" if "kernels" in (first, room) else ""
+    if room in FLOORS[FLOORS.index("surface") : FLOORS.index("integrations")]:
+        return "surface"
+    if room in ("errors", "logs", "config", "presets", "report", "version", "setup_warnings"):
+        return ""
+    return room if room in FLOORS else "public" if room != "__version__" else ""
+
+
+def test_the_drawing_of_the_wings_has_the_imports_that_are_there_and_no_others() -> None:
+    ((_, drawing),) = code(page("docs/architecture.md"), "mermaid")
+    chains = [line.split(" --> ") for line in drawing.replace('"', " ").splitlines() if "-->" in line]
+    drawn = {(a.strip(), b.strip()) for chain in chains for a, b in pairwise(chain)}
+    there = set()
+    for package in ("kernels", "loco", "experiments"):
+        for path in (ROOT / package).rglob("*.py"):
+            if package == "kernels" or "kernels" not in path.parts:
+                own = wing_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+                there |= {(own, wing_of(name)) for name in names_imported(path) if own}
+    there = {(a, b) for a, b in there if b and a != b}
+    assert drawn <= there, drawn - there
+    reached = set(drawn)
+    while more := {(a, d) for a, b in reached for c, d in drawn if b == c} - reached:
+        reached |= more
+    assert there <= reached, there - reached
 
 
 @pytest.mark.parametrize("package", ["kernels", "loco", "experiments"])

@@ -1,1 +1,1 @@
-"""Heartbeats of a rank whose program holds Python's interpreter lock."""
+"""The heartbeat thread, and the C thread that replaces it while Python's interpreter lock is held."""

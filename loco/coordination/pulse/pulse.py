@@ -1,4 +1,4 @@
-"""What a rank's heartbeat thread works on: its own beats, and the watches over those of others."""
+"""The state of a rank's heartbeat thread: its own heartbeats, and the watches over other ranks'."""
 
 import logging
 import threading
@@ -13,15 +13,15 @@ from ..heartbeats import AT_WORK, ENDED, Alarm, Beat, Loss
 from ..store_client import KeyValueStore
 from .stand_in import StandIn
 
-# Where this rank's own beats come late, because its machine is overloaded, those of the others on it do, too:
-# so many of its looks in a row must find nothing new of a rank that is silent.
+# On an overloaded machine this rank's own beats come late, and so do those of other ranks on it. So this many
+# looks in a row must find nothing new of a rank before it counts as silent.
 _LOOKS = 4
 _logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Pulse:
-    """What the thread works on. It holds no Liveness, so that one that nobody needs any more can end it."""
+    """The thread's state. It does not refer to its Liveness, which ends the thread when it is dropped."""
 
     store: KeyValueStore
     seals: StoreSeals
@@ -134,7 +134,7 @@ class Pulse:
 
 @dataclass
 class Heard:
-    """Of a rank: its beats, since when it has been at that number, and how many looks found nothing newer."""
+    """A rank's latest beat, since when it is the latest, and how many looks found nothing newer."""
 
     count: int = -1
     since: float = 0.0
@@ -142,6 +142,8 @@ class Heard:
 
 
 class Watch:
+    """One wait for some ranks. It calls `alarm` once, when one of them is lost."""
+
     def __init__(
         self, ranks: tuple[int, ...], alarm: Alarm, allowed: float, gone: tuple[str, ...], link: str
     ) -> None:
@@ -165,7 +167,7 @@ class Watch:
                 heard.count, heard.since, heard.looks = beat.count, now, 0
             else:
                 heard.looks += 1
-        # A rank that leaves may have sent all that is waited for: it gets one more beat's time to arrive.
+        # A rank that leaves may have sent all that is waited for, which gets one more beat's time to arrive.
         left = {rank for rank, beat in beats.items() if beat.status.startswith(self._gone_if)}
         gone, self._left = left & self._left, left
         silent = {

@@ -1,8 +1,8 @@
-"""A thread of C's that sends a rank's next heartbeats if Python's own thread does not get to it.
+"""A C thread that sends a rank's next heartbeats when the Python thread can't run.
 
 A program that pickles for seconds, or adds up a long range, holds Python's global interpreter lock, and no
-other Python thread runs meanwhile. It is alive all the same, and its heartbeats must say so. In a process
-that is stopped or killed no thread runs, so its heartbeats end with it.
+other Python thread runs meanwhile. The program is alive, so its heartbeats must go on. In a process that is
+stopped or killed no thread runs, so its heartbeats end.
 """
 
 import socket
@@ -19,7 +19,7 @@ from ..store_client import RemoteStore, StoreClient
 from .store_wire import connected, drain, is_open, set_request
 
 PREPARED = 120  # heartbeats
-STEP = 3  # beats from one of them to the next: half of what makes a rank silent
+STEP = 3  # beats between two of them: half of what makes a rank silent
 _AGAIN = 10.0  # seconds until a connection is tried again
 
 Beats = Callable[[int], str]  # what the store holds for a heartbeat of this count

@@ -1,6 +1,6 @@
-"""The requests of torch's TCPStore that are sent without torch, by a thread that knows nothing of Python.
+"""Requests of torch's TCPStore, encoded here so that a C thread can send them without torch.
 
-The format is torch's own and may change, so whoever uses it first proves that the store understands it.
+The format is torch's own and may change, so its users first check that the store understands it.
 """
 
 import secrets
@@ -19,7 +19,7 @@ def validate() -> bytes:
 
 
 def ping(nonce: bytes) -> bytes:
-    """The answer to it is `nonce`, of four bytes."""
+    """A request that the store answers by `nonce`, four bytes."""
     return bytes([_PING]) + nonce
 
 
@@ -46,7 +46,7 @@ def connected(host: str, port: int, limit: float) -> socket.socket:
 
 
 def set_request(key: str, value: str) -> bytes:
-    """To it there is no answer."""
+    """A request that the store does not answer."""
     parts = (key.encode(), value.encode())
     return bytes([_SET]) + b"".join(struct.pack("<Q", len(part)) + part for part in parts)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loco.sync import Placed
+from loco.sync import EngineSlice
 
 from .boxes import Box, box_of, elements_outside, first_overlap, memory_order, sizes
 
@@ -29,7 +29,7 @@ COPIES = (aten.clone.default, aten._to_copy.default)
 CONSTANTS = (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 
 
-def learn(model: nn.Module, checkpoint: Mapping[str, Tensor]) -> dict[str, list[Placed]]:
+def learn(model: nn.Module, checkpoint: Mapping[str, Tensor]) -> dict[str, list[EngineSlice]]:
     """Where `model` keeps each tensor of `checkpoint`; changes nothing in the model.
 
     A tensor that is not loaded, or not on this rank, has no places.
@@ -58,7 +58,7 @@ def learn(model: nn.Module, checkpoint: Mapping[str, Tensor]) -> dict[str, list[
     return recorder.places
 
 
-def require_whole(places: Mapping[str, list[Placed]], checkpoint: Mapping[str, Tensor]) -> None:
+def require_whole(places: Mapping[str, list[EngineSlice]], checkpoint: Mapping[str, Tensor]) -> None:
     """Every element of every tensor has a place.
 
     Raises:
@@ -72,7 +72,7 @@ def require_whole(places: Mapping[str, list[Placed]], checkpoint: Mapping[str, T
             )
 
 
-def first_difference(places: Mapping[str, list[Placed]], checkpoint: Mapping[str, Tensor]) -> str | None:
+def first_difference(places: Mapping[str, list[EngineSlice]], checkpoint: Mapping[str, Tensor]) -> str | None:
     """The first tensor of the checkpoint, by name, that the engine does not hold bit for bit in these places.
 
     Some engines rearrange weights after they have been loaded, and the loader doesn't know: then the places
@@ -87,8 +87,8 @@ def first_difference(places: Mapping[str, list[Placed]], checkpoint: Mapping[str
 
 
 def joined(
-    places: Mapping[str, list[Placed]], checkpoint: Mapping[str, Tensor]
-) -> dict[str, Tensor | list[Placed]]:
+    places: Mapping[str, list[EngineSlice]], checkpoint: Mapping[str, Tensor]
+) -> dict[str, Tensor | list[EngineSlice]]:
     """For each tensor one view of its shape, where the engine has it as a whole; else its places."""
     return {name: _joined(places[name], whole.shape) for name, whole in checkpoint.items()}
 
@@ -118,7 +118,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, checkpoint: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.places: dict[str, list[Placed]] = {name: [] for name in checkpoint}
+        self.places: dict[str, list[EngineSlice]] = {name: [] for name in checkpoint}
         self.targets = [_Target(name, one.detach(), True) for name, one in model.named_parameters()]
         self.targets += [_Target(name, one, False) for name, one in model.named_buffers()]
         self._sources = {_memory(whole): (name, whole) for name, whole in checkpoint.items()}
@@ -156,7 +156,7 @@ class _Recorder(TorchDispatchMode):
             raise ValueError(f"{target.name}: the loader computes what it writes there ({func})")
         name, whole = self._sources[_memory(args[0])]
         target.written.append((name, box))
-        self.places[name].append(_placed(name, args[0].expand(written.shape), whole, written))
+        self.places[name].append(_slice(name, args[0].expand(written.shape), whole, written))
 
     def _is_source(self, one: Any) -> bool:
         return isinstance(one, Tensor) and _memory(one) in self._sources
@@ -173,21 +173,21 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _placed(name: str, source: Tensor, whole: Tensor, written: Tensor) -> Placed:
+def _slice(name: str, source: Tensor, whole: Tensor, written: Tensor) -> EngineSlice:
     """Of a view of a checkpoint tensor that is copied to `written`, which has the same shape."""
     region = box_of(source, whole)
     if region is None:
         raise ValueError(f"{name}: the loader copies elements that are no box in it")
     in_order = written.squeeze().permute(memory_order(source.squeeze()))
     try:
-        return Placed(region, in_order.view(sizes(region)))
+        return EngineSlice(region, in_order.view(sizes(region)))
     except RuntimeError as error:
         raise ValueError(
             f"{name}: the engine keeps {sizes(region)} of it as {list(written.shape)}"
         ) from error
 
 
-def _joined(pieces: list[Placed], shape: torch.Size) -> Tensor | list[Placed]:
+def _joined(pieces: list[EngineSlice], shape: torch.Size) -> Tensor | list[EngineSlice]:
     """The view over all pieces. The first piece and its neighbour in each dimension tell the strides."""
     by_start = {tuple(cut.start for cut in piece.region): piece for piece in pieces}
     first = by_start.get((0,) * len(shape))

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
-from .engine_weights import Placed, first_difference, joined, learn, require_whole
+from .engine_weights import EngineSlice, first_difference, joined, learn, require_whole
 
 logger = logging.getLogger(__name__)
-Weights = dict[str, Tensor | list[Placed]]
+Weights = dict[str, Tensor | list[EngineSlice]]
 
 
 def weights_of(model: nn.Module, vllm_config: VllmConfig) -> Weights:

@@ -87,7 +87,7 @@ class ElasticSites:
         self.rank_in_site = 0 if self.own is None else self.own.rank_in_site
         self.site_group = None if self.own is None else self.own.site_group
         # What a site keeps is its own.
-        self.notes: Agreement = Alone() if self.own is None else self.own.notes
+        self.rendezvous: Agreement = Alone() if self.own is None else self.own.rendezvous
         if at is None:
             self._address, port = _address_towards(lighthouse), 0
         else:
@@ -115,7 +115,7 @@ class ElasticSites:
         process = uuid.uuid4().hex[:12]
         if self.own is None:
             return process
-        blobs = self.own.everyone().swap_blobs(
+        blobs = self.own.all_ranks().swap_blobs(
             json.dumps([told, process]).encode(), phase="start of this site", limit=self.own.patience
         )
         each = [json.loads(blob) for blob in blobs]
@@ -231,9 +231,9 @@ class ElasticSites:
         if self.own is not None:
             self.own.close(why)
 
-    def everyone(self) -> Transport:
+    def all_ranks(self) -> Transport:
         """A site is built alone: who the others are, a quorum says."""
-        return self.alone() if self.own is None else self.own.everyone()
+        return self.alone() if self.own is None else self.own.all_ranks()
 
     def alone(self) -> Transport:
         return self._transport_among(None, [0], 0)
@@ -280,7 +280,7 @@ def _is_local(host: str) -> bool:
 
 
 def _address_towards(lighthouse: str) -> str:
-    """This machine's, by which others reach it too; a lighthouse that is not there is told of later."""
+    """This machine's address on the way there. An unreachable lighthouse is reported later."""
     url = urlsplit(lighthouse)
     try:
         with socket.create_connection((url.hostname or "", url.port or 80), 5.0) as connection:

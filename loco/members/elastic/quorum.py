@@ -112,8 +112,8 @@ class Plan:
 
     def to_json(self) -> list[Any]:
         """What `plan` made it of."""
-        everyone = [*self.members, *self.strangers, *self.namesakes]
-        return [self.attempt, [asdict(member) for member in everyone]]
+        candidates = [*self.members, *self.strangers, *self.namesakes]
+        return [self.attempt, [asdict(member) for member in candidates]]
 
     @staticmethod
     def of_json(told: list[Any]) -> "Plan":
@@ -136,11 +136,11 @@ def plan(attempt: str, quorum: Sequence[Member]) -> Plan:
     4. Ready sites that hold it run a round. All others are given its result: that of the round, if there is
        one, so that who has done no steps is not counted among the R of a round.
     """
-    everyone, namesakes = _one_of_each_name(_settled(sorted(quorum, key=lambda member: member.id)))
-    ready = [member for member in everyone if member.claim.ready]
-    lead = _furthest([member for member in ready if member.claim.round > 0] or everyone)
-    members = tuple(member for member in everyone if member.claim.setup == lead.setup)
-    strangers = tuple(member for member in everyone if member.claim.setup != lead.setup)
+    candidates, namesakes = _one_of_each_name(_settled(sorted(quorum, key=lambda member: member.id)))
+    ready = [member for member in candidates if member.claim.ready]
+    lead = _furthest([member for member in ready if member.claim.round > 0] or candidates)
+    members = tuple(member for member in candidates if member.claim.setup == lead.setup)
+    strangers = tuple(member for member in candidates if member.claim.setup != lead.setup)
 
     holding = [k for k, member in enumerate(members) if _state(member.claim) == _state(lead)]
     at_work = [k for k in holding if members[k].claim.ready]

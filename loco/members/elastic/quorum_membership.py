@@ -15,7 +15,7 @@ from ...coordination.rendezvous import Reconnects
 from ...coordination.store_client import StoreClient
 from ...errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
 from ...net.links import Links
-from ..view import SignsOfLife, Standing, View
+from ..view import Standing, StatusReporter, View
 from ..world import WorldMembership
 from .elastic_sites import ElasticSites
 from .first_rank import FirstRank
@@ -151,8 +151,8 @@ class QuorumMembership:
         committed = None
         if standing.doubt:
             committed = any(member.claim.committed == standing.doubt for member in plan.members)
-        liveness: SignsOfLife = NoHeartbeats() if links is None else links.liveness
-        verdicts = None if links is None else links.store
+        liveness: StatusReporter = NoHeartbeats() if links is None else links.liveness
+        store = None if links is None else links.store
         return View(
             name=plan.attempt,
             site=workers.index(me),
@@ -161,9 +161,9 @@ class QuorumMembership:
             inside=topology.alone() if site is None else site.inside,
             liveness=liveness if site is None else _InBoth(liveness, site),
             # Alone, the ranks of a site agree by their own store.
-            register=site.register
+            verdicts=site.verdicts
             if site is not None and links is None
-            else _OneVerdict(verdicts, plan.attempt),
+            else _OneVerdict(store, plan.attempt),
             site_names=tuple(plan.members[k].name for k in workers),
             handover=QuorumHandover(topology, plan, me),
             runs_round=plan.runs and takes_part,
@@ -205,7 +205,7 @@ class QuorumHandover:
 class _InBoth:
     """What a rank tells those who wait for it across the sites, and in its site."""
 
-    def __init__(self, across: SignsOfLife, site: View) -> None:
+    def __init__(self, across: StatusReporter, site: View) -> None:
         self._across = across
         self._site = site
 

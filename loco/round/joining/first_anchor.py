@@ -26,7 +26,7 @@ def share_first_anchor(state: OuterState, view: View | None) -> None:
     state.write_weights()
     if view is not None:
         share_anchor(state, view)
-    check_first_anchor(state.topology.everyone(), state)
+    check_first_anchor(state.topology.all_ranks(), state)
 
 
 def start_again(state: OuterState) -> None:
@@ -76,9 +76,9 @@ def agree_to_adopt(state: OuterState, *, others_may_be_ahead: bool, round_in_dou
 def _swap(topology: SiteTopology, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     while True:
         try:
-            return topology.notes.swap(note, phase)
+            return topology.rendezvous.exchange_notes(note, phase)
         except NeededError:
-            topology.notes.reconnect()
+            topology.rendezvous.reconnect()
 
 
 def _non_finite(state: OuterState) -> ValueError | None:

@@ -33,7 +33,7 @@ class Agreed(NamedTuple):
 
 
 def agree_on_parameters(
-    everyone: Transport, topology: SiteTopology, inner: Optimizer, setup: Mapping[str, Any]
+    all_ranks: Transport, topology: SiteTopology, inner: Optimizer, setup: Mapping[str, Any]
 ) -> Agreed:
     """The parameters, once all ranks have found that they agree on them and on `setup`.
 
@@ -51,8 +51,8 @@ def agree_on_parameters(
         failure, layout = error, None
         setup = {"error": f"{type(error).__name__}: {error}"}
     try:
-        setups = agree_on_setup(everyone, each, setup)
-        first = everyone.rank - topology.rank_in_site
+        setups = agree_on_setup(all_ranks, each, setup)
+        first = all_ranks.rank - topology.rank_in_site
         shards = [theirs["shards"] for theirs in setups[first : first + each]]
     except AgreementError:
         if failure is None:
@@ -74,7 +74,7 @@ def _ranks_of_site(topology: SiteTopology) -> list[int]:
 
 
 def agree_on_setup(
-    everyone: Transport, ranks_per_site: int, setup: Mapping[str, Any]
+    all_ranks: Transport, ranks_per_site: int, setup: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Compare what every rank was built with; JSON-able values only -> all ranks' setups.
 
@@ -84,7 +84,7 @@ def agree_on_setup(
         AgreementError: on every rank; names what differs, where, and both values.
     """
     mine = json.dumps(setup).encode()
-    blobs = everyone.swap_blobs(mine, phase="agreement at construction")
+    blobs = all_ranks.swap_blobs(mine, phase="agreement at construction")
     setups = [json.loads(blob) for blob in blobs]
 
     def where(rank: int) -> str:
@@ -131,7 +131,7 @@ def check_denormals(device: torch.device) -> None:
         )
 
 
-def check_first_anchor(everyone: Transport, state: OuterState) -> None:
+def check_first_anchor(all_ranks: Transport, state: OuterState) -> None:
     """Every rank tells every other what it sees of its part of θ, and of the weights that it has in common
     with other ranks, so that all refuse them or none."""
     layout, part, each = state.parameters, state.part, state.topology.ranks_per_site
@@ -140,7 +140,7 @@ def check_first_anchor(everyone: Transport, state: OuterState) -> None:
     digest = kernels.digest(state.anchor)
     record = bad_param.to_bytes(8, "little", signed=True) + digest.to_bytes(8, "little")
     record += digests_of_copies(layout, part)
-    records = everyone.swap_records(record, phase="check of the first anchor")
+    records = all_ranks.swap_records(record, phase="check of the first anchor")
     for rank, raw in enumerate(records):
         param = int.from_bytes(raw[:8], "little", signed=True)
         if param >= 0:

@@ -1,4 +1,4 @@
-"""The token that a server may ask for: whoever has it may read, and write if the server is writable."""
+"""The token of a server: a client that has it may read, and write if the server is writable."""
 
 import hmac
 import os

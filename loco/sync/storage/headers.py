@@ -1,4 +1,4 @@
-"""What the headers of requests say, and the tags of files."""
+"""Parses the headers of requests, and makes the tags (ETags) of files."""
 
 import hashlib
 import io

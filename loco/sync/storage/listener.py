@@ -1,7 +1,7 @@
 """A server's connections: how many there may be, and how long each may take.
 
-A connection has a thread. Whoever has not sent a whole request with the token can't keep it: it is cut when
-the time for the request is up, or earlier, the oldest first, when there is no room for a new connection.
+A connection has a thread. A client that has not sent a whole request with the token can't keep it: it is cut
+when the time for the request is up, or earlier, the oldest first, when there is no room for a new connection.
 """
 
 import errno

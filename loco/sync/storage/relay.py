@@ -1,4 +1,4 @@
-"""Files of an upstream store, each downloaded once for all who ask for it, and kept in a folder."""
+"""A relay: downloads each file of an upstream store once for all clients, and keeps it in a folder."""
 
 import errno
 import io
@@ -15,7 +15,7 @@ from .stores import Store
 
 _log = logging.getLogger(__name__)
 _LARGEST_STATE = 16 << 20  # bytes of a file that may change, which is held in memory
-_SIGN_OF_LIFE = 3.0  # seconds between two signs of life, so that no client takes the relay for down
+_KEEP_ALIVE = 3.0  # seconds between two interim answers, so that no client takes the relay for down
 
 
 class Relay:
@@ -48,7 +48,7 @@ class Relay:
                 raise OSError(errno.EFBIG, text, f"{self._upstream.url}/{path}")
             return io.BytesIO(state)
         if download := self._download(path):
-            while not wait([download], _SIGN_OF_LIFE).done:
+            while not wait([download], _KEEP_ALIVE).done:
                 still_waiting()
             download.result()
         return self._kept.open(path)

@@ -1,1 +1,1 @@
-"""What a version is: its layout, manifest and files, and which of them lead to it."""
+"""Versions: their layouts, manifests and files, and which files lead to one."""

@@ -1,6 +1,6 @@
-"""All weights of a vector, losslessly, in less than they take in memory.
+"""Anchors: all weights of a vector, coded without loss in less than they take in memory.
 
-An exponent of trained weights holds about 2.6 bits of information, sign and mantissa nearly all of theirs. So
+An exponent of trained weights holds about 2.6 bits of information; sign and mantissa are nearly random. So
 the bits of each element are rotated left by one, which puts the sign last, and the bytes are sorted into
 planes: the first holds the exponents (of BF16; most of them of other formats). A plane is deflated by
 Huffman's code alone if that makes it smaller. Parts of 2^20 elements are coded on their own, by as many

@@ -1,9 +1,8 @@
 """Patches over 2, 4, 8 … versions, for subscribers that missed some.
 
-A publisher remembers how to take its weights back: from the last version by one step, from the last even one
-by two steps, and so on, at most one such list for each power of two, as a patch in reverse. Two neighbours of
-one length make one of twice that length, and with it a patch that leads over it. So a version has one patch
-for each power of two that divides its place in the chain.
+A publisher keeps patches in reverse, which take its weights back over 1, 2, 4 … versions, at most one of each
+length. Two neighbours of one length are joined into one of twice that length, and also into a forward
+patch over both. So a version has one patch for each power of two that divides its position in the chain.
 """
 
 from typing import NamedTuple
@@ -52,7 +51,7 @@ class _Back(NamedTuple):
 
 
 def packed(weights: Vectors, changes: ChangesOf) -> Packed:
-    """A patch for those who hold these weights."""
+    """A patch for subscribers that hold these weights."""
     bodies = {f: kernels.pack_patch(weights.pieces[f], c) for f, c in changes.items() if c.positions.numel()}
     return Packed(bodies, {format: changes[format].positions.numel() for format in bodies})
 

@@ -1,8 +1,8 @@
 """Which elements of which tensors are published, and in which order: the same at both ends.
 
-Tensors are published as vectors, one for each format: all BF16 elements, one tensor after the other, all FP16
-    ones,
-and so on. Whatever has no floating-point format (counters, masks, packed integers) is a vector of bytes.
+Tensors are published as vectors, one for each format: all BF16 elements, one tensor after the other, then all
+FP16 ones, and so on. Whatever has no floating-point format (counters, masks, packed integers) is a vector of
+bytes.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What one publisher says of one version: which files there are, and what they and the weights must be.
+"""Manifests: what one publisher writes about one version, its files, and the digests of files and weights.
 
 A manifest is written last, so a version is there whole or not at all.
 """
@@ -27,7 +27,7 @@ _NAME = re.compile(r"([0-9]{12})\.([0-9]{1,6})-of-([0-9]{1,6})\.json")
 
 @dataclass(frozen=True, order=True)
 class Stream:
-    """One of several publishers that share the work: the index-th of count."""
+    """Which of `count` publishers that share the work this one is: number `index`, from 0."""
 
     index: int = 0
     count: int = 1

@@ -1,4 +1,4 @@
-"""What a subscriber reads in a store, and what it has found damaged there."""
+"""Reads manifests, layouts and files from a store, and remembers which of them are damaged."""
 
 import hashlib
 import logging
@@ -26,7 +26,7 @@ _FORMATS = {name_of_dtype(format): format for format in kernels.FORMATS}
 
 
 class Download(NamedTuple):
-    """A file that is what its publisher wrote."""
+    """A file that was downloaded and checked."""
 
     step: Step
     bodies: dict[torch.dtype, tuple[Body, Tensor]]  # by format; uint8
@@ -36,8 +36,7 @@ class Reader:
     """
     Attributes:
         training: whose versions are taken; None: any one's.
-        avoid: paths of files that are not what their publishers wrote, or of another training. Other ways are
-            found.
+        avoid: paths of files that are damaged, or of another training: routes avoid them.
     """
 
     def __init__(self, store: Store, key: bytes | None, training: str | None) -> None:

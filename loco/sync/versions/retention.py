@@ -1,4 +1,4 @@
-"""Which versions a publisher keeps, so that no chain breaks that somebody may still be on."""
+"""Removes old versions of a publisher, but none that a subscriber may still need."""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,8 @@
-"""What makes the manifests of several publishers one version, and no mixture of two attempts at it.
+"""Checks that the manifests of several publishers are one version, and no mixture of two attempts at it.
 
-Publishers do not talk to each other, and one that died and came back may write its part of a version of which
-another's part is an older attempt's. So each manifest has ties, names with values: two manifests that have a
-name in common must have the same value there.
+Publishers do not talk to each other. One that died and came back may write its part of a version whose other
+parts are of an older attempt. So each manifest has ties, which are names with values: two manifests with a
+name in common must have the same value for it.
 
 Of tensors that several publishers hold alike, each of them publishes a share, and the tie is a digest of the
 whole: it differs if one of them held other weights, in another attempt or between two rounds. Of a shard that

@@ -1,4 +1,4 @@
-"""Which training the versions in a store are of, so that those of another one are not taken for its own."""
+"""The identity of the training that publishes in a store, so that versions of two are never mixed."""
 
 import hashlib
 import uuid

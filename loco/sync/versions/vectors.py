@@ -44,7 +44,7 @@ class Vectors:
         """What new weights change."""
         return {format: kernels.find_changes(self.pieces[format], new) for format, new in tensors.items()}
 
-    def swap(self, changes: ChangesOf) -> None:
+    def swap_bits(self, changes: ChangesOf) -> None:
         """Take over changes, which then are what takes them back."""
         for format, some in changes.items():
             moved = kernels.swap_bits(self.pieces[format], some)

@@ -1,4 +1,4 @@
-"""What a publisher writes into a store."""
+"""Writes a publisher's versions into a store."""
 
 import hashlib
 import logging

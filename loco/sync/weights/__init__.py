@@ -1,1 +1,1 @@
-"""The weights at either end: a model's tensors, the memory they lie in, and who publishes which part."""
+"""Weights in memory, at the publisher and at the subscriber: tensors, regions of them, and their bits."""

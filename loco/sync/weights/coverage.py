@@ -1,4 +1,4 @@
-"""Whether all publishers together publish every element that is held, once."""
+"""Checks that the publishers together publish every element that is held, once."""
 
 import math
 from collections import defaultdict
@@ -46,7 +46,7 @@ def check_coverage(
 
 
 def _overlap(regions: list[Region]) -> bool:
-    """Whether two of these have an element in common. As many as there are may be one twice and one never."""
+    """Whether two of these regions share an element: if the counts fit, another element is then missing."""
     boxes = defaultdict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]](list)
     for region in regions:
         if region.start < region.stop:

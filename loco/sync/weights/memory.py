@@ -1,4 +1,4 @@
-"""The memory that a subscriber writes: tensors on any device and of any strides, or parts of larger ones."""
+"""The memory that a subscriber writes: tensors on any device and of any strides, or slices of an engine's."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -13,12 +13,12 @@ from ..errors import LayoutError
 from ..versions.layout import BYTES, Region, name_of_dtype
 from ..versions.vectors import MASK
 from .coverage import check_coverage
-from .tensors import Named, Placed, tensors_of
+from .tensors import EngineSlice, Named, tensors_of
 
-Target = Named | Mapping[str, Sequence[Placed]] | Mapping[str, Tensor | list[Placed]]
+Target = Named | Mapping[str, Sequence[EngineSlice]] | Mapping[str, Tensor | list[EngineSlice]]
 
 
-class Place:
+class RegionMemory:
     """The memory of one region.
 
     Args:
@@ -38,7 +38,7 @@ class Place:
         return flat if self.region.format == self.region.dtype else flat.contiguous().view(BYTES)
 
     def read(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Elements of the region, in host memory. May share it."""
+        """Elements of the region in host memory, perhaps without a copy."""
         if self.direct is not None:
             return self.direct[first:last]
         last = self.numel if last is None else last
@@ -73,7 +73,7 @@ class Place:
             return flat.view(kernels.FORMATS[flat.dtype].bits)[positions]
         return torch.take(self._bits, positions.to(self._box.device) + self.region.start).cpu()
 
-    def swap(self, changes: Changes) -> int:
+    def swap_bits(self, changes: Changes) -> int:
         """As `kernels.swap_bits`, of this region alone."""
         if self.direct is not None:
             return kernels.swap_bits([self.direct], changes)[0]
@@ -92,33 +92,33 @@ class Place:
         return moved & MASK
 
 
-class Mirror(Place):
+class Mirror(RegionMemory):
     """The memory of a region of which an engine holds parts, or none, as a rank of tensor parallelism does.
 
-    Where the elements stand in their class says which of them change, and that takes all of them. So they are
-    kept in host memory, and what changes is written to the engine, too.
+    A patch can be decoded only with all elements of the region. So a copy of all is kept in host memory, and
+    what changes is written to it and to the engine.
     """
 
-    def __init__(self, region: Region, whole: Tensor, placed: Sequence[Placed]) -> None:
+    def __init__(self, region: Region, whole: Tensor, slices: Sequence[EngineSlice]) -> None:
         super().__init__(region, whole[region.box()])
-        self._whole, self._placed = whole, placed
+        self._whole, self._slices = whole, slices
 
     def read(self, first: int = 0, last: int | None = None) -> Tensor:
-        for part in self._placed:  # the engine's are the ones that count
+        for part in self._slices:  # the engine's are the ones that count
             self._whole[part.region] = part.view.to(self._whole)
         return super().read(first, last)
 
     def write(self, first: int, fresh: Tensor) -> None:
         super().write(first, fresh)
-        for part in self._placed:
+        for part in self._slices:
             part.view.copy_(self._whole[part.region])
 
-    def swap(self, changes: Changes) -> int:
+    def swap_bits(self, changes: Changes) -> int:
         fresh = changes.bits.clone()
-        moved = super().swap(changes)
+        moved = super().swap_bits(changes)
         inside = torch.unravel_index(changes.positions + self.region.start, self.region.size)
         at = [index + offset for index, offset in zip(inside, self.region.offset, strict=True)]
-        for part in self._placed:
+        for part in self._slices:
             here = torch.ones_like(changes.positions, dtype=torch.bool)
             for index, side in zip(at, part.region, strict=True):
                 here &= (index >= side.start) & (index < side.stop)
@@ -131,47 +131,47 @@ class Mirror(Place):
 
 
 class Memory:
-    """What a subscriber holds, by the names under which it is published.
+    """The tensors that a subscriber holds, by the names under which they are published.
 
     Args:
-        held: tensors, or the parts of them that are here.
-        loaded: what the parts were loaded from, if that is known.
+        held: tensors, or the slices of them that are here.
+        loaded: the checkpoint that the slices were loaded from, if that is known.
     """
 
     def __init__(
-        self, held: Mapping[str, Tensor | Sequence[Placed]], loaded: Mapping[str, Tensor] | None = None
+        self, held: Mapping[str, Tensor | Sequence[EngineSlice]], loaded: Mapping[str, Tensor] | None = None
     ) -> None:
         self._tensors = {name: one.detach() for name, one in held.items() if isinstance(one, Tensor)}
-        self._placed = {name: one for name, one in held.items() if not isinstance(one, Tensor)}
+        self._slices = {name: one for name, one in held.items() if not isinstance(one, Tensor)}
         self._loaded = loaded or {}
         self._mirrors: dict[str, Tensor] = {}
 
     @staticmethod
     def of(target: Target, loaded: Mapping[str, Tensor] | None) -> "Memory":
         if isinstance(target, Mapping) and any(not isinstance(one, Tensor) for one in target.values()):
-            return Memory(cast(Mapping[str, Tensor | Sequence[Placed]], target), loaded)
+            return Memory(cast(Mapping[str, Tensor | Sequence[EngineSlice]], target), loaded)
         return Memory(tensors_of(cast(Named, target)))
 
-    def place(self, region: Region) -> Place:
+    def of_region(self, region: Region) -> RegionMemory:
         """
         Raises:
             LayoutError: the region is of a tensor that is not held here, or is another one here.
         """
-        if region.name in self._placed:
+        if region.name in self._slices:
             mirror = self._mirror(region)
-            for part in self._placed[region.name]:
+            for part in self._slices[region.name]:
                 if part.view.dtype != region.dtype or mirror[part.region].shape != part.view.shape:
                     raise LayoutError(f"what is published is {region}; here is a part of {_kind(part.view)}")
-            return Mirror(region, mirror, self._placed[region.name])
+            return Mirror(region, mirror, self._slices[region.name])
         held = self._tensors.get(region.name)
         if held is None:
-            near = ", ".join([*self._tensors, *self._placed][:3])
+            near = ", ".join([*self._tensors, *self._slices][:3])
             raise LayoutError(
                 f"{region.name} is published, and there is no such tensor here (there are {near}, …)"
             )
         if tuple(held.shape) != region.shape or held.dtype != region.dtype:
             raise LayoutError(f"what is published is {region}; here it is {_kind(held)}")
-        return Place(region, held[region.box()])
+        return RegionMemory(region, held[region.box()])
 
     def _mirror(self, region: Region) -> Tensor:
         if region.name not in self._mirrors:
@@ -186,7 +186,7 @@ class Memory:
         Raises:
             LayoutError: the regions of all publishers are not just what is held here.
         """
-        check_coverage(regions, self._tensors, self._placed)
+        check_coverage(regions, self._tensors, self._slices)
 
 
 def _kind(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""The weights that a publisher reads, found anew for each version: frameworks may give them other memory."""
+"""Finds the weights to publish, anew for each version, because frameworks may move them to other memory."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from loco.kernels import reference
 
-from ..share import Ranks, share_of
+from ..share import SitePosition, share_of
 from ..versions.layout import BYTES, Layout, Region, cut
 from ..versions.ties import Held, ties_of
 from .tensors import (
@@ -26,7 +26,7 @@ Tensors = dict[torch.dtype, list[Tensor]]  # by format: the pieces of its vector
 
 
 class Found(NamedTuple):
-    """What there is to publish.
+    """What a publisher publishes as one version.
 
     Attributes:
         tensors, shards, launched: as of `ties_of`.
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     launched: int | None
 
     def ties(self) -> dict[str, str]:
-        """Reads all that others hold, too."""
+        """Reads all tensors that other publishers hold, too."""
         return ties_of(self.tensors, self.shards, self.launched)
 
 
@@ -52,7 +52,7 @@ class Source:
         share: which part of it is published here.
     """
 
-    def __init__(self, source: Named, dtype: DtypeOf, stream: tuple[int, int] | Ranks) -> None:
+    def __init__(self, source: Named, dtype: DtypeOf, stream: tuple[int, int] | SitePosition) -> None:
         if not callable(source) and not isinstance(source, Mapping):
             source = dict(source)  # an iterator is read once
         self._source, self._dtype, self._stream = source, dtype, stream

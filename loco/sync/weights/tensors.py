@@ -1,4 +1,4 @@
-"""The tensors that a model holds, at either end."""
+"""The tensors of a model or an engine, and what this process holds of them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ DtypeOf = torch.dtype | Callable[[str, Tensor], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Placed:
+class EngineSlice:
     """A part of a published tensor, and the view of an engine's memory that holds it.
 
     Attributes:

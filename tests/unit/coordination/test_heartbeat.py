@@ -66,7 +66,7 @@ def test_who_falls_silent_is_missed_by_rank_and_with_its_last_words() -> None:
     assert (loss.silent, loss.gone, loss.store) == ((1,), (), "")
     text = listener.describe(loss, lambda ranks: f"site {ranks[0]}")
     assert text == (
-        "no sign of life from site 1 within 0.8 s: dead, stopped or cut off; last heard of: round 7, encoding"
+        "no heartbeat from site 1 within 0.8 s: dead, stopped or cut off; last heard of: round 7, encoding"
     )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from loco.checkpoints.restore import swap_or_fail
+from loco.checkpoints.restore import exchange_or_fail
 from loco.coordination.authentication import StoreSeals
 from loco.coordination.heartbeats import Loss, NoHeartbeats
+from loco.coordination.reconnect_barrier import BarrierContext
 from loco.coordination.rendezvous import Alone, NeededError, Rendezvous
-from loco.coordination.reunion import Party
 from loco.errors import AuthenticationError, CheckpointError, TransportError
 
 KEY = b"sixteen bytes and a few"
@@ -43,7 +43,7 @@ class Ear(NoHeartbeats):
         self.told[-1](loss)
 
     def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
-        return f"no sign of life from {name(loss.silent)}"
+        return f"no heartbeat from {name(loss.silent)}"
 
     def last_words(self, rank: int) -> str:
         return "computing"
@@ -74,7 +74,7 @@ class Ranks:
         self.stores = [Unsteady(self.store) for _ in range(world)]
         self.notes = [
             Rendezvous(
-                Party(
+                BarrierContext(
                     store=self.stores[rank],
                     root="loco/run/notes",
                     seals=StoreSeals(key, bytes(16)),
@@ -113,7 +113,7 @@ class Ranks:
 
         def one(rank: int) -> Any:
             try:
-                return self.notes[rank].swap({"rank": rank, "call": note or call}, call)
+                return self.notes[rank].exchange_notes({"rank": rank, "call": note or call}, call)
             except TransportError as error:
                 return str(error)
 
@@ -143,7 +143,7 @@ def test_who_gives_up_does_so_for_all_also_for_who_comes_later() -> None:
         early = waiting.result(LONG)
     late = ranks.swap("saving", [1])
     for text in early + late:
-        assert text == "saving: no sign of life from site 1 (so site 0 gave it up)"
+        assert text == "saving: no heartbeat from site 1 (so site 0 gave it up)"
     assert ranks.swap("again") == [all_of("again")] * 3
     assert ranks.swap("and again") == [all_of("and again")] * 3
     assert ranks.store.num_keys() == 5
@@ -181,7 +181,7 @@ def test_a_reconnection_outranks_a_swap() -> None:
 
     def save(rank: int) -> str:
         with pytest.raises(NeededError) as error:
-            ranks.notes[rank].swap({}, "saving")
+            ranks.notes[rank].exchange_notes({}, "saving")
         ranks.notes[rank].reconnect()
         return str(error.value)
 
@@ -216,7 +216,7 @@ def test_ranks_that_come_for_different_things_are_told_so() -> None:
 
     def one(rank: int) -> str:
         try:
-            ranks.notes[rank].swap({}, "saving 5" if rank == 1 else "after saving 5")
+            ranks.notes[rank].exchange_notes({}, "saving 5" if rank == 1 else "after saving 5")
         except CheckpointError as error:
             return str(error)
         return ""
@@ -300,7 +300,7 @@ def test_a_call_whose_end_was_not_heard_is_not_taken_for_another_one(come: bool)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(ranks.swap, "saved", [0])
             ranks.ears[0].lose(Loss(silent=(2,)))
-            assert "no sign of life from site 2" in waiting.result(LONG)[0]
+            assert "no heartbeat from site 2" in waiting.result(LONG)[0]
     ranks.find_the_store()
     assert ranks.swap("saving again") == [all_of("saving again")] * 3
 
@@ -326,7 +326,7 @@ def test_an_interrupted_rank_calls_off_what_the_others_wait_for(monkeypatch: pyt
 
     monkeypatch.setattr(ranks.notes[1], "_await_all", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        ranks.notes[1].swap({}, "saving")
+        ranks.notes[1].exchange_notes({}, "saving")
     monkeypatch.undo()
     assert ranks.swap("saving", [0, 2]) == ["saving: KeyboardInterrupt (so site 1 gave it up)"] * 2
     assert ranks.swap("again") == [all_of("again")] * 3
@@ -340,9 +340,9 @@ def test_with_a_key_only_ranks_can_have_written_a_note(forge: Callable[[str], st
     old = ranks.store.get(ranks.note_of(0, 1)).decode()
     ranks.ears[1].then = lambda: ranks.store.set(ranks.note_of(1, 1), forge(old))
     with ThreadPoolExecutor(3) as pool:
-        futures = [pool.submit(notes.swap, {}, "call 1") for notes in ranks.notes[:2]]
+        futures = [pool.submit(notes.exchange_notes, {}, "call 1") for notes in ranks.notes[:2]]
         assert ranks.ears[1].listening.wait(LONG)
-        futures.append(pool.submit(ranks.notes[2].swap, {}, "call 1"))
+        futures.append(pool.submit(ranks.notes[2].exchange_notes, {}, "call 1"))
         for future in futures:
             with pytest.raises(AuthenticationError, match=r"notes/1/1/\w+ in the store was not wr"):
                 future.result(LONG)
@@ -398,7 +398,7 @@ def test_what_is_no_number_and_no_roll_ends_in_a_sentence(key: bytes | None, fou
         return
     for notes in ranks.notes:
         with pytest.raises((AuthenticationError, TransportError)) as error:
-            notes.swap({}, "saving again")
+            notes.exchange_notes({}, "saving again")
         assert (f"notes/{where} in the store" if key else "where ranks come together") in str(error.value)
 
 
@@ -408,7 +408,7 @@ def test_a_failure_of_one_is_all_ranks(own: Exception) -> None:
 
     def one(rank: int) -> Exception | None:
         try:
-            swap_or_fail(ranks.notes[rank], {}, own if rank == 1 else None, "saving")
+            exchange_or_fail(ranks.notes[rank], {}, own if rank == 1 else None, "saving")
         except (ValueError, CheckpointError) as error:
             return error
         return None
@@ -426,4 +426,4 @@ def test_a_failure_of_one_is_all_ranks(own: Exception) -> None:
 
 
 def test_a_rank_that_is_alone_reads_its_own_note() -> None:
-    assert Alone().swap({"a": (1, 2)}, "saving") == [{"a": [1, 2]}]
+    assert Alone().exchange_notes({"a": (1, 2)}, "saving") == [{"a": [1, 2]}]

@@ -1,4 +1,4 @@
-"""One key of the store that all ranks change by compare-and-set, and on whose value they therefore agree."""
+"""A store key that all ranks change by compare-and-set, so that they agree on its value."""
 
 from collections.abc import Callable
 
@@ -7,16 +7,16 @@ from .store_client import KeyValueStore
 
 
 def number_in(value: str) -> int:
-    """Of a value that counts from 0; −1: it is malformed, or nobody has written it."""
+    """The number that a value holds; −1 if it is malformed, or nobody has written it."""
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= 18 else -1
 
 
-class Register:
-    """A key and its value, "" as long as nobody has written it.
+class CompareAndSetKey:
+    """One key and its value, which is "" until a rank writes it.
 
     Args:
-        key: of this register only.
-        seals: prove that a rank has written the value, if the ranks share a key.
+        key: used for nothing else.
+        seals: prove that a rank wrote the value, if the ranks share a key.
     """
 
     def __init__(self, store: KeyValueStore, key: str, seals: StoreSeals) -> None:
@@ -28,7 +28,7 @@ class Register:
         """
         Raises:
             RuntimeError: the store does not answer.
-            AuthenticationError: somebody without the key has written the value.
+            AuthenticationError: the value was written without the key.
         """
         return self._open(self._found())
 
@@ -38,13 +38,13 @@ class Register:
     def change(self, step: Callable[[str], str | None]) -> str:
         """Replace the value by `step(value)`, or keep it where that is None -> the value that now stands.
 
-        `step` is called again whenever another rank was quicker, so it only computes. A rank whose request
-        was lost may repeat it: a step that finds its work done returns None, or the value as it is.
+        `step` is called again whenever another rank was quicker, so it must only compute. A rank may repeat
+        a request whose answer was lost: a step that finds its work done returns None, or the same value.
 
         Raises:
             RuntimeError, AuthenticationError: as `read`.
         """
-        now, is_known = "", False  # usually it is the first to write, and need not read before
+        now, is_known = "", False  # usually this rank writes first, and need not read
         while True:
             value = self._open(now)
             wish = step(value)
@@ -61,7 +61,7 @@ class Register:
             now, is_known = "" if found == now else found, True
 
     def settle(self, wish: str) -> str:
-        """-> the first value that any rank has settled on, this rank's wish if nobody was quicker."""
+        """Write `wish`, unless another rank was quicker -> the value that stands."""
         return self.change(lambda value: None if value else wish)
 
     def _found(self) -> str:

@@ -1,7 +1,7 @@
-"""Sites that each have a world of their own find each other by name, at a store that one of them hosts.
+"""A list in the store by which sites that each have a world of their own find each other by name.
 
-One process speaks for each site. The store holds one roll: who has come, and whether it is complete. A site
-is on it once, so that two runs never both believe to be the whole.
+One process of each site enters it. The list says which sites are here, and whether they are all. A site is on
+it once, so two runs never both take themselves for the whole.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from ..errors import AgreementError, TransportError, first_line
 from ..logs import SAY_SOON, Waiting
 from .authentication import StoreSeals
+from .compare_and_set import CompareAndSetKey
 from .heartbeats import Loss
 from .liveness import Liveness
-from .register import Register
 from .store_client import RemoteStore, StoreClient
 
-BEATS = "sites"  # the name of the heartbeats by which sites know who on the roll is alive
+BEATS = "sites"  # the name of the heartbeats that tell which sites on the list are alive
 _POLL = 0.1  # seconds
 _ANSWERS = 30.0  # seconds: a store that looks up the name of each host that connects may take long at first
 _logger = logging.getLogger(__name__)
@@ -27,12 +27,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A site, as it comes.
+    """A site's entry in the list.
 
     sites: how many it expects.
-    ranks: that it has itself.
-    process: a number of the process that speaks for it, which no other process has.
-    where: that process, for people.
+    ranks: how many it has itself.
+    process: a number that only the process which entered it has.
+    where: that process, for errors.
     """
 
     site: str
@@ -43,15 +43,18 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class _Roll:
-    """refused: why those who are here can't train together; "" if they can."""
+class _Listing:
+    """The list.
+
+    refused: why the sites that are here can't train together; "" if they can.
+    """
 
     here: tuple[Arrival, ...] = ()
     is_complete: bool = False
     refused: str = ""
 
     @classmethod
-    def of(cls, value: str) -> "_Roll":
+    def of(cls, value: str) -> "_Listing":
         try:
             found = json.loads(value) if value else {}
             return cls(tuple(Arrival(**one) for one in found.pop("here", [])), **found)
@@ -67,14 +70,14 @@ class _Roll:
 
 
 @dataclass
-class Gathering:
-    """One site's way to the others.
+class SiteDirectory:
+    """Enters one site into the list, and waits for the others.
 
     Args:
         store: clients clone it.
         mine: this site.
         patience: seconds to wait for the others.
-        dead_after: seconds after which a site that gives no sign of life does not count as here.
+        dead_after: seconds after which a site without heartbeats no longer counts as here.
     """
 
     store: RemoteStore
@@ -93,10 +96,10 @@ class Gathering:
                 f"does ({first_line(error)}): if it is another program, choose another port (LOCO_AT)",
                 lasting=True,
             ) from error
-        self._register = Register(self._client, "roll", StoreSeals())
+        self._entry = CompareAndSetKey(self._client, "roll", StoreSeals())
 
-    def gather(self) -> list[Arrival]:
-        """Wait until all sites are here -> they, in the order of their names.
+    def join(self) -> list[Arrival]:
+        """Enter this site, and wait until all are here -> their entries, in the order of their names.
 
         Raises:
             AgreementError: they do not fit together, or this site's name is taken by one that is alive.
@@ -105,96 +108,97 @@ class Gathering:
         """
         self._liveness.say("waiting for the other sites")
         try:
-            return self._gather()
+            return self._join()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Leave: another process may have this site's name now."""
+        """Stop the heartbeats: from now on another process may take this site's name."""
         self._liveness.close()
         self._client.close()
 
-    def _gather(self) -> list[Arrival]:
-        deadline, roll = time.monotonic() + self.patience, _Roll()
-        with Waiting(_logger, lambda: f"the run's sites: {self._missing(roll)}", first=SAY_SOON):
+    def _join(self) -> list[Arrival]:
+        deadline, listing = time.monotonic() + self.patience, _Listing()
+        with Waiting(_logger, lambda: f"the run's sites: {self._missing(listing)}", first=SAY_SOON):
             while True:
-                roll = _Roll.of(self._register.change(self._enter))
-                if self.mine not in roll.here:
-                    self._clear_the_way(roll)
-                elif roll.refused:
-                    raise AgreementError(roll.refused)
-                elif roll.is_complete:
-                    return sorted(roll.here, key=lambda one: one.site)
+                listing = _Listing.of(self._entry.change(self._enter))
+                if self.mine not in listing.here:
+                    self._clear_the_way(listing)
+                elif listing.refused:
+                    raise AgreementError(listing.refused)
+                elif listing.is_complete:
+                    return sorted(listing.here, key=lambda one: one.site)
                 elif time.monotonic() > deadline:
-                    self._register.change(self._withdraw)
-                    raise TransportError(f"{self._missing(roll)} after {self.patience:g} s", lasting=True)
+                    self._entry.change(self._withdraw)
+                    raise TransportError(f"{self._missing(listing)} after {self.patience:g} s", lasting=True)
                 else:
-                    others = [one for one in roll.here if one != self.mine]
-                    self._watch(others, roll, deadline - time.monotonic())
+                    others = [one for one in listing.here if one != self.mine]
+                    self._watch(others, listing, deadline - time.monotonic())
 
     def _enter(self, value: str) -> str | None:
-        """Take this site's place on the roll, if it is free."""
-        roll, mine = _Roll.of(value), self.mine
-        alive = tuple(one for one in roll.here if one.process not in self._gone)
-        if mine in roll.here:  # without those that have died while they waited
-            waits = not roll.is_complete and not roll.refused
-            return str(_Roll(alive)) if waits and alive != roll.here else None
-        if roll.is_complete or roll.refused:
-            # Who comes back begins anew: those that it trained with have lost it, and come again, too.
-            comes_back = any(one.site == mine.site and one not in alive for one in roll.here)
-            if alive and (roll.refused or not comes_back):
+        """Add this site, if its name is free."""
+        listing, mine = _Listing.of(value), self.mine
+        alive = tuple(one for one in listing.here if one.process not in self._gone)
+        if mine in listing.here:  # without those that have died while they waited
+            waits = not listing.is_complete and not listing.refused
+            return str(_Listing(alive)) if waits and alive != listing.here else None
+        if listing.is_complete or listing.refused:
+            # A returning site starts a new list; its old peers have lost it, and rejoin too.
+            comes_back = any(one.site == mine.site and one not in alive for one in listing.here)
+            if alive and (listing.refused or not comes_back):
                 return None
             alive = ()
         if any(one.site == mine.site for one in alive):
             return None
         here = (*alive, mine)
-        return str(_Roll(here, len(here) == mine.sites, _difference(here)))
+        return str(_Listing(here, len(here) == mine.sites, _difference(here)))
 
     def _withdraw(self, value: str) -> str | None:
-        roll = _Roll.of(value)
-        if roll.is_complete or self.mine not in roll.here:
+        listing = _Listing.of(value)
+        if listing.is_complete or self.mine not in listing.here:
             return None
-        return str(_Roll(tuple(one for one in roll.here if one != self.mine), refused=roll.refused))
+        return str(_Listing(tuple(one for one in listing.here if one != self.mine), refused=listing.refused))
 
-    def _clear_the_way(self, roll: _Roll) -> None:
-        """This site's place is taken: by who is dead, or else it is refused."""
-        namesakes = [one for one in roll.here if one.site == self.mine.site]
-        in_the_way = [one for one in namesakes or roll.here if one.process not in self._gone]
-        if self._watch(in_the_way, roll, self.dead_after):
+    def _clear_the_way(self, listing: _Listing) -> None:
+        """This site can't be added: return once what is in its way is found dead, or raise."""
+        namesakes = [one for one in listing.here if one.site == self.mine.site]
+        in_the_way = [one for one in namesakes or listing.here if one.process not in self._gone]
+        if self._watch(in_the_way, listing, self.dead_after):
             return
-        if roll.refused:
-            raise AgreementError(roll.refused)
+        if listing.refused:
+            raise AgreementError(listing.refused)
         if namesakes:
             raise AgreementError(
                 f"site {self.mine.site} is here already, in {namesakes[0].where}, and is alive: give every "
                 f"site a name of its own (LOCO_SITE), or end that process first"
             )
         raise AgreementError(
-            f"{_listed(roll.here)} train with each other already, and {self.mine.site} is none of them: give "
-            f"it the name (LOCO_SITE) that it had before, or another address (LOCO_AT) for a run of its own"
+            f"{_listed(listing.here)} train with each other already, and {self.mine.site} is none of them: "
+            f"give it the name (LOCO_SITE) that it had before, or another address (LOCO_AT) for a run of its "
+            f"own"
         )
 
-    def _watch(self, arrivals: Sequence[Arrival], roll: _Roll, seconds: float) -> bool:
-        """-> whether, within some seconds, one of them was found to be gone, or the roll has changed."""
+    def _watch(self, arrivals: Sequence[Arrival], listing: _Listing, seconds: float) -> bool:
+        """-> whether, within some seconds, one of them was found dead, or the list has changed."""
         lost: list[Loss] = []
         deadline, changed = time.monotonic() + seconds, False
         with self._liveness.watching([one.process for one in arrivals], lost.append, reunion=True):
             while not lost and not changed and time.monotonic() < deadline:
                 time.sleep(_POLL)
-                changed = _Roll.of(self._register.read()) != roll
+                changed = _Listing.of(self._entry.read()) != listing
         for loss in lost:
             if loss.store:
                 raise RuntimeError(loss.store)
             self._gone |= {*loss.silent, *loss.gone}
         return bool(lost) or changed
 
-    def _missing(self, roll: _Roll) -> str:
-        return f"{len(roll.here)} of {self.mine.sites} sites are here ({_listed(roll.here)})"
+    def _missing(self, listing: _Listing) -> str:
+        return f"{len(listing.here)} of {self.mine.sites} sites are here ({_listed(listing.here)})"
 
 
 def session_of(arrivals: list[Arrival]) -> str:
-    """A name that no other gathering has."""
+    """A name that no other complete list has."""
     return hashlib.blake2b(repr([one.process for one in arrivals]).encode(), digest_size=8).hexdigest()
 
 
