@@ -101,7 +101,7 @@ class Engine:
     [
         pytest.param(what, twice, every, id=f"{what}, {'twice' if twice else 'once'}, every {every}")
         for what in ("update", "rollback")
-        for twice, every in ((False, 23), (False, 1), (True, 5))
+        for twice, every in ((False, 23), (False, 3), (True, 7))
     ],
 )
 def test_ctrl_c_at_any_line_leaves_one_version_or_the_other(what: str, twice: bool, every: int) -> None:
@@ -192,7 +192,7 @@ def update_until_killed(memory: str, folder: str, like: Weights, number: int, do
 
 
 @pytest.mark.check(INTERRUPTIONS, sample="from a version-every 71")
-@pytest.mark.parametrize("every", [71, 5], ids=lambda every: f"every {every}")
+@pytest.mark.parametrize("every", [71, 11], ids=lambda every: f"every {every}")
 @pytest.mark.parametrize("is_known", [True, False], ids=["from a version", "from nothing"])
 def test_a_subscriber_killed_while_it_writes_is_found_out_by_the_next_one(
     tmp_path: Path, every: int, is_known: bool

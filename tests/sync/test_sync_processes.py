@@ -53,7 +53,7 @@ def publish_until_killed(folder: str, number: int, wait: bool) -> None:
 
 
 @pytest.mark.check(SCHEDULES, sample="True-29")
-@pytest.mark.parametrize("every", [29, 1])
+@pytest.mark.parametrize("every", [29, 3])
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_publisher_killed_at_any_write_of_a_version_leaves_whole_ones_and_the_next_goes_on(
     tmp_path: Path, every: int, wait: bool
@@ -190,7 +190,7 @@ def miss_some(url: str, seed: int, versions: int) -> None:
 
 
 @pytest.mark.check(SCHEDULES)
-@pytest.mark.parametrize("versions", [100, 1000])
+@pytest.mark.parametrize("versions", [100, 400])
 @pytest.mark.parametrize("by", ["folder", "http"])
 def test_subscribers_that_miss_versions_at_random_in_parallel_end_bitwise_equal(
     tmp_path: Path, by: str, versions: int
