@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from ...coordination.authentication import StoreSeals
-from ...coordination.commit import decide
+from ...coordination.commit import Verdicts
 from ...coordination.heartbeats import NoHeartbeats
 from ...coordination.rendezvous import Reconnects
-from ...coordination.store_client import StoreClient
 from ...errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
 from ...net.links import Links
 from ..view import Standing, StatusReporter, View
@@ -152,7 +152,11 @@ class QuorumMembership:
         if standing.doubt:
             committed = any(member.claim.committed == standing.doubt for member in plan.members)
         liveness: StatusReporter = NoHeartbeats() if links is None else links.liveness
-        store = None if links is None else links.store
+        if links is None and site is not None:
+            verdicts = site.verdicts  # alone, the ranks of a site agree by their own store
+        else:
+            store = HashStore() if links is None else links.store
+            verdicts = Verdicts(store, StoreSeals(), plan.attempt, clears_up=False)
         return View(
             name=plan.attempt,
             site=workers.index(me),
@@ -160,10 +164,7 @@ class QuorumMembership:
             across=topology.among(plan, workers) if takes_part else topology.alone(),
             inside=topology.alone() if site is None else site.inside,
             liveness=liveness if site is None else _InBoth(liveness, site),
-            # Alone, the ranks of a site agree by their own store.
-            verdicts=site.verdicts
-            if site is not None and links is None
-            else _OneVerdict(store, plan.attempt),
+            verdicts=verdicts,
             site_names=tuple(plan.members[k].name for k in workers),
             handover=QuorumHandover(topology, plan, me),
             runs_round=plan.runs and takes_part,
@@ -236,22 +237,3 @@ class QuorumAttempts:
         latest = self._failed[-MOST:]
         if len(latest) == MOST and latest.count(latest[0]) == MOST:
             raise error from None
-
-
-class _OneVerdict:
-    """On the one round of a quorum's attempt, in the store of its links. If the store's host is lost too, the
-    next quorum tells: a site that knows says so there.
-
-    Args:
-        store: None for a site that is alone.
-    """
-
-    def __init__(self, store: StoreClient | None, attempt: str) -> None:
-        self._store = store
-        self._key = f"verdict/{attempt}"
-
-    def prepare(self, number: int) -> None:
-        pass
-
-    def on(self, number: int, wish: str) -> str:
-        return wish if self._store is None else decide(self._store, self._key, wish, StoreSeals())
