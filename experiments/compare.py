@@ -20,7 +20,8 @@ from experiments.processes import launch
 from experiments.report import write_all
 from experiments.settings.config import CompareConfig
 from experiments.settings.plan import Run, runs_of
-from experiments.tasks import Seat, task_of
+from experiments.tasks.registry import task_of
+from experiments.tasks.task import Seat
 from experiments.training import session
 
 

@@ -1,40 +1,24 @@
 """Rounds of sites that train on noise: what a wire has to carry, of any density, at no cost of training.
 
 Weights N(0, 0.02) that start as BF16 values, as published ones do; in every inner step each site's own Adam
-gets gradients N(0, 1). Masters are FP32, four sites, H = 8. Density and the values' structure come close to
+gets gradients N(0, 1). Masters are FP32, four sites, α 0.7. Density and the values' structure come close to
 those of real post-training; that sites and steps agree on no direction is the part that is not real.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, OuterStep
 
 SIGMA, LR, SYNC_EVERY = 0.02, 1e-6, 8  # SIGMA: of the weights
 WARM_UP = 16  # rounds until the density is steady
+SITES = 4
 EXACT = Gate()
-_SPARE = 1 << 18
-CHUNK = 1 << 17  # elements that pass through all rounds together, in cache: no element knows of another
-
-
-@dataclass(frozen=True, kw_only=True)
-class Noise:
-    lr: float
-    numel: int
-    rounds: int = 16  # the last one's entries are returned
-    gate: Gate = EXACT
-    sites: int = 4
-    sync_every: int = SYNC_EVERY
-    betas: tuple[float, float] = (0.9, 0.95)
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    seed: int = 0
+_CHUNK = 1 << 17  # elements that pass through all rounds together, in cache: no element knows of another
 
 
 class Sent(NamedTuple):
@@ -42,76 +26,56 @@ class Sent(NamedTuple):
     sites: list[Entries]  # what each site sends
 
 
-def simulate(noise: Noise) -> Sent:
-    """The last round of such a training."""
-    known, sites = [], []
-    for chunk, start in enumerate(range(0, noise.numel, CHUNK)):
-        generator = torch.Generator().manual_seed(noise.seed + 1_000_003 * chunk)
-        sent = _simulate_chunk(noise, min(CHUNK, noise.numel - start), generator)
-        known.append(sent.known)
-        sites.append(sent.sites)
-    momenta = [k.momentum for k in known if k.momentum is not None]
-    anchor = torch.cat([k.anchor for k in known])
-    together = Known(anchor, torch.cat(momenta) if momenta else None, noise.gate)
-    return Sent(together, [Entries.join(parts) for parts in zip(*sites, strict=True)])
+def simulate(
+    numel: int,
+    lr: float,
+    *,
+    rounds: int = WARM_UP,
+    gate: Gate = EXACT,
+    sync_every: int = SYNC_EVERY,
+    outer_momentum: float = 0.9,
+) -> Sent:
+    """The last of so many rounds."""
+    outer = OuterStep(num_sites=SITES, lr=0.7, momentum=outer_momentum, nesterov=True)
+    parts = [
+        _simulate(min(_CHUNK, numel - start), lr, rounds, gate, sync_every, outer, seed=1_000_003 * chunk)
+        for chunk, start in enumerate(range(0, numel, _CHUNK))
+    ]
+    momenta = [known.momentum for known, _ in parts if known.momentum is not None]
+    momentum = torch.cat(momenta) if momenta else None
+    known = Known(torch.cat([known.anchor for known, _ in parts]), momentum, gate)
+    return Sent(
+        known, [Entries.join(of_site) for of_site in zip(*(sent.sites for sent in parts), strict=True)]
+    )
 
 
-def _simulate_chunk(noise: Noise, numel: int, generator: torch.Generator) -> Sent:
-    outer = OuterStep(num_sites=noise.sites, lr=noise.outer_lr, momentum=noise.outer_momentum, nesterov=True)
+def _simulate(
+    numel: int, lr: float, rounds: int, gate: Gate, sync_every: int, outer: OuterStep, *, seed: int
+) -> Sent:
+    generator = torch.Generator().manual_seed(seed)
     start = kernels.reference.cast(torch.randn(numel, generator=generator) * SIGMA, torch.bfloat16).float()
-    momentum = torch.zeros(numel) if noise.outer_momentum else None
     # Each site has a copy of θ and m, as if they were apart: `apply` writes them in place.
-    anchors = [start.clone() for _ in range(noise.sites)]
-    momenta = [None if momentum is None else momentum.clone() for _ in range(noise.sites)]
-    residuals = [torch.zeros(numel) for _ in range(noise.sites)]
-    weights = [torch.nn.Parameter(start.clone()) for _ in range(noise.sites)]
-    inner = [torch.optim.Adam([w], lr=noise.lr, betas=noise.betas, fused=True) for w in weights]
-    for w in weights:
-        w.grad = torch.empty(numel)
-
+    anchors = [start.clone() for _ in range(SITES)]
+    momenta = [torch.zeros(numel) if outer.momentum else None for _ in range(SITES)]
+    residuals = [torch.zeros(numel) for _ in range(SITES)]
+    weights = [torch.nn.Parameter(start.clone()) for _ in range(SITES)]
+    inner = [torch.optim.Adam([w], lr=lr, betas=(0.9, 0.95), fused=True) for w in weights]
     entries: list[Entries] = []
-    for round in range(noise.rounds):
+    gradient = torch.empty(numel)
+    for round in range(rounds):
         entries = []
         for w, adam, anchor, residual in zip(weights, inner, anchors, residuals, strict=True):
-            for _ in range(noise.sync_every):
-                _gradient(w).normal_(generator=generator)
+            w.grad = gradient
+            for _ in range(sync_every):
+                gradient.normal_(generator=generator)
                 adam.step()
-            entries.append(kernels.encode(anchor, [w.detach()], residual, noise.gate).entries)
-        if round < noise.rounds - 1:
-            for site, w in enumerate(weights):
-                kernels.apply(
-                    *(anchors[site], momenta[site], [w.detach()], residuals[site]),
-                    *(entries[site], entries, outer),
-                )
-    return Sent(Known(anchors[0], momenta[0], noise.gate), [Entries(*map(_clone, e)) for e in entries])
-
-
-def _gradient(w: Tensor) -> Tensor:
-    assert w.grad is not None
-    return w.grad
-
-
-def _clone(x: Tensor | None) -> Tensor:
-    """Entries are views of memory reserved for all elements: keep only what is used."""
-    assert x is not None
-    return x.clone()
-
-
-class NoisySite:
-    """One site in a process of its own: its parameter, its Adam, and gradients that no other site draws."""
-
-    def __init__(self, numel: int, site: int) -> None:
-        start = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-        self.parameter = torch.nn.Parameter(start.mul_(SIGMA).bfloat16().float())
-        self.inner = torch.optim.Adam([self.parameter], lr=LR, fused=True)
-        self._generator = torch.Generator().manual_seed(1 + site)
-        # Drawing is most of the work: each step takes another stretch of one pool.
-        self._pool = torch.randn(numel + _SPARE, generator=self._generator)
-
-    @torch.no_grad()
-    def train(self) -> None:
-        """H inner steps, without a round after them."""
-        for _ in range(SYNC_EVERY):
-            first = int(torch.randint(_SPARE, (1,), generator=self._generator))
-            self.parameter.grad = self._pool[first : first + self.parameter.numel()]
-            self.inner.step()
+            entries.append(kernels.encode(anchor, [w.detach()], residual, gate).entries)
+        if round < rounds - 1:
+            for own, state in zip(
+                entries, zip(anchors, momenta, weights, residuals, strict=True), strict=True
+            ):
+                anchor, momentum, w, residual = state
+                kernels.apply(anchor, momentum, [w.detach()], residual, own, entries, outer)
+    # Entries are views of memory reserved for all elements: keep only what is used.
+    kept = [Entries(*(part.clone() for part in sent if part is not None)) for sent in entries]
+    return Sent(Known(anchors[0], momenta[0], gate), kept)

@@ -104,7 +104,6 @@ def write_document(comparison: Comparison, path: Path) -> None:
         "reference": comparison.reference.label if comparison.reference is not None else None,
         "projection": "steps x step + rollout + round seconds, + 8 x max(sent, received) / rate",
         "step_seconds": comparison.step_seconds,
-        "labels": [figures(row) for row in comparison.rows],
     }
     # A line for each run: a repository shows which of them changed.
     head = json.dumps(document, indent=1)[:-2]

@@ -22,7 +22,8 @@ from experiments.processes import launch
 from experiments.report import write_all
 from experiments.settings.config import TITLES, TrainConfig, check_world, resolved
 from experiments.settings.plan import Run
-from experiments.tasks import Seat, task_of
+from experiments.tasks.registry import task_of
+from experiments.tasks.task import Seat
 from experiments.training import session
 from experiments.training.keeping import newest_round
 

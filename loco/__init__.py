@@ -23,14 +23,14 @@ from .errors import (
     TransportError,
     WireError,
 )
-from .low_communication import LowCommunicationOptimizer
 from .members.sites import Sites
 from .members.topology import Topology
 from .members.view import SiteTopology
-from .optimizer import DiLoCo, PulseLoCo
+from .optimizer import DiLoCo, LowCommunicationOptimizer, PulseLoCo
 from .presets import MATCHING, PAPER, SAVING, SMALLEST, holding_back
 from .report import SyncReport
 from .round.hooks import RoundProgress
+from .version import VERSION
 
 __all__ = [
     "MATCHING",
@@ -62,7 +62,7 @@ __all__ = [
     "holding_back",
     "sync",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from . import sync

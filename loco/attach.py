@@ -12,8 +12,7 @@ from .inner.init_step import only_initialises
 from .inner.several import each_of
 from .inner.wrapper import ATTACHED
 from .logs import warn_once_per_machine
-from .low_communication import LowCommunicationOptimizer
-from .optimizer import PulseLoCo
+from .optimizer import LowCommunicationOptimizer, PulseLoCo
 from .report import SyncReport
 from .surface import RoundSurface
 
@@ -84,7 +83,7 @@ class Attached(RoundSurface):
     def __init__(self, wrapper: LowCommunicationOptimizer, *, in_state_dict: bool) -> None:
         self.inner = wrapper.inner
         self.topology = wrapper.topology
-        self._rounds = wrapper._rounds
+        self._loop = wrapper._loop
         self._optimizers = each_of(self.inner)
         self._stepped: set[int] = set()  # which of them have, since the last step that counts
         self._has_warned = False
@@ -128,7 +127,7 @@ class Attached(RoundSurface):
             inner = self.inner.state_dict()
         finally:
             self._own_call = False
-        return {**inner, "loco": self._rounds.own_state(inner)}
+        return {**inner, "loco": self._loop.own_state(inner)}
 
     def load_state_dict(
         self, state_dict: dict[str, Any], *, agree: Callable[[], object] | None = None
@@ -136,7 +135,7 @@ class Attached(RoundSurface):
         """As `PulseLoCo.load_state_dict`."""
         self._own_call = True
         try:
-            self._rounds.load(state_dict.copy(), agree)
+            self._loop.load(state_dict.copy(), agree)
         finally:
             self._own_call = False
         self._stepped.clear()
@@ -144,9 +143,9 @@ class Attached(RoundSurface):
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if only_initialises(optimizer):
             return
-        self._rounds.refuse_in_eval("step()")
+        self._loop.refuse_in_eval("step()")
         if not self._stepped:
-            self._rounds.before_step()
+            self._loop.before_step()
 
     def _after(self, number: int) -> Callable[..., None]:
         def count(optimizer: Optimizer, *_: Any) -> None:
@@ -157,7 +156,7 @@ class Attached(RoundSurface):
             self._stepped.add(number)
             if len(self._stepped) == len(self._optimizers):
                 self._stepped.clear()
-                self._rounds.after_step()
+                self._loop.after_step()
 
         return count
 
@@ -177,7 +176,7 @@ class Attached(RoundSurface):
     def _add_own_state(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         if self._own_call or not self._in_state_dict:
             return None
-        return {**state, "loco": self._rounds.own_state(state)}
+        return {**state, "loco": self._loop.own_state(state)}
 
     def _check_own_state(self, _: Optimizer, state: dict[str, Any]) -> None:
         """Nothing has been loaded yet: what is refused here changes nothing."""
@@ -185,7 +184,7 @@ class Attached(RoundSurface):
         if self._own_call:
             return
         if self._in_state_dict:
-            self._loading = self._rounds.check_own_state(state)
+            self._loading = self._loop.check_own_state(state)
         elif "loco" in state:
             raise ValueError(
                 "this state has that of the rounds under 'loco', and loco.attach was told "
@@ -195,7 +194,7 @@ class Attached(RoundSurface):
     def _take_over(self, _: Optimizer) -> None:
         own, self._loading = self._loading, None
         if own is not None:
-            self._rounds.take_over(own)
+            self._loop.take_over(own)
             self._stepped.clear()
 
     def __repr__(self) -> str:

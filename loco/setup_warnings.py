@@ -4,12 +4,15 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from .config import GATES, Settings
 from .logs import warn_once_per_machine
+from .members.view import SiteTopology
+from .parameters.flat_parameters import FlatParameters
 from .presets import longest_outer_lr
 from .report import SyncReport
-from .round.outer_state import OuterState
 
 _logger = logging.getLogger(__name__)
 
@@ -17,19 +20,29 @@ _logger = logging.getLogger(__name__)
 class SetupWarnings:
     """
     Args:
-        state: of the rounds, before the first one.
+        settings: of the rounds.
+        topology: who the sites are.
+        parameters: that are synchronised.
+        anchor: this rank's part of θ, before the first round.
         inner: the optimizer of this site's own steps.
     """
 
-    def __init__(self, state: OuterState, inner: Optimizer) -> None:
-        self._state, self._inner = state, inner
+    def __init__(
+        self,
+        settings: Settings,
+        topology: SiteTopology,
+        parameters: FlatParameters,
+        anchor: Tensor,
+        inner: Optimizer,
+    ) -> None:
+        self._settings, self._topology, self._parameters, self._inner = settings, topology, parameters, inner
         self._said: set[str] = set()
         self._residual_norm: float | None = 0.0  # after the last round; None: not known
         self._equal_rounds = 0  # one after the other, in which all sites' norms were the same
-        self._weight = float(torch.linalg.vector_norm(state.anchor)) / max(state.anchor.numel(), 1) ** 0.5
-        self._width = _width(state.parameters.params)
+        self._weight = float(torch.linalg.vector_norm(anchor)) / max(anchor.numel(), 1) ** 0.5
+        self._width = _width(parameters.params)
         self._look_at_formats()
-        self._look_at_step("", state.settings.sync_every)  # before it is taken
+        self._look_at_step("", settings.sync_every)  # before it is taken
 
     def forget(self) -> None:
         """The state was replaced: nothing is known of what was before the next round."""
@@ -79,7 +92,7 @@ class SetupWarnings:
             )
 
     def _look_at_density(self, report: SyncReport) -> None:
-        if self._state.gate is not None and report.density > 0.5:
+        if GATES[self._settings.gate] is not None and report.density > 0.5:
             self._say(
                 "dense",
                 "round %d: this site sends %.0f%% of its entries, so the gate saves few bytes beside "
@@ -90,13 +103,13 @@ class SetupWarnings:
                 '"Where the method stops paying"',
                 report.round,
                 100 * report.density,
-                self._state.settings.gate_gain,
+                self._settings.gate_gain,
             )
 
     def _look_at_step(self, when: str, steps: int) -> None:
         """A preset's outer_lr ruins the weights of a wider model, and at another inner learning rate or in
         longer rounds any model's."""
-        settings = self._state.settings
+        settings = self._settings
         if settings.outer_lr <= 2 or settings.outer_momentum or not settings.gate_margin:
             return  # not of that family, or hardly longer than the sites' own steps
         lr = float(max((group["lr"] for group in self._inner.param_groups if "betas" in group), default=0.0))
@@ -117,11 +130,11 @@ class SetupWarnings:
     def _look_at_reach(self, report: SyncReport, update_norm: float, withheld: float | None) -> None:
         """An outer step that is far too long ruins the weights in the first rounds, or once a warm-up of the
         inner learning rate has come far enough."""
-        settings = self._state.settings
+        settings = self._settings
         if settings.outer_lr <= 1 or withheld is None:
             return  # the step is no longer than the sites' own; or it is not known what is new
         # By root mean squares: the norm of the update is that of a site, whose ranks have a part each.
-        numel = report.numel * self._state.topology.ranks_per_site
+        numel = report.numel * self._topology.ranks_per_site
         ahead = settings.outer_momentum if settings.nesterov else 0.0
         # At least that much of the update is new: the rest was withheld before, and most of it will be again.
         new = update_norm - withheld
@@ -139,7 +152,7 @@ class SetupWarnings:
             )
 
     def _why_unmoved(self) -> str:
-        if all(p.grad is None for p in self._state.parameters.params):
+        if all(p.grad is None for p in self._parameters.params):
             return (
                 "none of the optimizer's parameters has a gradient. If the model's have, they were replaced "
                 "after the optimizer was built (by load_state_dict(assign=True), for example): build it anew "
@@ -150,7 +163,7 @@ class SetupWarnings:
         return "gradients are zero, or steps are too small for the format of the parameters"
 
     def _look_at_formats(self) -> None:
-        layout = self._state.parameters
+        layout = self._parameters
         low = [name for name, kind in zip(layout.names, layout.dtypes, strict=True) if kind != torch.float32]
         if low:
             self._say(

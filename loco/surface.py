@@ -3,16 +3,16 @@
 from torch.utils.hooks import RemovableHandle
 
 from .config import Settings
-from .outer_optimizer import OuterOptimizer
 from .report import SyncReport
 from .round.hooks import Hook
+from .round.loop import OuterLoop
 from .round.outer_state import OuterState
 
 
 class RoundSurface:
-    """The rounds of an `OuterOptimizer`, which the class that uses this one makes."""
+    """The rounds of an `OuterLoop`, which the class that uses this one has."""
 
-    _rounds: OuterOptimizer
+    _loop: OuterLoop
 
     def sync(self) -> SyncReport:
         """Run a round now; call it on every rank. Useful at the end of training or before an evaluation.
@@ -20,7 +20,7 @@ class RoundSurface:
         Raises:
             LocoError: the round failed and changed nothing; it can be repeated.
         """
-        return self._rounds.sync()
+        return self._loop.run_round()
 
     def settle(self) -> SyncReport | None:
         """Find out whether a round that was interrupted counts on all ranks, and if so finish it.
@@ -34,7 +34,7 @@ class RoundSurface:
         Raises:
             LocoError: it can't be found out yet, because a rank or the store does not answer.
         """
-        return self._rounds.settle()
+        return self._loop.settle()
 
     def eval(self) -> None:
         """Show the anchor: the weights become cast(θ), which all sites hold alike, until `train()`.
@@ -50,14 +50,14 @@ class RoundSurface:
             LocoError: an interrupted round can't be settled yet, or a link inside the site is lost; the
                 weights are what they were.
         """
-        self._rounds.show_anchor()
+        self._loop.show_anchor()
 
     def train(self) -> None:
         """End `eval()`: the weights are what they were before it, bit for bit. It sends no messages.
 
         What was written into the weights meanwhile is discarded, with a warning.
         """
-        self._rounds.give_weights_back()
+        self._loop.give_weights_back()
 
     def adopt_weights(self) -> None:
         """Take weights that were loaded or changed from outside as a new start. Call it on every rank.
@@ -76,14 +76,14 @@ class RoundSurface:
             LocoError: a rank can't, or did not come. Nothing has changed, unless a link was lost while θ
                 travelled: then call it again on every rank, or load a checkpoint.
         """
-        self._rounds.adopt_weights()
+        self._loop.adopt_weights()
 
     def register_round_hook(self, hook: Hook) -> RemovableHandle:
         """Have `hook(progress)` called at every phase of every round on this rank: see `loco.RoundProgress`.
 
         An error that it raises counts as this rank's own failure in that phase.
         """
-        return self._rounds.loop.hooks.register(hook)
+        return self._loop.hooks.register(hook)
 
     @property
     def outer_state(self) -> OuterState:
@@ -91,7 +91,7 @@ class RoundSurface:
         elements `start` to `stop` of the flat parameters; `parameters`, the position of each parameter among
         these; `gate`; `rounds_done`.
         """
-        return self._rounds.loop.state
+        return self._loop.state
 
     @property
     def settings(self) -> Settings:
@@ -109,12 +109,12 @@ class RoundSurface:
     @property
     def local_step(self) -> int:
         """Inner steps since the last round."""
-        return self._rounds.local_step
+        return self._loop.local_step
 
     @property
     def last_report(self) -> SyncReport | None:
         """Of the latest round, or None before the first."""
-        return self._rounds.last_report
+        return self._loop.last_report
 
     def _describe(self) -> str:
         shown = {name: value for name, value in vars(self.settings).items() if name != "kind"}

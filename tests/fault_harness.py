@@ -19,7 +19,7 @@ from sites import context, free_port
 from states import Snapshot
 from switch import Switch
 
-from experiments.bench.processes.namespaces import Network
+from experiments.processes.namespaces import Network
 
 # multiprocessing looks after all children whenever one is started, and two threads can't ask for one's end.
 _one_at_a_time = threading.Lock()

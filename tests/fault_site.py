@@ -20,7 +20,7 @@ from states import Snapshot, snapshot
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import loco
-from experiments.bench.processes.namespaces import leave_network
+from experiments.processes.namespaces import leave_network
 from experiments.processes.orphans import die_with_parent
 from loco.coordination.hosted_store import host_at
 from loco.coordination.store_client import host_and_port
@@ -158,14 +158,14 @@ class Site:
     def _through(self, number: int) -> None:
         """The last inner step and the round, which is repeated until it is done."""
         before: list[Snapshot] = []
-        rounds = self.optimizer._rounds
-        sync = rounds.sync
+        rounds = self.optimizer._loop
+        sync = rounds.run_round
 
         def noted() -> Any:
             before.append(snapshot(self.optimizer))
             return sync()
 
-        rounds.sync = noted
+        rounds.run_round = noted
         attempt: Callable[[], Any] = self.optimizer.step
         while self.optimizer.round < number:
             try:
@@ -173,7 +173,7 @@ class Site:
             except loco.LocoError as error:
                 self._tell(error, number, before[0])
             attempt = sync
-        rounds.sync = sync
+        rounds.run_round = sync
         self.states.append(snapshot(self.optimizer))
         self.reports.append(self.optimizer.last_report)
 

@@ -16,7 +16,7 @@ from scripted import Scripted, move
 
 import loco
 from loco import kernels
-from loco.checkpoints.manifest import Manifest
+from loco.checkpoints.rank_manifest import RankManifest
 from loco.coordination import commit
 from loco.coordination.reconnect_barrier import ReconnectBarrier
 from loco.errors import TransportError
@@ -77,7 +77,7 @@ def arm(fault: Fault, rounds: Callable[[], int], do: Callable[[], None]) -> None
         return ticks == 2
 
     if fault.at == "checkpoint":  # in the middle of writing it
-        before(Manifest, "write")
+        before(RankManifest, "write")
     elif fault.at == "inner step":
         before(Scripted, "step")
     elif fault.at == "encode":

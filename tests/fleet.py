@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -236,7 +236,7 @@ def _site(
             dist.init_process_group(
                 "gloo", init_method=f"file://{own.rendezvous}", rank=own.rank, world_size=own.size
             )
-        topology = ElasticSites(
+        topology = _Sites(
             sites=sites,
             name=name,
             lighthouse=lighthouse,
@@ -249,8 +249,17 @@ def _site(
         parent.send_bytes(pickle.dumps(traceback.format_exc()))
 
 
+class _Sites(ElasticSites):
+    """As `loco.Sites` with a lighthouse, with a limit of its own for links."""
+
+    def membership(
+        self, device: torch.device, setup: Mapping[str, Any]
+    ) -> quorum_membership.QuorumMembership:
+        return quorum_membership.QuorumMembership(self, device, setup)
+
+
 class _Site:
-    def __init__(self, topology: ElasticSites, options: dict[str, Any], *, shards: bool) -> None:
+    def __init__(self, topology: _Sites, options: dict[str, Any], *, shards: bool) -> None:
         self.topology = topology
         self.seed = int(topology.name[1:])  # "s2"
         self.net = small_model(self.seed)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Notes
+from experiments.pipeline.diary import Notes
 from experiments.settings.merging import load
 
 # Rounds of 2 steps, 2 sites and 2 prompts: 8 prompts a round, 4 rounds.

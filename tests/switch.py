@@ -3,7 +3,7 @@
     namespace 0                  the switch                 namespace 1
       eth0, a TUN device ─────── one process ─────── eth0, a TUN device
 
-It has the methods of `experiments.bench.processes.namespaces.Network`, and needs no queueing discipline of
+It has the methods of `experiments.processes.namespaces.Network`, and needs no queueing discipline of
 the kernel.
 """
 

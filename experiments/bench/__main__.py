@@ -6,22 +6,20 @@ import importlib
 import signal
 import sys
 
-# "projection" reads what "wire" and "link" have written.
-PARTS = ("kernels", "wire", "link", "projection", "peers", "sync")
-APART = ("large", "shards")  # run only by name: one needs all of a machine's memory, the other many processes
+PARTS = ("kernels", "wire", "peers", "sync", "link")  # the last one ends here without root
 
 
 def main(arguments: list[str]) -> int:
-    parts = PARTS
+    parts = list(PARTS)
     if arguments and not arguments[0].startswith("-"):
-        parts, arguments = (arguments[0],), arguments[1:]
-    if parts[0] not in PARTS + APART:
-        known = ", ".join(PARTS + APART)
-        print(f"there is no benchmark {parts[0]!r}; there is: {known}", file=sys.stderr)
+        parts, arguments = arguments[:1], arguments[1:]
+    if parts[0] not in PARTS:
+        print(f"there is no benchmark {parts[0]!r}; there is: {', '.join(PARTS)}", file=sys.stderr)
         return 2
     for part in parts:
         # Only what is asked for is imported: a part may need what another can do without.
-        importlib.import_module(f"experiments.bench.{part}").main(arguments)
+        module = importlib.import_module(f"experiments.bench.{'peers' if part == 'link' else part}")
+        module.main([*(module.OVER_LINKS if part == "link" else []), *arguments])
     return 0
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +29,11 @@ from torch._C._distributed_c10d import HashStore
 
 import loco
 from experiments.bench.measuring import Row, Table, arguments_of, peak_bytes, quantiles, seconds
+from experiments.noise import SIGMA
 from loco import kernels
 from loco.kernels import Entries, Gate, OuterStep, reference
 
 ENCODE, APPLY, ROUND = 12, 32, 36  # bytes per parameter
-SIGMA = 0.02  # of the weights
 DENSITIES = (0.005, 0.01, 0.05, 0.12)
 M = 1 << 20
 SIZES = {"cpu": (M, 4 * M, 16 * M, 64 * M, 256 * M), "cuda": (M, 16 * M, 128 * M, 1024 * M, 2000 * M)}
@@ -54,15 +53,17 @@ def main(arguments: list[str]) -> None:
     device = torch.device(options.device)
     if kernels.home(device.type) is reference:
         sys.exit("the kernels can't be used here (the warning above says why): there is nothing to measure")
-    table = Table(options.out / "kernels.csv", device, SHOWN)
+    drawn = {"panel": ("asked",), "x": "numel", "y": "share_of_roof", "line": ("pass", "by")}
+    table = Table(options.out / "kernels.csv", device, SHOWN, **drawn)
     for numel in options.numel or SIZES[device.type]:
         for density in options.densities:
-            table.add(list(measure(device, numel, density, options.repeats)))
+            rows = measure(device, numel, density, options.repeats)
+            table.add([{"asked": density} | row for row in rows])
     table.close()
 
 
 def measure(device: torch.device, numel: int, density: float, repeats: int) -> Iterator[Row]:
-    """All passes, and what others do in their place, on one state."""
+    """All passes, and the reference's, on one state."""
     state = State(device, numel, density)
     entries = check(state)
     own_bytes = _bytes(entries)
@@ -80,18 +81,16 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
         "in_place_bytes_per_s": 8 * numel / adding,
     }
 
-    def row(
-        name: str, by: str, call: Callable[[], object], moved: float | None = None, returns: int | None = None
-    ) -> Row:
+    def row(name: str, by: str, call: Callable[[], object], moved: float, returns: int | None = None) -> Row:
         """moved: bytes per parameter, for the share of the roof; returns: bytes that are no scratch."""
-        scratch: Any = ""
+        scratch = None
         if returns is not None:
             state.restore()
             scratch = max(peak_bytes(call, device) - returns, 0) / numel
-        few = by == REFERENCE or name == "select"
-        times = quantiles(seconds(call, device, min(repeats, 3) if few else repeats, state.restore))
-        share = {"share_of_roof": moved * numel / roof / times["p50"] if moved else ""}
-        return common | {"pass": name, "by": by} | times | share | {"scratch_bytes": scratch}
+        few = min(repeats, 3) if by == REFERENCE else repeats
+        times = quantiles(seconds(call, device, few, state.restore))
+        times["share_of_roof"] = moved * numel / roof / times["p50"]
+        return common | {"pass": name, "by": by} | times | {"scratch_bytes": scratch}
 
     gate, anchor, weights, residual = Gate(), state.anchor, state.weights, state.residual
     encoded = (anchor, weights, residual, gate)
@@ -103,8 +102,6 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     yield row("round", "loco", state.optimizer.sync, ROUND, payload)
     yield row("encode", REFERENCE, lambda: reference.encode(*encoded), encode)
     yield row("apply", REFERENCE, lambda: reference.apply(*applied), apply)
-    update = torch.empty_like(anchor)
-    yield row("select", "top-k of chunks, as SparseLoCo", lambda: top_k(state, update))
 
 
 class State:
@@ -188,14 +185,3 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _bytes(entries: Entries) -> int:
     return sum(t.numel() * t.element_size() for t in entries if t is not None)
-
-
-def top_k(state: State, update: Tensor) -> tuple[Tensor, Tensor]:
-    """SparseLoCo's choice, in the place of encode: of every 64 × 64 updates Δ + e the 64 largest."""
-    sizes = [w.numel() for w in state.weights]
-    for part, anchor, w in zip(update.split(sizes), state.anchor.split(sizes), state.weights, strict=True):
-        torch.sub(anchor, w, out=part)
-    update += state.residual
-    chunks = update[: update.numel() // 4096 * 4096].view(-1, 4096)
-    indices = chunks.abs().topk(64, dim=1).indices
-    return indices, chunks.gather(1, indices)

@@ -8,7 +8,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,43 +89,42 @@ def restart_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def kernel_bytes(name: str, path: str = "/proc/self/status") -> int:
-    """A figure of memory that the kernel knows: of this process, or another one in a file of such lines."""
-    lines = Path(path).read_text().splitlines()
+def kernel_bytes(name: str) -> int:
+    """What the kernel counts of this process's memory, by its name in /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 class Table:
-    """A benchmark's CSV file. Rows are shown when they are added, and drawn at the end.
+    """A benchmark's CSV file. Rows are shown when they are added, and this run's are drawn at the end.
 
     Args:
         shown: how each column is shown that is, by its name: a width and a format.
+        drawn: arguments of `experiments.reporting.charts.panels`.
     """
 
-    def __init__(self, path: Path, device: torch.device, shown: Mapping[str, str]) -> None:
-        self.path, self._device, self._shown = path, device, shown
+    def __init__(self, path: Path, device: torch.device, shown: Mapping[str, str], **drawn: Any) -> None:
+        self.path, self._device, self._shown, self._drawn = path, device, shown, drawn
+        self._rows: list[Row] = []
         names = ((name, _WIDTH.match(form)) for name, form in shown.items())
         print("  ".join(format(name, width[0] if width else "") for name, width in names), flush=True)
 
-    def show(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Sequence[Row]) -> None:
+        self._rows += rows
+        append(self.path, rows, self._device)
         for row in rows:
             print("  ".join(_cell(row.get(name), form) for name, form in self._shown.items()), flush=True)
-
-    def add(self, rows: Sequence[Row]) -> None:
-        self.show(rows)
-        append(self.path, rows, self._device)
 
     def close(self) -> None:
         """Say where the rows are and who else was on the machine, and draw them."""
         print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
         print(f"rows appended to {self.path}")
         try:  # measuring goes without matplotlib
-            from experiments.bench import plots
+            from experiments.reporting.charts import panels
         except (ImportError, SystemExit):
             print("no plot: matplotlib is not installed (pip install 'loco[experiments]')")
         else:
-            if (draw := plots.DRAW.get(self.path.stem)) is not None:
-                print(f"plot: {draw(self.path)}")
+            print(f"plot: {panels(self._rows, self.path.with_suffix('.png'), **self._drawn)}")
 
 
 def _cell(value: Any, form: str) -> str:
@@ -154,11 +153,6 @@ def read(table: Path) -> list[Row]:
     """The rows of a CSV; numbers as numbers, nothing as None."""
     with table.open(newline="") as file:
         return [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
-
-
-def latest_run(table: Path) -> list[Row]:
-    rows = read(table)
-    return [row for row in rows if row["run"] == rows[-1]["run"]]
 
 
 def _number(value: str) -> Any:

@@ -2,9 +2,9 @@
 
     python -m experiments.bench peers
     python -m experiments.bench peers --quick
-    python -m experiments.bench peers --numel 1024 4194304 --sites 2 4 --rounds 30
     python -m experiments.bench peers --rates 100 0 --methods "SAVING, auto" "SAVING, fast" "SAVING, tight"
     python -m experiments.bench peers --sites 2 16 --processes 16 --methods "γ 1, owner"
+    python -m experiments.bench link          all exchanges and codecs over links of 100 and 1000 Mbit/s
 
 Sites are processes on this machine's loopback, one thread each; with --rates each has a link of that many
 Mbit/s of its own (0: unshaped), which needs root, and where torchft can't reach its lighthouse and is left
@@ -16,7 +16,8 @@ Processes that share cores and caches need more processor time, whatever they do
 groups of sites run at once as make so many processes, so that only the number of sites of a group differs.
 
 torchft's DiLoCo runs as it comes: its bucketization loses tensors and its quantization commits no round on
-a CPU (docs/benchmarks.md). Rows go to experiments/results/bench/peers.csv, with a plot beside it.
+a CPU (docs/benchmarks.md). Rows go to experiments/results/bench/peers.csv or link.csv,
+with a plot beside it.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 import loco
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
-from experiments.bench.processes.namespaces import MBIT, Network, why_not
-from experiments.bench.processes.sites import Sites
 from experiments.noise import LR, SIGMA, SYNC_EVERY, WARM_UP
+from experiments.processes.namespaces import MBIT, Network, why_not
 from experiments.processes.progress import Progress
+from experiments.processes.sites import Sites
 from loco import kernels
 
 os.environ.setdefault("RUST_LOG", "error")  # or torchft writes some lines about every round
@@ -51,22 +52,14 @@ os.environ.setdefault("RUST_LOG", "error")  # or torchft writes some lines about
 SIDE = 1024  # a parameter is so many elements squared
 NUMEL = [1024, 1 << 22, 1 << 24]
 ALL_REDUCE, TORCHFT, OWNER = "all-reduce", "torchft DiLoCo", "γ 1, owner"
-SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<18", "wire": "<8", "p50": ">9.5f"}
-SHOWN |= {
-    "over_torchft": ">12.2f",
-    "over_all_reduce": ">15.2f",
-    "cpu_s": ">8.4f",
-    "sent_bytes": ">12,.0f",
-}
+SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<21", "wire": "<8", "p50": ">9.5f"}
+SHOWN |= {"over_torchft": ">12.2f", "over_all_reduce": ">15.2f", "cpu_s": ">8.4f", "sent_bytes": ">12,.0f"}
 
 
 class Peer(Protocol):
-    """What takes part in this comparison.
+    """What takes part in this comparison."""
 
-    weights: that it trains; none, if it does not.
-    """
-
-    weights: list[Tensor]
+    weights: list[Tensor]  # that it trains; none, if it does not
 
     def round(self) -> loco.SyncReport | None: ...
 
@@ -165,12 +158,27 @@ METHODS: dict[str, Callable[[list[torch.nn.Parameter], str], Peer]] = {
     "loco.DiLoCo": _ours(loco.DiLoCo),
     "loco.PulseLoCo": _ours(loco.PulseLoCo),
     "γ 1": _ours(loco.PulseLoCo, **loco.PAPER),
-    "SAVING, auto": _ours(loco.PulseLoCo, **loco.SAVING),
-    "SAVING, fast": _ours(loco.PulseLoCo, wire="fast", **loco.SAVING),
-    "SAVING, tight": _ours(loco.PulseLoCo, wire="tight", **loco.SAVING),
+    **{
+        f"SAVING, {wire}": _ours(loco.PulseLoCo, wire=wire, **loco.SAVING)
+        for wire in ("auto", "fast", "tight")
+    },
     OWNER: _ours(loco.PulseLoCo, exchange="owner", wire="fast", **loco.PAPER),
+    "γ 1, owner, tight": _ours(loco.PulseLoCo, exchange="owner", wire="tight", **loco.PAPER),
+    "γ 1, gather, fast": _ours(loco.PulseLoCo, exchange="gather", wire="fast", **loco.PAPER),
+    "γ 1, gather, tight": _ours(loco.PulseLoCo, exchange="gather", wire="tight", **loco.PAPER),
+    **{f"loco.DiLoCo, {wire}": _ours(loco.DiLoCo, wire=wire) for wire in ("bfloat16", "int8")},
 }
-USUAL = [name for name in METHODS if name != OWNER]
+USUAL = list(METHODS)[: list(METHODS).index(OWNER)]
+# Arguments: all exchanges and codecs over slow links.
+OVER_LINKS = ["--table=link", "--numel=4194304", *("--sites", "2", "4", "8")]
+OVER_LINKS += [
+    *("--rates", "100", "1000", "0"),
+    "--methods",
+    ALL_REDUCE,
+    "loco.DiLoCo",
+    "γ 1",
+    *list(METHODS)[len(USUAL) :],
+]
 
 
 class Contender:
@@ -233,6 +241,7 @@ def _model(numel: int) -> list[torch.nn.Parameter]:
 
 def main(arguments: list[str]) -> None:
     parser = arguments_of("peers", __doc__, RESULTS)
+    parser.add_argument("--table", default="peers", help="the name of the CSV")
     parser.add_argument("--numel", type=int, nargs="+", default=NUMEL, help="parameters")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", type=float, nargs="+", help="Mbit/s; 0: unshaped. Default: loopback")
@@ -253,7 +262,9 @@ def main(arguments: list[str]) -> None:
             sys.exit(f"no links can be shaped: {reason}")
         options.methods = [name for name in options.methods if name != TORCHFT]
 
-    table = Table(options.out / "peers.csv", CPU, SHOWN)
+    drawn: dict[str, Any] = {"panel": ("numel", "sites", "rate_mbit"), "x": "method", "y": "p50"}
+    drawn |= {"factor": 1e3, "label": "ms per round, on the slowest site"}
+    table = Table(options.out / f"{options.table}.csv", CPU, SHOWN, **drawn)
     run = {"run": int(time.time())}
     for numel in options.numel:
         for sites in options.sites:

@@ -24,7 +24,8 @@ from experiments.errors import ExperimentError
 from experiments.methods.methods import Trainee
 from experiments.settings.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, require
 from experiments.settings.merging import load
-from experiments.tasks import Seat, task_of
+from experiments.tasks.registry import task_of
+from experiments.tasks.task import Seat
 from experiments.training.loop import evaluate, take_step
 from experiments.training.meter import Meter
 from loco.round.state import digest_of
@@ -74,11 +75,7 @@ def train(config: ElasticConfig) -> None:
 
     model = task.model()
     topology = loco.Sites(
-        config.sites,
-        site=config.site,
-        lighthouse=config.lighthouse,
-        at=config.at,
-        timeout=config.timeout_s,
+        config.sites, site=config.site, lighthouse=config.lighthouse, at=config.at, timeout=config.timeout_s
     )
     inner = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas)
     optimizer = loco.PulseLoCo(

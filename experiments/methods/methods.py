@@ -14,7 +14,7 @@ import loco
 from experiments.errors import ExperimentError
 from experiments.methods.observer import Observer
 from experiments.methods.sparseloco import SparseLoCo
-from experiments.methods.variants import forgetting, late_gain, momentum_before_gate, whole_ulps
+from experiments.methods.variants import forgetting, whole_ulps
 from experiments.settings.config import RunConfig, wire_of
 
 
@@ -99,15 +99,9 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
     }
     if config.method == "diloco":
         return Trainee(module, loco.DiLoCo(inner, **outer), wait, None)
-    if config.momentum_before_gate:
-        outer |= {"outer_lr": 1.0, "outer_momentum": 0.0}
     own = ("gate", "gate_gain", "gate_margin", "value_steps", "sums_margin", "exchange")
     optimizer = loco.PulseLoCo(inner, **outer, **{name: getattr(config, name) for name in own})
     trainee = Trainee(module, optimizer, wait, None)
-    if config.momentum_before_gate:
-        momentum_before_gate(optimizer, config)
-    if config.late_gate_gain is not None:
-        late_gain(optimizer, config)
     if config.whole_ulps:
         whole_ulps(optimizer)
     if not config.error_feedback:

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 import loco
-from experiments.settings.config import RunConfig
-
-
-def momentum_before_gate(optimizer: loco.PulseLoCo, config: RunConfig) -> None:
-    """Have every site run the outer optimizer on its own Δ, before the gate looks at what comes of it.
-
-        m_r = μ·m_r + Δ_r;   w_r = θ − α·(Δ_r + μ·m_r)
-
-    The exchange then averages what is left to do: θ = θ − g. So `optimizer` has α = 1 and μ = 0.
-    """
-    momentum = torch.zeros_like(optimizer.outer_state.anchor)
-
-    def change_weights() -> None:
-        for w, theta, m in _pieces(optimizer, momentum):
-            delta = theta - w
-            m.mul_(config.outer_momentum).add_(delta)
-            w.copy_(theta - config.outer_lr * (delta + config.outer_momentum * m))
-
-    _at(optimizer, "begun", change_weights)
 
 
 def whole_ulps(optimizer: loco.PulseLoCo) -> None:
@@ -55,20 +35,6 @@ def forgetting(optimizer: loco.PulseLoCo) -> None:
     residual = optimizer.outer_state.residual
     assert residual is not None
     _at(optimizer, "applied", residual.zero_)
-
-
-def late_gain(optimizer: loco.PulseLoCo, config: RunConfig) -> None:
-    """Another gain of the gate in the last quarter of the rounds, so that what was withheld comes out."""
-    outer, rounds = optimizer.outer_state, config.steps // config.sync_every
-    gate, gain = outer.gate, config.late_gate_gain
-    assert gate is not None
-    assert gain is not None
-
-    def change_gate() -> None:
-        if outer.rounds_done + 1 > rounds - max(1, rounds // 4):
-            outer.gate = dataclasses.replace(gate, gain=gain)
-
-    _at(optimizer, "begun", change_gate)
 
 
 def _pieces(optimizer: loco.PulseLoCo, *states: Tensor) -> Iterator[tuple[Tensor, ...]]:

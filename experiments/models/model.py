@@ -9,27 +9,16 @@ is BF16 too (autocast); on a CPU it is FP32, because CPU autocast is some 20 tim
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
-from experiments.settings.config import RunConfig, TransformerConfig
+from experiments.settings.config import TransformerConfig
 
 VOCABULARY = 256  # one token per byte
 Past = list[tuple[Tensor, Tensor]]  # each block's keys and values, [batch, heads, time, dim / heads]
-
-
-def language_model(config: RunConfig) -> nn.Module:
-    """The model that the configuration asks for; see `experiments.tasks.rollout.PublishedModel`."""
-    if config.model == "hf":
-        from experiments.models.huggingface import HuggingFaceModel  # an optional dependency, slow to import
-
-        assert config.path is not None
-        return HuggingFaceModel(Path(config.path))
-    return ByteTransformer(config.transformer)
 
 
 class _RoundToBf16(torch.autograd.Function):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from experiments.errors import ExperimentError
 from experiments.processes.progress import Progress
 from experiments.settings.config import RunConfig
-from experiments.tasks import Task
+from experiments.tasks.task import Task
 
 KEPT = Path(__file__).parents[1] / "warm_starts"
 _RECIPE = 2  # to be raised when this file or the model changes what is trained

@@ -9,6 +9,7 @@ missing or has other settings. Timings mean something only if nothing else runs 
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import sys
@@ -19,9 +20,10 @@ from typing import Any
 
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.figures import share_of_sites
-from experiments.reporting.plots import CYCLE, DASHES, LOOK, plt, saved
-from experiments.reporting.statistics import Interval, of_mean
+from experiments.pipeline.figures import share_of_sites
+from experiments.reporting.charts import CYCLE, DASHES, LOOK, plt, saved
+from experiments.reporting.markdown import markdown
+from experiments.reporting.statistics import of_mean
 from experiments.settings.config import require
 from experiments.settings.merging import derive
 from experiments.settings.plan import choices, file_name, named
@@ -70,6 +72,11 @@ def compare(config: PipelineCompareConfig, folder: Path) -> str:
         groups.setdefault(one.label, []).append(figures)
     text = table(groups)
     (folder / "table.md").write_text(text, encoding="utf-8")
+    with (folder / "runs.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["label", "seed", *COLUMNS[1:]])
+        for label, found in groups.items():
+            writer.writerows([label, one["config"]["seed"], *row_of(one).values()] for one in found)
     draw(groups, folder / "compared.png")
     return text
 
@@ -102,24 +109,30 @@ def runs_of(config: PipelineCompareConfig) -> list[Labelled]:
 
 
 COLUMNS = ("label", "pass@1, %", "s per step", "staleness", "tokens thrown away", "training", "MB of rounds")
+_FORMS = ("{:.1f}", "{:.3f}", "{:.2f}", "{:.1f}%", "{:.0f}%", "{:.2f}")
 
 
 def table(groups: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown; ± is the 95% interval over the seeds."""
-    rows = [COLUMNS, ("---",) * len(COLUMNS)]
-    for label, found in groups.items():
-        rows.append(
-            (
-                label,
-                _text([100 * _score(one) for one in found], "{:.1f}"),
-                _text([one["seconds_per_step"] for one in found], "{:.3f}"),
-                _text([one["mean_staleness"] for one in found], "{:.2f}"),
-                _text([100 * thrown_away(one) for one in found], "{:.1f}%"),
-                _text([100 * share_of_sites(one, "training") for one in found], "{:.0f}%"),
-                _text([one["counts"]["round bytes"] / 1e6 for one in found], "{:.2f}"),
-            )
-        )
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows = []
+    for label, runs in groups.items():
+        figures = [list(map(float, row_of(one).values())) for one in runs]
+        texts = [_text(values, form) for values, form in zip(zip(*figures, strict=True), _FORMS, strict=True)]
+        rows.append([label, *texts])
+    return markdown(COLUMNS, rows)
+
+
+def row_of(found: dict[str, Any]) -> dict[str, float]:
+    """A run's figures, by column."""
+    figures = (
+        100 * found["evaluations"][-1]["scores"]["pass@1"],
+        found["seconds_per_step"],
+        found["mean_staleness"],
+        100 * thrown_away(found),
+        100 * share_of_sites(found, "training"),
+        found["counts"]["round bytes"] / 1e6,
+    )
+    return dict(zip(COLUMNS[1:], figures, strict=True))
 
 
 def thrown_away(found: dict[str, Any]) -> float:
@@ -128,12 +141,8 @@ def thrown_away(found: dict[str, Any]) -> float:
     return 1 - sum(found["staleness"].values()) / max(1, counts["tokens"])
 
 
-def _score(found: dict[str, Any]) -> float:
-    return found["evaluations"][-1]["scores"]["pass@1"]
-
-
 def _text(values: Sequence[float], form: str) -> str:
-    found: Interval = of_mean(values)
+    found = of_mean(values)
     mean = form.format(found.mean)
     return mean if found.half is None else f"{mean} ± {form.format(found.half).rstrip('%')}"
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.errors import ExperimentError
-from experiments.pipeline.learning.losses import CORRECTIONS
 from experiments.settings.config import ArithmeticConfig, GymConfig, RunConfig, nearest, require
 from loco.sync.storage.stores import check_url
 
 ENGINES = ("torch", "vllm")
+CORRECTIONS = ("aipo", "grpo", "none")  # see `learning/losses.py`
 # The longest α / (1 − μ) that has learned from old samples: where nothing is held back, and where a quarter
 # of an ulp or more is, as in loco.SAVING; and lr · H of those runs.
 _OUTER_STEP, _HOLDING_BACK, _UNIT = 112.0, 224.0, 8e-6
@@ -54,10 +54,7 @@ class PipelineConfig(RunConfig):
             self.engine != "vllm" or self.model == "hf",
             "vLLM loads models of Hugging Face's format: engine=vllm needs model=hf and path=<folder>",
         )
-        require(
-            self.engine == "vllm" or not self.vllm,
-            "vllm.* are options of vLLM: set engine=vllm, too",
-        )
+        require(self.engine == "vllm" or not self.vllm, "vllm.* are options of vLLM: set engine=vllm, too")
         require(self.ratio_limit >= 1, f"ratio_limit must be at least 1, got {self.ratio_limit}")
         require(
             self.correction in CORRECTIONS,

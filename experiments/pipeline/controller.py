@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Notes
+from experiments.pipeline.diary import Notes
 from experiments.pipeline.samples import Lease, Parcel
 
 _UNPUBLISHED = 10.0  # seconds that a trainer waits for another site to publish the current version

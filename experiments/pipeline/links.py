@@ -27,12 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.processes.namespaces import MBIT, Network, counters, why_not
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.figures import share_of_sites
+from experiments.pipeline.figures import share_of_sites
+from experiments.processes.namespaces import MBIT, Network, counters, why_not
 from experiments.processes.orphans import through
-from experiments.reporting.plots import CYCLE, LOOK, plt, saved
+from experiments.reporting.charts import LOOK, plt, saved, stacked
+from experiments.reporting.markdown import markdown
 from experiments.settings.config import require
 from experiments.settings.merging import to_yaml
 
@@ -44,6 +45,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "PULSELoCo, all weights": {"patches": False},
     "DiLoCo in FP32, all weights": {"patches": False, "method": "diloco"},
 }
+COLUMNS = ("way", "s per step", "sites compute", "rounds, MB", "to the store", "to the workers", "samples")
+COLUMNS += ("all that was sent, by the kernel", "pass@1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,46 +203,29 @@ def _entering(pid: int, command: list[str]) -> list[str]:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Markdown. Megabytes, of what all machines sent."""
-    rows = [
-        "| way | s per step | sites compute | rounds, MB | to the store | to the workers | samples "
-        "| all that was sent, by the kernel | pass@1 |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, one in found.items():
-        counts = one["counts"]
         flows = ("round bytes", "published bytes", "patch bytes", "sample bytes")
+        megabytes = [f"{one['counts'].get(flow, 0) / 1e6:.2f}" for flow in flows]
         sent = sum(link["sent_bytes"] for link in one["links"].values())
-        megabytes = " | ".join(f"{counts.get(flow, 0) / 1e6:.2f}" for flow in flows)
-        rows.append(
-            f"| {name} | {one['seconds_per_step']:.3f} | {share_of_sites(one, 'training'):.0%} | {megabytes} "
-            f"| {sent / 1e6:.1f} | {one['evaluations'][-1]['scores']['pass@1']:.1%} |"
-        )
-    return "\n".join(rows) + "\n"
+        score = one["evaluations"][-1]["scores"]["pass@1"]
+        row = [name, f"{one['seconds_per_step']:.3f}", f"{share_of_sites(one, 'training'):.0%}", *megabytes]
+        rows.append([*row, f"{sent / 1e6:.1f}", f"{score:.1%}"])
+    return markdown(COLUMNS, rows)
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Where the sites' time goes, and what every machine sent."""
     with plt.rc_context(LOOK):
         figure, (time_of, sent_by) = plt.subplots(2, 1, figsize=(9, 6.5))
-        names = list(found)
         doings = ("training", "exchanging", "publishing", "evaluating", "waiting")
-        left = [0.0] * len(names)
-        for k, doing in enumerate(doings):
-            seconds = [_mean_of_sites(found[name], doing) for name in names]
-            color = CYCLE[k] if doing != "waiting" else "#D9D9D9"
-            time_of.barh(names, seconds, left=left, color=color, label=doing)
-            left = [a + b for a, b in zip(left, seconds, strict=True)]
+        seconds = {doing: [_mean_of_sites(one, doing) for one in found.values()] for doing in doings}
+        stacked(time_of, list(found), seconds)
         time_of.set(title="Seconds of a step, where sites spend them", xlabel="seconds")
-        left = [0.0] * len(names)
-        for k, machine in enumerate(next(iter(found.values()))["links"]):
-            sent = [found[name]["links"][machine]["sent_bytes"] / 1e6 for name in names]
-            sent_by.barh(names, sent, left=left, color=CYCLE[k % len(CYCLE)], label=machine)
-            left = [a + b for a, b in zip(left, sent, strict=True)]
+        machines = next(iter(found.values()))["links"]
+        sent = {name: [one["links"][name]["sent_bytes"] / 1e6 for one in found.values()] for name in machines}
+        stacked(sent_by, list(found), sent)
         sent_by.set(title="Sent by each machine, headers and Ray's messages included", xlabel="megabytes")
-        for axis in (time_of, sent_by):
-            axis.invert_yaxis()
-            axis.grid(visible=False, axis="y")
-            axis.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, -0.5))
         saved(figure, path)
 
 

@@ -19,13 +19,13 @@ from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of, ray
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
+from experiments.pipeline.diary import Notes
+from experiments.pipeline.figures import figures
 from experiments.pipeline.learning.trainer import Trainer
-from experiments.pipeline.reporting.curves import Curves
-from experiments.pipeline.reporting.diary import Notes
-from experiments.pipeline.reporting.figures import draw, figures
-from experiments.pipeline.reporting.report import page
+from experiments.pipeline.report import Curves, draw, page
 from experiments.pipeline.sampling.worker import Worker
-from experiments.tasks import Seat, task_of
+from experiments.tasks.registry import task_of
+from experiments.tasks.task import Seat
 
 _EVERY = 1.0  # seconds between looks
 _SHOWN = ("step", "version", "tokens", "bytes")  # of an event, while the run goes on

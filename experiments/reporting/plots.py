@@ -1,4 +1,4 @@
-"""The plots of a comparison and of an elastic run. `bench.plots` has those of the benchmarks."""
+"""The plots of a comparison and of an elastic run."""
 
 from __future__ import annotations
 
@@ -10,38 +10,16 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-
-from experiments.errors import missing_extra
-from experiments.reporting.results import Result
-from experiments.reporting.statistics import Interval, of_mean
-from experiments.reporting.summary import Comparison, Group
-
-try:
-    import matplotlib
-except ImportError as error:
-    raise missing_extra(error) from None
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
-LOOK: dict[Any, Any] = {
-    "figure.dpi": 160,
-    "figure.constrained_layout.use": True,
-    "font.size": 11,
-    "axes.titlesize": 11.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E6E6E6",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5,
-}
-# Okabe and Ito's palette, told apart with any colour vision; the shape of the marker repeats it.
+from experiments.reporting.charts import CYCLE, DASHES, LOOK, plt, saved
+from experiments.reporting.results import Result
+from experiments.reporting.statistics import Interval, of_mean
+from experiments.reporting.summary import Comparison, Group
+
+# The shape of the marker repeats the colour.
 METHODS = {
     "single": ("#CC79A7", "v"),
     "ddp": ("#6B6B6B", "s"),
@@ -49,8 +27,6 @@ METHODS = {
     "pulseloco": ("#D55E00", "^"),
     "sparseloco": ("#009E73", "D"),
 }
-CYCLE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#7A4FBF")
-DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.5, 3)))
 BANDS = 6  # where there are more lines, only the broad ones have one: a few dozen hide all lines
 _FEW = 6  # points, which a line alone would hide
 _NAMED = 16  # points of a plane: of more, only those that stand out have names
@@ -79,12 +55,6 @@ def draw_all(comparison: Comparison, folder: Path) -> list[Plot]:
             else:
                 drawn.append(Plot(saved(figure, path), caption + bars))
     return drawn
-
-
-def saved(figure: Figure, path: Path) -> Path:
-    figure.savefig(path)
-    plt.close(figure)
-    return path
 
 
 def score_by_step(comparison: Comparison) -> Figure:

@@ -29,9 +29,8 @@ class Round:
     step: int
     density: float  # mean over ranks
     residual_norm: float  # root mean square over sites
-    payload_bytes: float  # this and the next two: mean over ranks
+    payload_bytes: float  # this and the next one: mean over ranks
     sent_bytes: float
-    received_bytes: float
     exchange: str
     # Where PULSELoCo's gate was watched; means over ranks.
     union_density: float | None = None
@@ -41,7 +40,7 @@ class Round:
     @staticmethod
     def joined(ranks: Sequence[dict[str, Any]], *, sites: int) -> Round:
         """One round from what all ranks measured of it."""
-        names = ("payload_bytes", "sent_bytes", "received_bytes", "union_density", "visible", "age")
+        names = ("payload_bytes", "sent_bytes", "union_density", "visible", "age")
         given: dict[str, Any] = {name: ranks[0][name] for name in ("round", "step", "exchange")}
         given |= {name: fmean(one[name] for one in ranks) for name in names if name in ranks[0]}
         given["density"] = sum(one["entries"] for one in ranks) / max(1, sum(one["numel"] for one in ranks))
@@ -139,19 +138,24 @@ class Result:
 
 
 def fields_of(result: Result) -> dict[str, Any]:
-    """As JSON has it: rounds are columns, to six digits, and so are the bytes of evaluations."""
+    """As JSON has it, floats to six digits or nine: rounds are columns, and a column of equal values is one
+    value."""
     found = dataclasses.asdict(result)
     names = found["rounds"][0] if found["rounds"] else []
-    found["rounds"] = {name: [_short(one[name]) for one in found["rounds"]] for name in names}
+    columns = {name: [_short(one[name]) for one in found["rounds"]] for name in names}
+    found["rounds"] = {k: v[0] if len(set(v)) == 1 < len(v) else v for k, v in columns.items()}
     found["evaluations"] = [[e["step"], e["scores"], _short(e["sent_bytes"])] for e in found["evaluations"]]
     found["rewards"] = [_short(reward) for reward in found["rewards"]]
     return found
 
 
 def of_fields(fields: dict[str, Any]) -> Result:
-    """From what `fields_of` makes of one."""
-    columns, rest = fields["rounds"], dict(fields)
-    rounds = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    """From what `fields_of` makes of one. Columns of rounds that are no longer kept are left out."""
+    rest, known = dict(fields), {item.name for item in dataclasses.fields(Round)}
+    columns = {name: values for name, values in fields["rounds"].items() if name in known}
+    count = len(columns.get("round", ()))
+    whole = {k: v if isinstance(v, list) else [v] * count for k, v in columns.items()}
+    rounds = (dict(zip(whole, values, strict=True)) for values in zip(*whole.values(), strict=True))
     rest["rounds"] = tuple(Round(**one) for one in rounds)
     names = ("step", "scores", "sent_bytes")
     rest["evaluations"] = tuple(Evaluation(**dict(zip(names, e, strict=True))) for e in fields["evaluations"])

@@ -22,10 +22,14 @@ except ImportError as error:
 Tracker = Callable[[Result, Path], None]
 
 
+def writer_in(folder: Path) -> SummaryWriter:
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier training: TensorBoard would draw both as one
+    return SummaryWriter(str(folder))
+
+
 def tensorboard(result: Result, folder: Path) -> None:
     """Scores and rewards by step, and what each round sent, withheld and left to be seen."""
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier training: TensorBoard would draw both as one
-    with SummaryWriter(str(folder)) as writer:
+    with writer_in(folder) as writer:
         for point in result.evaluations:
             for name, score in point.scores.items():
                 writer.add_scalar(f"score/{name}", score, point.step)

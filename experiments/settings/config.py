@@ -181,12 +181,10 @@ class RunConfig:
     nesterov: bool = True
     gate: str = "bf16"
     gate_gain: float | None = None  # None: loco's choice, by outer_lr and outer_momentum
-    late_gate_gain: float | None = None  # in the last quarter of the rounds
     gate_margin: float = 0.0  # of a BF16 ulp
     value_steps: int | None = None  # to a BF16 ulp; None: exact values
     sums_margin: float | None = None  # of a BF16 ulp; None: all sums are sent back
     error_feedback: bool = True  # False: what a round withholds is forgotten
-    momentum_before_gate: bool = False  # each site runs the outer optimizer itself, ahead of the gate
     whole_ulps: bool = False  # differences of BF16 casts are sent instead of updates
     wire: str | None = None  # None: PULSELoCo's tight, DiLoCo's float32
     exchange: str = "auto"
@@ -273,9 +271,8 @@ class TrainConfig(RunConfig):
         super().__post_init__()
         _at_least(0, self, "save_every")
         require(
-            not self.save_every or (self.method != "sparseloco" and not self.momentum_before_gate),
-            "save_every needs a method that can be saved: SparseLoCo's residual and the momentum before the "
-            "gate are not kept",
+            not self.save_every or self.method != "sparseloco",
+            "save_every needs a method that can be saved: SparseLoCo's residual is not kept",
         )
         require(
             bool(self.save_every) or not self.resume,
@@ -292,24 +289,6 @@ class CompareConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least(1, self, "seeds")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordConfig(RunConfig):
-    nproc: int | None = 4
-    steps: int = 160  # the round after the last of them is recorded
-    excerpt: int = 131072  # elements of it that are kept with the code
-    excerpts: str = "experiments/results/recorded"  # the folder for that
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _at_least(1, self, "excerpt")
-        require(
-            self.ranks_per_site == 1,
-            f"only sites of one rank can be recorded, got ranks_per_site={self.ranks_per_site}",
-        )
-        require(self.gate != "open", "an open gate sends everything: there are no entries to record")
-        require(self.method == "pulseloco", f"PULSELoCo is what is recorded, got method={self.method}")
 
 
 C = TypeVar("C", bound=RunConfig)  # a program's own kind

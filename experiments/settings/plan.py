@@ -65,13 +65,14 @@ class Run:
 
     def differing(self, stored: dict[str, Any]) -> list[str]:
         """The settings that would train something else: "nproc: 4 then, 3 now". A setting that did not exist
-        when the configuration was stored had its default."""
+        when the configuration was stored had its default, and one that no longer exists counts if it
+        was set."""
         then = flat(_deciding(_over(_plain(dataclasses.asdict(TrainConfig())), stored)))
         now = flat(_deciding(self.stored()))
         return [
             f"{key}: {then.get(key)} then, {now.get(key)} now"
             for key in now | then
-            if then.get(key) != now.get(key)
+            if then.get(key) != now.get(key) and (key in now or then[key])
         ]
 
 

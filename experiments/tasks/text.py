@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
-from experiments.models.model import language_model
+from experiments.models.registry import language_model
 from experiments.settings.config import RunConfig
-from experiments.tasks import Seat, Task
 from experiments.tasks.corpus import batch, evaluation_batches, load_corpus
+from experiments.tasks.task import Seat, Task
 
 
 class Text(Task):

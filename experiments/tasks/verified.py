@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.models.model import language_model
+from experiments.models.registry import language_model
 from experiments.settings.config import ArithmeticConfig, GymConfig, RunConfig
-from experiments.tasks import Seat, Task
 from experiments.tasks.grpo import advantages, token_losses
 from experiments.tasks.problems import Problem, Problems, arithmetic
 from experiments.tasks.rollout import LanguageModel, Rollout, Words, pad, sample
+from experiments.tasks.task import Seat, Task
 
 _ROLLOUTS, _WARM_START = 0, 1  # kinds of chance: a seed of its own for each
 

@@ -23,7 +23,7 @@ import loco
 from experiments.errors import ExperimentError
 from experiments.methods.methods import Trainee
 from experiments.settings.plan import Run
-from experiments.tasks import Seat
+from experiments.tasks.task import Seat
 from experiments.training.gathering import from_all
 from experiments.training.meter import Measured, Meter
 

@@ -16,7 +16,7 @@ from experiments.reporting import machine
 from experiments.reporting.results import Evaluation, Result, Round
 from experiments.settings.config import RunConfig
 from experiments.settings.plan import Run
-from experiments.tasks import Seat, Task
+from experiments.tasks.task import Seat, Task
 from experiments.training.gathering import from_all
 from experiments.training.keeping import Keeper, Saving
 from experiments.training.ledger import ring_all_reduce_bytes
@@ -24,13 +24,7 @@ from experiments.training.meter import Meter
 
 
 def train(
-    run: Run,
-    task: Task,
-    start: dict[str, Tensor],
-    seat: Seat,
-    *,
-    label: str,
-    saving: Saving | None = None,
+    run: Run, task: Task, start: dict[str, Tensor], seat: Seat, *, label: str, saving: Saving | None = None
 ) -> Result:
     """Train from the weights `start`, or from where `saving` says that the run was stopped. Every rank calls
     this together and gets the same result."""

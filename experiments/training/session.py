@@ -15,7 +15,8 @@ from experiments.reporting.results import Result, fields_of, of_fields, read, st
 from experiments.reporting.tracking import track
 from experiments.settings.config import RunConfig, TrainConfig
 from experiments.settings.plan import Run
-from experiments.tasks import Seat, task_of
+from experiments.tasks.registry import task_of
+from experiments.tasks.task import Seat
 from experiments.training.gathering import from_all
 from experiments.training.keeping import Saving
 from experiments.training.loop import train

@@ -12,11 +12,11 @@ from typing import Any
 from ..coordination.rendezvous import NeededError
 from ..errors import CheckpointError
 from ..logs import warn_once_per_machine
+from . import formats
 from .directory import CheckpointDirectory
-from .formats import FORMATS, host_copy
-from .manifest import Manifest, Position, manifest_of, site_name
 from .plain_data import as_plain_data
 from .protocol import Saveable
+from .rank_manifest import Position, RankManifest, manifest_of, site_name
 from .resharded_load import ReshardedLoad
 from .restore import Load, Resumed, together
 
@@ -47,21 +47,17 @@ class Checkpoints:
         folder: where to save; created if it does not exist.
         keep: how many of the newest checkpoints to keep; at least 2, because one is never replaced before
             the next is complete.
-        format: of the data: "torch", one file for `torch.load`; or "dcp", for the tools around
-            `torch.distributed.checkpoint`. Checkpoints of either format can be loaded.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 2, format: str = "torch") -> None:
+    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
         if keep < 2:
             raise ValueError(
                 f"keep must be >= 2, got {keep}: one stays until all ranks have written the next"
             )
-        if format not in FORMATS:
-            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-        self.folder, self.keep, self.format = Path(folder), keep, format
+        self.folder, self.keep = Path(folder), keep
         self._optimizer: Callable[[], Saveable | None] = lambda: None  # the one saved or loaded here, weakly
         self._own_saves: set[str] = set()  # saves in the folder that are of this training
         self._has_resumed = False  # from a checkpoint that `load` found
@@ -109,12 +105,12 @@ class Checkpoints:
             together(rendezvous, f"after {phase}", lambda _: None)  # all ranks had written it
             return
 
-        def prepare(note: dict[str, Any]) -> tuple[dict[str, Any], list[Manifest]]:
+        def prepare(note: dict[str, Any]) -> tuple[dict[str, Any], list[RankManifest]]:
             if failure is not None:
                 raise failure
             self.wait()
             whole = {"optimizer": optimizer.state_dict(), "extra": extra}
-            tree = host_copy(as_plain_data(whole, optimizer.outer_state.parameters.params))
+            tree = formats.host_copy(as_plain_data(whole, optimizer.outer_state.parameters.params))
             held = self._held(optimizer, directory)
             note["save"] = uuid.uuid4().hex
             note["held"] = [[*m.position, m.save] for m in held if m.world == directory.world]
@@ -130,8 +126,8 @@ class Checkpoints:
             return  # replacing it would put at risk what all ranks hold
 
         def fill(folder: Path) -> None:
-            FORMATS[self.format][0](tree, folder)
-            manifest_of(tree["optimizer"], save=save, format=self.format, folder=folder).write(folder)
+            formats.write(tree, folder)
+            manifest_of(tree["optimizer"], save=save, folder=folder).write(folder)
 
         def write() -> None:
             directory.replace(
@@ -146,7 +142,7 @@ class Checkpoints:
         if blocking:
             together(rendezvous, f"after {phase}", lambda _: self.wait())
 
-    def _held(self, optimizer: Saveable, directory: CheckpointDirectory) -> list[Manifest]:
+    def _held(self, optimizer: Saveable, directory: CheckpointDirectory) -> list[RankManifest]:
         """This rank's whole checkpoints, if all of them are of this training and this optimizer.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A state as files of torch.distributed.checkpoint (DCP), read without running any code that they name.
+"""Reads DCP files (torch.distributed.checkpoint) of earlier versions, without running code that they name.
 
 DCP writes its metadata, and everything that is not a tensor, as pickles, and its own reader runs what they
 name. Here metadata may name only the types of a fixed list, and each item is read with `weights_only=True`. A
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .formats import Open, check_tree, loaded, mapped
@@ -25,27 +23,8 @@ from .formats import Open, check_tree, loaded, mapped
 _TREE = "loco.tree"  # everything that is not a tensor, and where the tensors belong
 
 
-def write(tree: Any, folder: Path) -> None:
-    """Write what `dcp.save(…, no_dist=True)` writes, without the warning that it gives each time."""
-    tensors: dict[str, Tensor] = {}
-
-    def take_out(name: str, tensor: Tensor) -> Tensor:
-        tensors[name] = tensor
-        return tensor.to("meta")
-
-    skeleton = _with_tensors(tree, take_out)
-    planner, writer = DefaultSavePlanner(False, False), FileSystemWriter(folder)
-    planner.set_up_planner({_TREE: skeleton, **tensors}, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    written = writer.write_data(planner.finish_plan(plan), planner)
-    written.wait()
-    writer.finish(metadata, [written.value()])
-
-
 def read(open: Open) -> Any:
-    """What `write` has written. A pickle.UnpicklingError if a file names code, or a file elsewhere."""
+    """A rank's state. A pickle.UnpicklingError if a file names code, or a file elsewhere."""
     with open(".metadata") as file:
         metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .manifest import Manifest, Position, read_manifest
+from .rank_manifest import Position, RankManifest, read_manifest
 
 _log = logging.getLogger(__name__)
 _POSITION = re.compile(r"round-(\d{8,})(?:-step-(\d{5,}))?")
@@ -48,7 +48,7 @@ class CheckpointDirectory:
         """Of all folders that this rank manages, whole or damaged."""
         return {position for position, rank, _ in self._folders() if self._manages(rank)}
 
-    def whole(self, *, of_all_ranks: bool = False) -> tuple[list[Manifest], bool]:
+    def whole(self, *, of_all_ranks: bool = False) -> tuple[list[RankManifest], bool]:
         """The complete checkpoints of this rank, or of all ranks visible in this folder, oldest first; and
         whether this rank has a damaged one, which a warning names.
 

@@ -1,8 +1,6 @@
-"""What a checkpoint can hold, and how it becomes files. Reading one never runs code that a file names.
+"""What a checkpoint can hold, and how it becomes a file, which `torch.load(…, weights_only=True)` reads.
 
-"torch" is one file of torch.save's, which `torch.load(…, weights_only=True)` reads anywhere. "dcp" is what
-torch.distributed.checkpoint writes. Both take the same time; while it loads, DCP needs memory for a second
-copy of its largest tensor, and importing it takes half a second.
+Reading one never runs code that the file names.
 """
 
 import os
@@ -62,7 +60,7 @@ def _copied(path: str, value: Any) -> Any:
     )
 
 
-def _write_torch(tree: Any, folder: Path) -> None:
+def write(tree: Any, folder: Path) -> None:
     with (folder / _FILE).open("wb") as file:
         try:
             torch.save(tree, file)
@@ -113,24 +111,6 @@ def check_tree(tree: Any, device: str = "cpu", *, depth: int = 0, seen: set[int]
             check_tree(value, device, depth=depth + 1, seen=seen)
 
 
-def _read_torch(open: Open) -> Any:
+def read(open: Open) -> Any:
     with open(_FILE) as file:
         return loaded(file)
-
-
-def _write_dcp(tree: Any, folder: Path) -> None:
-    from . import dcp_format
-
-    dcp_format.write(tree, folder)
-
-
-def _read_dcp(open: Open) -> Any:
-    from . import dcp_format
-
-    return dcp_format.read(open)
-
-
-FORMATS: dict[str, tuple[Callable[[Any, Path], None], Callable[[Open], Any]]] = {
-    "torch": (_write_torch, _read_torch),
-    "dcp": (_write_dcp, _read_dcp),
-}

@@ -7,8 +7,8 @@ from typing import Any
 from ..errors import CheckpointError
 from ..round.state import check_same
 from .directory import CheckpointDirectory
-from .manifest import Manifest, Position, site_name
 from .protocol import Saveable
+from .rank_manifest import Position, RankManifest, site_name
 from .reshard import resharded, same_model
 from .restore import Resumed, load_together, read_folder, read_together, together
 
@@ -23,7 +23,7 @@ class ReshardedLoad:
     def run(self, label: str) -> tuple[Resumed | None, set[str]]:
         """-> what was loaded, and the names of all saves that are of this training."""
         optimizer = self.optimizer
-        own: dict[tuple[Position, str], list[Manifest]] = {}
+        own: dict[tuple[Position, str], list[RankManifest]] = {}
 
         def look(note: dict[str, Any]) -> None:
             found, _ = self.directory.whole(of_all_ranks=True)
@@ -64,7 +64,7 @@ class ReshardedLoad:
             note["damaged"] = str(error)
             return []
 
-    def _check(self, manifest: Manifest) -> None:
+    def _check(self, manifest: RankManifest) -> None:
         """A ValueError if that is not of this training, or of another number of sites."""
         topology, mine = self.optimizer.topology, self.optimizer.outer_state.parameters.describe()
         check_same("name", manifest.name, site_name(topology))

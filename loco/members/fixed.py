@@ -4,7 +4,7 @@ import hashlib
 import logging
 import struct
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -23,7 +23,6 @@ from ..logs import warn_once_per_machine
 from ..net.linking import PatientStore, link
 from ..net.mesh import Mesh, NoLinks
 from ..net.transport import Transport, listed
-from .world import WorldMembership
 
 CLOSED_BY_USER = "close() was called"
 _OPENING = struct.Struct("<?16s")  # is there a key, random bytes
@@ -293,10 +292,6 @@ class FixedSites:
         if name not in self._seals:
             self._seals[name] = MessageSeals(self._key, self._session, name, rank)
         return self._seals[name]
-
-    def membership(self, device: torch.device, setup: Mapping[str, Any]) -> WorldMembership:
-        """Of one optimizer. All ranks have proven that they agree on its setup."""
-        return WorldMembership(self, device)
 
     def seat(self) -> dict[str, Any]:
         """Who this rank is, as its state remembers it."""

@@ -13,10 +13,12 @@ from ..coordination.rendezvous import Agreement
 from ..logs import warn_once_per_machine
 from ..net.transport import Transport
 from .elastic.elastic_sites import ElasticSites
+from .elastic.quorum_membership import QuorumMembership
 from .fixed import FixedSites
 from .joined_worlds import JoinedWorlds
 from .topology import Topology, check_others, time_limits
 from .view import Membership, SiteTopology
+from .world import WorldMembership
 
 _logger = logging.getLogger(__name__)
 # By name and address, the latest of this process.
@@ -131,7 +133,9 @@ class Sites:
         return self._as.all_ranks()
 
     def membership(self, device: torch.device, setup: Mapping[str, Any]) -> Membership:
-        return self._as.membership(device, setup)
+        if isinstance(self._as, ElasticSites):
+            return QuorumMembership(self._as, device, setup)
+        return WorldMembership(self._as, device)
 
     def seat(self) -> dict[str, Any]:
         """Who this rank is, as its state remembers it."""

@@ -2,12 +2,16 @@
 
 import math
 import os
+from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..coordination.authentication import LEAST_KEY_BYTES
 from .fixed import FixedSites
 from .one_world import OneWorld
+from .world import WorldMembership
 
 _DEFAULTS = {"timeout": 300.0, "patience": 600.0, "dead_after": 5.0}  # seconds
 
@@ -83,6 +87,10 @@ class Topology(FixedSites):
             repeats=repeats,
             key=key,
         )
+
+    def membership(self, device: torch.device, setup: Mapping[str, Any]) -> WorldMembership:
+        """Of one optimizer. All ranks have proven that they agree on its setup."""
+        return WorldMembership(self, device)
 
     def __repr__(self) -> str:
         return (

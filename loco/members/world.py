@@ -2,17 +2,14 @@
 
 import logging
 import uuid
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..coordination.rendezvous import Reconnects
 from ..errors import TransportError, WireError
 from ..logs import warn_once_per_machine
+from .fixed import FixedSites
 from .view import Standing, View
-
-if TYPE_CHECKING:
-    from .fixed import FixedSites
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +23,7 @@ class WorldMembership:
 
     others_may_be_ahead = False
 
-    def __init__(self, topology: "FixedSites", device: torch.device) -> None:
+    def __init__(self, topology: FixedSites, device: torch.device) -> None:
         self._topology = topology
         self._device = device
         # A name that all ranks share and no other optimizer has, to meet under after a failure.

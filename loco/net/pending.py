@@ -3,17 +3,30 @@
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..errors import TransportError, WireError, first_line
 from ..logs import Waiting
 from .mesh import Parcel, Work
 
-if TYPE_CHECKING:
-    from .transport import Transport
-
 _logger = logging.getLogger(__name__)
+
+
+class Watch(Protocol):
+    """What a wait needs of its `Transport`, and what it counts there."""
+
+    member: str
+    timeout: float
+    sent_bytes: int
+    received_bytes: int
+
+    def vigil(self, peers: Sequence[int], *, phase: str) -> AbstractContextManager[None]: ...
+
+    def not_here(self, peer: int, limit: float | None) -> str: ...
+
+    def check_seal(self, parcel: Parcel, size: int, number: int, *, phase: str) -> None: ...
 
 
 class PendingMessages:
@@ -30,7 +43,7 @@ class PendingMessages:
 
     def __init__(
         self,
-        transport: "Transport",
+        transport: Watch,
         works: Sequence[Work],
         receives: Sequence[Parcel],
         sends: Sequence[Parcel],

@@ -54,7 +54,7 @@ def opening(
         round=framing.round,
         norm_bits=fp32_bits(norm),
         codec=codec.id,
-        lean=tuner.lean(),
+        codec_time_ratio=tuner.codec_time_ratio(framing.round),
         numel=numel,
         entries=entries.values.numel(),
         payload_bytes=payload,

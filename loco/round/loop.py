@@ -1,38 +1,42 @@
-"""The outer loop: rounds, one after the other, and what is done when one of them fails."""
+"""The outer loop: counts inner steps, runs the rounds between them, and repeats what failed."""
 
 import logging
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ..config import Settings
 from ..coordination.commit import ABORT, COMMIT
-from ..errors import LocoError, TransportError, WireError
+from ..errors import TransportError, WireError
 from ..exchange.tuning import ExchangeTuner
 from ..exchange.wire_config import WireConfig
-from ..members.view import SiteTopology, Standing, View, require_open
+from ..inner.own_masters import OwnMasters
+from ..members.view import SiteTopology, View
 from ..report import SyncReport
+from ..setup_warnings import SetupWarnings
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
-from .hooks import COUNTS, Hooks, Phase
-from .inside_site import await_site, share_anchor
-from .joining.catch_up import catch_up_in_site
+from .hooks import COUNTS, Hooks
+from .inside_site import share_anchor
 from .joining.first_anchor import agree_to_adopt, share_first_anchor, start_again
 from .joining.handshake import agree_on_parameters
-from .joining.recovery import adopt_state, hand_over_state
 from .outer_state import OuterState
 from .round import Round
-from .state import digest_of
+from .state import load_inner, pop_own_state, state_of, take_over
+from .views import Views
+from .weights import ShownAnchor, require_cast_of_anchor
 
-T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
 class OuterLoop:
     """Rounds over one optimizer's parameters.
+
+    It is driven from outside: the wrappers call `before_step` and `after_step` in their own step, and what
+    `loco.attach` returns does so in hooks of the user's optimizer. The methods that a user sees are explained
+    in `loco.surface.RoundSurface`.
 
     What holds when a site is lost in a round: no other site has changed θ, m, e or w, and all can repeat the
     round with what they had. If the loss came so late that some ranks have heard all votes and others have
@@ -45,6 +49,13 @@ class OuterLoop:
         wire: how entries travel.
         offload: keep θ, m and e in host memory.
 
+    Attributes:
+        state: what this rank holds.
+        views: who took part in the latest round, and in an interrupted one.
+        hooks: of rounds.
+        local_step: inner steps since the last round.
+        last_report: of the latest round; None before the first.
+
     Raises:
         ValueError: this rank's parameters can't be synchronised.
         AgreementError: another rank's can't, or the sites differ.
@@ -54,57 +65,127 @@ class OuterLoop:
     def __init__(
         self, inner: Optimizer, settings: Settings, topology: SiteTopology, wire: WireConfig, *, offload: bool
     ) -> None:
+        self.inner = inner
         self.hooks = Hooks()
+        self.local_step = 0
+        self.last_report: SyncReport | None = None
         self._wire = wire
+        self._shown: ShownAnchor | None = None  # in eval mode
+        self._is_unmoved = True  # no inner step has begun since w = cast(θ)
         setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
         agreed = agree_on_parameters(topology.all_ranks(), topology, inner, setup)
         tuner = ExchangeTuner(wire.codec, topology.num_sites)
         self.state = OuterState.of(agreed.parameters, agreed.part, settings, topology, tuner, offload=offload)
-        self._membership = topology.membership(self.state.device, setup | {"parameters": agreed.fingerprint})
-        self._membership.reconnects_by(self)
-        self._view: View | None = None
-        self._site_view: View | None = None  # over whose links the ranks of this site were last in one state
-        self._pending: Round | None = None  # promised or applied by this rank, perhaps; its end is missing
-        self._committed = ""  # the name of the view that made the latest round
-        self._start()
+        membership = topology.membership(self.state.device, setup | {"parameters": agreed.fingerprint})
+        self.views = Views(self.state, membership)
+        self.views.begin()
+        self._masters = OwnMasters(inner, agreed.parameters)
+        self._warnings = SetupWarnings(settings, topology, agreed.parameters, self.state.anchor, inner)
+
+    def before_step(self) -> None:
+        """Call it before an inner step moves the weights.
+
+        Raises:
+            ValueError: θ is shown, the weights were changed from outside, or other parameters are trained
+                than the sites agreed on.
+            LocoError: an interrupted round can't be settled yet.
+        """
+        self.refuse_in_eval("step()")
+        self.settle(abandon=True)
+        if self._is_unmoved:
+            self.state.parameters.check_unchanged(self.inner)
+            require_cast_of_anchor(self.state)
+            self._masters.before_first_step()
+            self._is_unmoved = False
+
+    def after_step(self) -> None:
+        """Count an inner step, and run the round that is due."""
+        self.local_step += 1
+        self.views.tell_step(self.local_step)
+        if self.local_step == 1:
+            self._masters.after_first_step(self.state.rounds_done)
+        if self.local_step >= self.state.settings.sync_every:
+            self.run_round()
 
     @torch.no_grad()
-    def run_round(self, check_inner: Callable[[], None]) -> SyncReport:
+    def run_round(self) -> SyncReport:
         """A round with all members, tried again as long as that can help.
-
-        Args:
-            check_inner: raises a ValueError if the inner optimizer can't take part: all ranks then refuse.
 
         Raises:
             LocoError: the round failed and changed nothing; it can be repeated.
         """
+        self.refuse_in_eval("sync()")
+        self._masters.before_round()
         self.state.check_whole()
-        attempts = self._membership.attempts()
+        views = self.views
+        attempts = views.membership.attempts()
         while True:
             view: View | None = None
             current: Round | None = None
             try:
-                report = self._settle_unless_told_later()
+                report = views.settle_unless_told_later()
                 if report is not None:
-                    return report  # what was to be repeated had been done after all
-                view = self._form(ready=True)
-                report = self._settle_as_told(view)
+                    return self._done(report)  # what was to be repeated had been done after all
+                view = views.form(ready=True)
+                report = views.settle_as_told(view)
                 if view.handover is not None and view.handover.source is not None:
-                    return self._adopt(view)
+                    return self._done(views.adopt(view))
                 if report is not None and not view.runs_round:
-                    return report
-                current = Round(self.state, view, self._wire, check_inner=check_inner, hooks=self.hooks)
+                    return self._done(report)
+                current = Round(self.state, view, self._wire, check_inner=self._check_inner, hooks=self.hooks)
                 report = self._run_once(current)
             except Refused as refusal:
                 error, refused = refusal.error, True
             except (TransportError, WireError) as failure:
                 error, refused = failure, False
             else:
-                self._serve(view)
-                return report
+                views.serve(view)
+                return self._done(report)
             own_fault = current is not None and current.failed_here
             attempts.failed(view, error, refused=refused, own_fault=own_fault)
+
+    def _check_inner(self) -> None:
+        self.state.parameters.check_unchanged(self.inner)
+        self._masters.check()
+
+    def _run_once(self, current: Round) -> SyncReport:
+        """Steps 2 to 8. If they fail once this rank has promised the round, its verdict decides.
+
+        Raises:
+            Refused: by all ranks together; their links are whole.
+        """
+        views = self.views
+        views.pending = current  # first: Ctrl-C may come between a promise and any line after it
+        try:
+            with views.conversing():
+                current.run()
+        except BaseException as error:
+            if not current.is_promised:
+                views.pending = None
+                raise
+            if not isinstance(error, Exception):  # Ctrl-C, say: the next call settles it
+                raise
+            report = views.settle(ABORT)
+            if report is None:
+                raise
+            _logger.warning("%s; the round counts all the same", error)
+            return report
+        report = views.settle(COMMIT)
+        if report is None:
+            error = TransportError(
+                f"round {current.number}: another rank lost its links in the last vote, so no rank has "
+                f"applied the round, and all can repeat it"
+            )
+            views.hang_up(error)
+            raise error
+        return report
+
+    def _done(self, report: SyncReport) -> SyncReport:
+        steps = self.local_step
+        self.last_report, self.local_step, self._is_unmoved = report, 0, True
+        self._warnings.look_at(report, steps=steps)
+        return report
 
     @torch.no_grad()
     def settle(self, *, abandon: bool = False) -> SyncReport | None:
@@ -121,225 +202,89 @@ class OuterLoop:
             LocoError: it can't be finished yet; or this rank can't go on, see `OuterState.check_whole`.
         """
         self.state.check_whole()
-        report = self._settle_unless_told_later()
+        report = self.views.settle_unless_told_later()
         if abandon:
-            self._pending = None
-        return report
-
-    def undecided_round(self) -> int | None:
-        """The number of the interrupted round of which this rank does not know yet whether it counts.
-
-        Raises:
-            LocoError: the interrupted round counts and is applied, but this rank's weights lack the part that
-                the other ranks of its site hold.
-        """
-        self.state.check_whole()
-        pending = self._pending
-        if pending is None or not (pending.is_promised or pending.phase in COUNTS):
-            return None
-        if not pending.is_promised:
-            raise LocoError(
-                f"round {pending.number} was interrupted before the ranks of this site had shared its "
-                f"result: call settle(), sync() or step() on every rank to complete it"
-            )
-        return pending.number
-
-    @torch.no_grad()
-    def resume(self) -> bool:
-        """Go on from a state that was just loaded -> whether another site's has taken its place."""
-        self._pending, self._committed = None, ""
-        return self._membership.others_may_be_ahead and self._arrive()
+            self.views.pending = None
+        return None if report is None else self._done(report)
 
     @torch.no_grad()
     def show_anchor(self) -> None:
-        """w = cast(θ), on all ranks of a site together.
+        if self._shown is None:
+            self.settle()  # which needs the weights
+            self._shown = ShownAnchor(self.state, self._write_anchor)
 
-        Raises:
-            TransportError: a link inside the site is lost.
-        """
+    def _write_anchor(self) -> None:
+        """w = cast(θ), on all ranks of a site together."""
         self.state.write_weights()
-        view = self._view
+        view = self.views.current
         if view is not None and view.inside.size > 1:
-            self._converse(lambda: share_anchor(self.state, view))
+            with self.views.conversing():
+                share_anchor(self.state, view)
+
+    def give_weights_back(self) -> None:
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.give_back()
+
+    def refuse_in_eval(self, what: str) -> None:
+        """
+        Raises:
+            ValueError: θ is shown.
+        """
+        if self._shown is not None:
+            raise ValueError(
+                f"{what} in eval mode, in which the weights show θ and not what the inner steps have made of "
+                f"them: call optimizer.train() first"
+            )
 
     @torch.no_grad()
     def adopt_weights(self) -> None:
-        """As `RoundSurface.adopt_weights`."""
-        pending, may_be_ahead = self._pending, self._membership.others_may_be_ahead
+        views, pending = self.views, self.views.pending
         in_doubt = pending is not None and (pending.is_promised or pending.phase in COUNTS)
+        may_be_ahead = views.membership.others_may_be_ahead
         agree_to_adopt(self.state, others_may_be_ahead=may_be_ahead, round_in_doubt=in_doubt)
-        view = self._form(ready=True)
+        view = views.form(ready=True)
         with self.state.rewriting():
             start_again(self.state)
-            self._converse(lambda: share_first_anchor(self.state, view))
+            with views.conversing():
+                share_first_anchor(self.state, view)
+        self._forget()
 
-    @torch.no_grad()
-    def reconnect(self) -> None:
-        """Form new links in this site with those who wait for them."""
-        self._membership.give_up("")
-        self._form_site()
+    def own_state(self, inner_state: dict[str, Any]) -> dict[str, Any]:
+        """What a state dict has under "loco", beside the inner optimizer's state."""
+        own = state_of(self.state, undecided_round=self.views.undecided_round())
+        if self._shown is not None:
+            own["weights"] = self._shown.weights
+        return own | {"local_step": self.local_step, "inner_entries": len(inner_state["state"])}
 
-    def tell_step(self, local_step: int) -> None:
-        """What those who wait for this rank may want to know."""
-        if self._view is not None:
-            steps = f"step {local_step} of {self.state.settings.sync_every}"
-            self._view.liveness.say(f"computing, {steps} after round {self.state.rounds_done}")
+    def check_own_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take "loco" out of a state dict, and refuse it with a ValueError if it is not this rank's."""
+        return pop_own_state(self.state, state_dict)
 
-    def _start(self) -> None:
-        """θ is site 0's weights, or those of the run that is under way, on all sites, verified; w =
-        cast(θ)."""
-        is_alone = self._membership.others_may_be_ahead
-        share_first_anchor(self.state, None if is_alone else self._form(ready=False, catches_up=False))
-        if is_alone:
-            self._arrive()
-
-    def _arrive(self) -> bool:
-        """Hold the θ that the run holds; at the start of one, the first site's. -> whether it was given."""
-        attempts = self._membership.attempts()
-        while True:
-            view: View | None = None
-            try:
-                view = self._form(ready=False)
-                assert view.handover is not None
-                if view.handover.source is not None:
-                    self._adopt(view)
-                    return True
-                hand_over_state(self.state, view.handover)
-                self._converse(partial(await_site, view.inside, phase="starting to train"))
-                return False
-            except (TransportError, WireError) as error:
-                attempts.failed(view, error, refused=False, own_fault=False)
-
-    def _form(self, *, ready: bool, catches_up: bool = True) -> View:
-        """The membership's view, once the ranks of a site hold the same weights in it."""
-        require_open(self.state.topology)
-        self._form_site(catches_up=catches_up)
-        state, pending = self.state, self._pending
-        in_doubt = pending is not None and pending.is_promised
-        view = self._membership.form(
-            Standing(
-                rounds_done=-1 if state.anchor_incomplete else state.rounds_done,
-                digest=lambda: digest_of(state.anchor),
-                ready=ready,
-                committed=self._committed,
-                doubt=pending.view.name if pending is not None and in_doubt else "",
-            )
-        )
-        self._view = view
-        return view
-
-    def _form_site(self, *, catches_up: bool = True) -> None:
-        """Links inside this site, whose ranks are then in one state."""
-        state, before = self.state, self._site_view
-        if state.topology.ranks_per_site == 1:
-            return
-        view = self._membership.form_site()
-        if view is not before and catches_up:
-            committed = self._committed if self._membership.others_may_be_ahead else None
-            self._converse(lambda: catch_up_in_site(state, view, self._pending, committed))
-        if view is not before:
-            self._site_view = self._view = view
-
-    def _run_once(self, current: Round) -> SyncReport:
-        """Steps 2 to 8. If they fail once this rank has promised the round, the register knows the verdict.
-
-        Raises:
-            Refused: by all ranks together; their links are whole.
-        """
-        self._pending = current  # first: Ctrl-C may come between a promise and any line after it
-        try:
-            self._converse(current.run)
-        except BaseException as error:
-            if not current.is_promised:
-                self._pending = None
-                raise
-            if not isinstance(error, Exception):  # Ctrl-C, say: the next call settles it
-                raise
-            report = self._settle(ABORT)
-            if report is None:
-                raise
-            _logger.warning("%s; the round counts all the same", error)
-            return report
-        report = self._settle(COMMIT)
-        if report is None:
-            error = TransportError(
-                f"round {current.number}: another rank lost its links in the last vote, so no rank has "
-                f"applied the round, and all can repeat it"
-            )
-            self._hang_up(error)
-            raise error
-        return report
-
-    def _settle(self, vote: str) -> SyncReport | None:
-        """Apply the pending round, if it counts -> its report.
+    def load(self, state_dict: dict[str, Any], agree: Callable[[], object] | None) -> None:
+        """The inner optimizer's state and the outer one's, or nothing.
 
         Args:
-            vote: this rank's, for the register, if no other rank was quicker.
-
-        Raises:
-            TransportError: it can't be settled now; the next call tries again.
+            agree: called when only copying is left. If it raises, nothing was changed.
         """
-        pending = self._pending
-        if pending is not None and pending.is_promised:
-            require_open(self.state.topology)
-            pending.commit(vote)
-        if pending is None or pending.phase not in COUNTS:
-            self._pending = None
-            return None
-        if pending.phase is Phase.COMMITTED:
-            pending.apply()
-        self._committed = pending.view.name
-        view = self._view
-        if len(self.state.part.slices) > 1 and not pending.is_shared:
-            if view is not None and view.is_whole:
-                self._converse(lambda: pending.share(view))
-            else:
-                self._form_site()  # which ends with it
-        self._pending = None
-        return pending.report()
+        own = self.check_own_state(state_dict)
+        load_inner(self.inner, state_dict, agree)
+        self.take_over(own)
 
-    def _settle_unless_told_later(self) -> SyncReport | None:
-        """Where sites come and go, the other ranks of this site, or else the next view, tell what became of a
-        round in doubt."""
-        pending = self._pending
-        if pending is not None and pending.is_promised and self._membership.others_may_be_ahead:
-            self._form_site()
-            if pending.is_promised:
-                return None
-        return self._settle(ABORT)
+    @torch.no_grad()
+    def take_over(self, own: dict[str, Any]) -> None:
+        """Continue from what `check_own_state` returned."""
+        self._shown = None
+        take_over(self.state, own)
+        self.views.pending, self.views.committed = None, ""
+        was_given = self.views.membership.others_may_be_ahead and self.views.arrive()
+        self._forget()
+        if not was_given:
+            self.local_step = int(own["local_step"])
+            self._is_unmoved = self.local_step == 0
 
-    def _settle_as_told(self, view: View) -> SyncReport | None:
-        if self._pending is None or view.committed is None:
-            return None
-        self._pending.learn_verdict(committed=view.committed)
-        return self._settle(COMMIT)
-
-    def _adopt(self, view: View) -> SyncReport:
-        report = self._converse(lambda: adopt_state(self.state, view))
-        self._committed = ""
-        return report
-
-    def _serve(self, view: View) -> None:
-        if view.handover is None:
-            return
-        try:
-            self._converse(partial(hand_over_state, self.state, view.handover))
-        except TransportError as error:  # the round is done; the receivers will ask again
-            _logger.warning("%s", error)
-
-    def _converse(self, speak: Callable[[], T]) -> T:
-        """Messages that all ranks exchange in one order. A rank that leaves early hangs up, so that no
-        message of a repeat is taken for one that a peer still waits for. All ranks refuse a round together,
-        which leaves links whole."""
-        try:
-            return speak()
-        except Refused:
-            raise
-        except BaseException as error:
-            self._hang_up(error)
-            raise
-
-    def _hang_up(self, error: BaseException) -> None:
-        said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
-        # Do not repeat peers' reports.
-        self._membership.give_up(said.partition("; last heard of")[0])
+    def _forget(self) -> None:
+        """The state was replaced."""
+        self._shown, self.local_step, self._is_unmoved = None, 0, True
+        self._warnings.forget()
+        self._masters.forget()

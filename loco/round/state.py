@@ -1,11 +1,12 @@
 """The state of the outer loop on one rank as plain data, and back into the rank that it belongs to."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from loco import kernels
 
@@ -50,12 +51,44 @@ def state_of(outer: OuterState, *, undecided_round: int | None) -> dict[str, Any
     }
 
 
-def check(outer: OuterState, state: Mapping[str, Any]) -> None:
-    """Refuse a state that is not this rank's, before anything is changed.
+def pop_own_state(outer: OuterState, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Take "loco" out of an optimizer's state dict, and refuse it if it is not this rank's, before anything
+    is changed.
 
     Raises:
         ValueError: says what differs.
     """
+    if "loco" not in state_dict:
+        raise ValueError(
+            "this state has no 'loco' entry, so it is not of a loco optimizer: load an inner "
+            "optimizer's state into the inner optimizer before you wrap it, or attach to it"
+        )
+    own = state_dict.pop("loco")
+    _check(outer, own)
+    found = len(state_dict["state"])
+    saved = own.get("inner_entries", found)
+    if found != saved:
+        raise ValueError(
+            f"this state holds the inner optimizer's state of {found} parameters, {saved} were saved. "
+            f"torch.distributed.checkpoint fills only what is there, and in a fresh optimizer nothing "
+            f"is: load with loco.Checkpoints"
+        )
+    return own
+
+
+def load_inner(inner: Optimizer, state: dict[str, Any], agree: Callable[[], object] | None) -> None:
+    """The inner optimizer's state, if then `agree` does not raise."""
+    before = inner.state_dict()
+    try:
+        inner.load_state_dict(state)
+        if agree is not None:
+            agree()
+    except BaseException:
+        inner.load_state_dict(before)
+        raise
+
+
+def _check(outer: OuterState, state: Mapping[str, Any]) -> None:
     if state.get("format") != 1:
         raise ValueError(f"a loco state of format {state.get('format')!r}; this is format 1")
     own = identity(outer.topology, outer.parameters)
@@ -77,7 +110,7 @@ def check(outer: OuterState, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
-    """Continue from a state that has passed `check`, weights included."""
+    """Continue from a state that has passed `pop_own_state`, weights included."""
     if state.get("undecided_round") is not None:
         _logger.warning(
             "this state was saved before the outcome of round %s was known: if other ranks load a state of "

@@ -14,6 +14,20 @@ _logger = logging.getLogger(__name__)
 _AT_A_TIME = 1 << 20  # elements
 
 
+def require_cast_of_anchor(state: OuterState) -> None:
+    """
+    Raises:
+        ValueError: a weight of this rank's slice is not cast(θ).
+    """
+    if name := first_changed(state):
+        since = f"round {state.rounds_done}" if state.rounds_done else "the optimizer was built"
+        raise ValueError(
+            f"parameter {name} was changed from outside since {since}, so it is no longer the cast of θ, "
+            f"which all sites hold: load the weights before you build the optimizer, or call "
+            f"optimizer.adopt_weights() on every rank once they are loaded"
+        )
+
+
 @torch.no_grad()
 def first_changed(state: OuterState) -> str | None:
     """The first parameter of this rank's slice whose weights are not cast(θ), in values; None if all are.

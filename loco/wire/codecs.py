@@ -17,15 +17,39 @@ from ..errors import WireError
 
 
 class Codec(Protocol):
-    id: int  # names the codec in a frame's header
+    """What others need to know of a codec: they ask for these properties, never which codec it is.
+
+    Attributes:
+        id: names the codec in a frame's header.
+        name: what users and reports call it.
+        exact: what is decoded is what was encoded, bit for bit.
+        sizes_are_known: a body holds every element of its frame, and its size follows from their number.
+            Other codecs hold the entries that are sent, with their positions, and must be exact.
+        in_place: a body is the values as they lie in memory.
+        known_on_host: entries are coded relative to θ and m, which must be in host memory.
+        entry_bytes: what an entry is assumed to take until a round has shown it.
+        fallback: codes the entries that this codec declines, and all entries where this codec is not `quick`.
+    """
+
+    id: int
     name: str
-    exact: bool  # whether what is decoded is what was encoded, bit for bit
+    exact: bool = True
+    sizes_are_known: bool = False
+    in_place: bool = False
+    known_on_host: bool = False
+    entry_bytes: float = 4.0
+    fallback: "Codec | None" = None
+
+    @property
+    def quick(self) -> bool:
+        """Whether `wire="auto"` may choose it on this machine."""
+        return True
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
-        """The body. None: these entries are not for this codec.
+        """The body. None: these entries are for the fallback.
 
         Args:
-            ahead: bytes of room in front of it, which only a sparse codec leaves.
+            ahead: bytes of room in front of it; 0 for a codec whose sizes are known.
         """
         ...
 
@@ -36,10 +60,11 @@ class Codec(Protocol):
         ...
 
 
-class Whole:
+class Whole(Codec):
     """Every value as FP32, 4 bytes each; no positions."""
 
-    id, name, exact = 0, "float32", True
+    id, name = 0, "float32"
+    sizes_are_known = in_place = True
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
         return _whole_values(entries, known, ahead).view(torch.uint8)
@@ -52,14 +77,14 @@ class Whole:
         return 4 * numel
 
 
-class Fast:
+class Fast(Codec):
     """The values, 4 bytes each; their offsets inside blocks of 256 elements, 1 byte each; then how many
     entries each block has, 1 byte each, or 2 bytes each if a block sends all its 256.
 
     Every block's part can be found and read on its own, by many threads or a GPU.
     """
 
-    id, name, exact = 1, "fast", True
+    id, name, entry_bytes = 1, "fast", 5.1
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
         return kernels.write_blocks(entries, ahead)
@@ -74,13 +99,22 @@ class Fast:
         return 5 * count + 2 * -(-numel // BLOCK)
 
 
-class Tight:
+FAST = Fast()
+
+
+class Tight(Codec):
     """About 2.3 bytes an entry, coded given the θ and m that both ends hold (kernels/reference_tight.py).
 
     Worked by the host's cores.
     """
 
-    id, name, exact = 2, "tight", True
+    id, name, entry_bytes = 2, "tight", 2.4
+    known_on_host = True
+    fallback = FAST
+
+    @property
+    def quick(self) -> bool:
+        return kernels.packs_fast()
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor | None:
         numel = known.numel
@@ -100,10 +134,11 @@ class Tight:
         return FAST.most_bytes(count, numel)
 
 
-class Bfloat16:
+class Bfloat16(Codec):
     """Every value rounded to BF16, 2 bytes each."""
 
     id, name, exact = 3, "bfloat16", False
+    sizes_are_known = True
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
         values = _whole_values(entries, known, ahead)
@@ -117,11 +152,12 @@ class Bfloat16:
         return 2 * numel
 
 
-class Int8:
+class Int8(Codec):
     """Every value as a multiple of 1/127 of the largest in its block of 256: that of each block, as FP32;
     then 1 byte each."""
 
     id, name, exact = 4, "int8", False
+    sizes_are_known = True
 
     def encode(self, entries: Entries, known: Known, ahead: int = 0) -> Tensor:
         values = _whole_values(entries, known, ahead)
@@ -142,10 +178,31 @@ class Int8:
         return numel + 4 * -(-numel // BLOCK)
 
 
-WHOLE, FAST, TIGHT = Whole(), Fast(), Tight()
-SPARSE: dict[str, Codec] = {codec.name: codec for codec in (FAST, TIGHT)}
-DENSE: dict[str, Codec] = {codec.name: codec for codec in (WHOLE, Bfloat16(), Int8())}
-CODECS: dict[int, Codec] = {codec.id: codec for codec in (*SPARSE.values(), *DENSE.values())}
+# By name: those of entries (`PulseLoCo(wire=…)`), and those of every element (`DiLoCo(wire=…)`).
+SPARSE: dict[str, Codec] = {}
+DENSE: dict[str, Codec] = {}
+CODECS: dict[int, Codec] = {}  # by id
+
+
+def register(codec: Codec) -> None:
+    """Let this rank send by a codec, and read it: on all ranks, before they build optimizers.
+
+    Raises:
+        ValueError: its id or its name is taken, or it can't be used.
+    """
+    if not 0 <= codec.id <= 255 or codec.id in CODECS:
+        raise ValueError(f"a codec's id must be from 0 to 255 and new, got {codec.id} for {codec.name!r}")
+    if codec.name in ("auto", *SPARSE, *DENSE):
+        raise ValueError(f"a codec's name must be new, got {codec.name!r}")
+    if not (codec.exact or codec.sizes_are_known):
+        raise ValueError(f"codec {codec.name!r} of entries must be exact: what it loses, no residual keeps")
+    (DENSE if codec.sizes_are_known else SPARSE)[codec.name] = codec
+    CODECS[codec.id] = codec
+
+
+WHOLE, TIGHT = Whole(), Tight()
+for _codec in (FAST, TIGHT, WHOLE, Bfloat16(), Int8()):
+    register(_codec)
 
 
 def _whole_values(entries: Entries, known: Known, ahead: int) -> Tensor:

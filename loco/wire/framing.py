@@ -12,7 +12,7 @@ from loco.kernels import BLOCK, Entries, Known
 from loco.kernels.recycle import recycled
 
 from ..errors import WireError
-from .codecs import CODECS, DENSE, FAST, SPARSE, TIGHT, Codec
+from .codecs import CODECS, Codec
 from .records import RECORD_BYTES, FrameHeader, Kind
 
 LEAST, MOST = 1 << 20, 1 << 23  # elements: some 300 kB to 2.4 MB at a density of 6%
@@ -84,12 +84,11 @@ class Framing:
 
     def seal(self, entries: Entries, at: slice, number: int, kind: Kind) -> Frame:
         """A frame of the entries of the elements `at`."""
-        codec = self.codec
-        known = self._known(at, codec)
-        ahead = 0 if codec.name in DENSE else RECORD_BYTES
-        whole = codec.encode(entries, known, ahead)
-        if whole is None:
-            codec, whole = FAST, FAST.encode(entries, known, ahead)
+        codec, numel = self.codec, at.stop - at.start
+        ahead = 0 if codec.sizes_are_known else RECORD_BYTES
+        while (whole := codec.encode(entries, self._known(at, codec), ahead)) is None:
+            assert codec.fallback is not None
+            codec = codec.fallback
         body = whole[ahead:]
         header = FrameHeader(
             kind=kind,
@@ -97,8 +96,8 @@ class Framing:
             site=self.site,
             round=self.round,
             number=number,
-            numel=at.stop - at.start,
-            entries=entries.length if ahead else known.numel,
+            numel=numel,
+            entries=entries.length if ahead else numel,
             body_bytes=body.numel(),
             digest=self.digest,
             checksum=kernels.digest(body),
@@ -116,8 +115,8 @@ class Framing:
 
     @property
     def sizes_are_known(self) -> bool:
-        """Before any header is read: all sites send all elements in one code."""
-        return self.codec.name in DENSE
+        """Before any header is read: all sites send all elements in one codec."""
+        return self.codec.sizes_are_known
 
     def room(self, at: slice) -> Tensor:
         """For the body of a frame of these elements, where sizes are known."""
@@ -125,11 +124,13 @@ class Framing:
         return recycled(self.codec.most_bytes(numel, numel), torch.uint8, self.device)
 
     def most_rooms(self, count: int) -> Sequence[Tensor]:
-        """For any frames of this vector in one piece. Only the pages that are written take memory."""
+        """For any frames of this vector in one piece, of any codec. Only the pages that are written take
+        memory."""
         numel = self.known.numel
         numel = min(numel, Frames.of(numel).size)
+        most = max(codec.most_bytes(numel, numel) for codec in CODECS.values())
         # In whole records, so that each room, and the values in it, begin at a multiple of four.
-        size = RECORD_BYTES * (1 + -(-FAST.most_bytes(numel, numel) // RECORD_BYTES))
+        size = RECORD_BYTES * (1 + -(-most // RECORD_BYTES))
         return recycled(count * size, torch.uint8, self.device, at_most=True).split(size)
 
     def failed(self, at: slice, number: int, kind: Kind) -> Frame:
@@ -161,9 +162,10 @@ class Framing:
         if header.is_missing and not header.body_bytes:
             return
         codec, numel = CODECS.get(header.codec), at.stop - at.start
-        # Which of the sparse codes it uses, each site chooses.
-        expected = codec is not None and (codec is self.codec or {codec.name, self.codec.name} == set(SPARSE))
-        if codec is None or not expected:
+        # Which codec of entries it uses, each site chooses.
+        if codec is None or (
+            codec is not self.codec and (codec.sizes_are_known or self.codec.sizes_are_known)
+        ):
             raise WireError(f"a frame of codec {header.codec}")
         if header.is_missing:
             raise WireError(f"a frame that is said to be missing, of {header.body_bytes} bytes")
@@ -188,7 +190,7 @@ class Framing:
 
     def as_received(self, entries: Entries, at: slice) -> Entries:
         """This site's own entries as all others will read them."""
-        if self.codec.exact and (entries.starts is None) == (self.codec.name in DENSE):
+        if self.codec.exact and (entries.starts is None) == self.sizes_are_known:
             return entries
         known = self.known.part(at)
         body = self.codec.encode(entries, known)
@@ -198,7 +200,7 @@ class Framing:
     def _known(self, at: slice, codec: Codec) -> Known:
         """What a codec is told of the elements `at`."""
         part = self.known.part(at)
-        if codec is not TIGHT or part.device.type == "cpu":
+        if not codec.known_on_host or part.device.type == "cpu":
             return part
         # Copied from a GPU once for all sites' frames of the same elements; few are worked on at a time.
         kept, key = self._in_host_memory, (at.start, at.stop)

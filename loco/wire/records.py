@@ -107,7 +107,7 @@ class Announcement(Record):
     """What a site tells all others before its entries travel.
 
     codec: of its frames.
-    lean: how long its exchanges take in one code, compared with the other (`exchange/tuning.py`).
+    codec_time_ratio: how long an entry takes in one codec, over another (`exchange/codec_choice.py`).
     enclosed_bytes: of the frame of all its entries, if they are few and follow in the same message; else 0.
     norm_bits: its update's norm, as an FP32's bits.
     numel: elements of the vector.
@@ -122,7 +122,7 @@ class Announcement(Record):
 
     kind: Kind = Kind.ANNOUNCEMENT
     codec: int = 0
-    lean: int = 0
+    codec_time_ratio: int = 0
     enclosed_bytes: int = 0
     norm_bits: int = 0
     numel: int = 0

@@ -12,7 +12,7 @@ from test_elastic import ALL, Survivors, floats, joined, started
 
 import loco
 from loco.checkpoints.directory import CheckpointDirectory
-from loco.checkpoints.manifest import Manifest, Position
+from loco.checkpoints.rank_manifest import Position, RankManifest
 
 # Milliseconds of silence, as HEARTBEAT: where no site dies none is taken for dead, however busy the machine;
 # where one does, the others wait so long.
@@ -200,7 +200,7 @@ def put(folder: Path, name: str, round: int) -> dict[Path, bytes]:
 
     def write(partial: Path) -> None:
         (partial / "state.pt").write_text(name)
-        Manifest(
+        RankManifest(
             name=name,
             round=round,
             local_step=0,

@@ -366,7 +366,7 @@ def interrupted_linking(rank: int) -> tuple[tuple[str, str], float, int]:
         if rank == 0:
             patch.setattr(loco.Topology, "connect", interrupt)
         began = time.monotonic()
-        optimizer._rounds.loop._membership.give_up("")
+        optimizer._loop.views.membership.give_up("")
         try:
             error = error_of(optimizer.sync)
         except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from faulty import Fault
 from selection import CELLS, INTERRUPTIONS
 from states import assert_same
 
-from experiments.bench.processes.namespaces import why_not
+from experiments.processes.namespaces import why_not
 
 # Beyond what a row allows: on two shared cores a process may not run for seconds. A hang would be longer by
 # far: patience and timeout are 40 s.

@@ -77,7 +77,8 @@ def interrupted(rank: int, within: str, every: int) -> list[tuple[str, bool]]:
 
 ROUND_END = (
     r"loco\.round\.(round\.Round\.(vote|commit|learn_verdict|apply|_enter|_call_hooks)"
-    r"|loop\.OuterLoop\.(_run_once|_settle|run_round)|outer_state\.OuterState\.rewriting)$"
+    r"|loop\.OuterLoop\.(_run_once|run_round)|views\.Views\.(settle|conversing)"
+    r"|outer_state\.OuterState\.rewriting)$"
 )
 
 

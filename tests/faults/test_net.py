@@ -193,7 +193,7 @@ def reconnected(rank: int) -> list[int]:
     optimizer = loco.PulseLoCo(Scripted(parameters(1, 2003), 1, rank), sync_every=1)
     keys = []
     for _ in range(4):
-        optimizer._rounds.loop.reconnect()
+        optimizer._loop.views.reconnect()
         optimizer.step()
         dist.barrier()
         keys.append(store.num_keys())

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from selection import MESSAGES
 
 import loco
-from experiments.bench.processes.namespaces import Counters, Network, counters, why_not
-from experiments.bench.processes.sites import Sites
+from experiments.processes.namespaces import Counters, Network, counters, why_not
+from experiments.processes.sites import Sites
 from experiments.training.ledger import TcpBytes, tcp_bytes
 from loco import SyncReport
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from dcp_checkpoints import save_as_dcp
 from selection import CHECKPOINTS
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, small_model, snapshot, train
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
-from loco.checkpoints.manifest import manifest_of, read_manifest
+from loco.checkpoints.rank_manifest import manifest_of, read_manifest
 
 
 def built(seed: int = 0, *, kind: str = "PulseLoCo", each: int = 1, **options: Any) -> tuple[nn.Module, Any]:
@@ -36,8 +37,10 @@ def went_on(rank: int, folders: list[str], kind: str, each: int, format: str, at
 
     first = built(kind=kind, each=each)
     train(*first, rank, range(at))
-    with loco.Checkpoints(folders[rank % len(folders)], format=format) as checkpoints:
+    with loco.Checkpoints(folders[rank % len(folders)]) as checkpoints:
         checkpoints.save(first[1], {"step": at, "mine": torch.tensor([rank])})
+    if format == "dcp":
+        save_as_dcp(folders[rank % len(folders)], rank)
 
     second = built(50 + rank, kind=kind, each=each)
     with loco.Checkpoints(folders[rank % len(folders)]) as checkpoints:
@@ -223,7 +226,7 @@ def test_what_another_version_says_beside_it_makes_no_manifest_unreadable(tmp_pa
     """Those of wire version 4 named it; no checkpoint depends on the wire."""
     state = {"num_sites": 1, "ranks_per_site": 1, "site": 0, "rank_in_site": 0, "round": 3, "local_step": 0}
     state |= {"settings": {}, "parameters": [], "anchor": torch.zeros(3)}
-    manifest = manifest_of({"loco": state}, save="a", format="torch", folder=tmp_path)
+    manifest = manifest_of({"loco": state}, save="a", folder=tmp_path)
     manifest.write(tmp_path)
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps({"wire_version": 4} | json.loads(path.read_text())))
@@ -346,5 +349,3 @@ def test_a_second_training_does_not_write_over_the_first_ones(tmp_path: Path) ->
 def test_arguments_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="keep must be >= 2, got 1"):
         loco.Checkpoints("x", keep=1)
-    with pytest.raises(ValueError, match="format must be one of torch, dcp, got 'npz'"):
-        loco.Checkpoints("x", format="npz")

@@ -44,10 +44,10 @@ class Disk:
         (self._calls,) = calls
 
 
-def failing_saves(rank: int, folder: str, format: str, lasting: bool, every: int) -> list[str]:
+def failing_saves(rank: int, folder: str, lasting: bool, every: int) -> list[str]:
     """The errors of saves in which one call after the other fails; "" is none."""
     net, optimizer = built(sync_every=1)
-    checkpoints, disk = loco.Checkpoints(folder, format=format), Disk(rank, folder, lasting, every)
+    checkpoints, disk = loco.Checkpoints(folder), Disk(rank, folder, lasting, every)
     kept, errors = {}, []
     while disk.fails_once_more():
         train(net, optimizer, rank, range(optimizer.round, optimizer.round + 1))
@@ -62,11 +62,11 @@ def failing_saves(rank: int, folder: str, format: str, lasting: bool, every: int
     return errors
 
 
-def failing_loads(rank: int, folder: str, format: str, lasting: bool, every: int) -> list[str]:
+def failing_loads(rank: int, folder: str, lasting: bool, every: int) -> list[str]:
     """As `failing_saves`, of loads; there are checkpoints of rounds 1 and 2."""
     net, optimizer = built(sync_every=1)
     kept, errors = {}, []
-    with loco.Checkpoints(folder, format=format) as checkpoints:
+    with loco.Checkpoints(folder) as checkpoints:
         for step in range(2):
             train(net, optimizer, rank, range(step, step + 1))
             kept[step + 1] = snapshot(optimizer)
@@ -99,22 +99,21 @@ def assert_loads(rank: int, folder: str, kept: dict[int, Any], *, at_least: int)
 
 @pytest.mark.check(CHECKPOINTS)
 @pytest.mark.parametrize(
-    ("what", "format", "lasting", "every"),
+    ("what", "lasting", "every"),
     [
-        ("failing_saves", "torch", False, 5),
-        ("failing_saves", "torch", True, 5),
-        ("failing_saves", "dcp", False, 5),
-        ("failing_loads", "torch", False, 5),
-        ("failing_loads", "torch", True, 5),
+        ("failing_saves", False, 5),
+        ("failing_saves", True, 5),
+        ("failing_loads", False, 5),
+        ("failing_loads", True, 5),
     ],
 )
 def test_an_input_output_error_costs_a_checkpoint_at_most_whenever_it_comes(
-    tmp_path: Path, what: str, format: str, lasting: bool, every: int
+    tmp_path: Path, what: str, lasting: bool, every: int
 ) -> None:
     tests = Path(__file__).parents[1]
     path = [tests.parent, tests]
     done = subprocess.run(
-        [sys.executable, __file__, what, str(tmp_path / "kept"), format, str(int(lasting)), str(every)],
+        [sys.executable, __file__, what, str(tmp_path / "kept"), str(int(lasting)), str(every)],
         env={
             **os.environ,
             "LD_PRELOAD": str(failing_library(tmp_path)),
@@ -179,8 +178,8 @@ def test_a_disk_that_becomes_read_only_costs_a_checkpoint_and_can_be_loaded_from
 
 
 def main() -> None:
-    what, folder, format, lasting, every = sys.argv[1:]
-    print(json.dumps(run_ranks(2, globals()[what], folder, format, lasting == "1", int(every))))
+    what, folder, lasting, every = sys.argv[1:]
+    print(json.dumps(run_ranks(2, globals()[what], folder, lasting == "1", int(every))))
 
 
 if __name__ == "__main__":

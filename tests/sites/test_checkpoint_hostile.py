@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from dcp_checkpoints import save_as_dcp
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sites import error_of, run_ranks
@@ -22,7 +23,7 @@ from states import assert_same, snapshot, train
 from test_checkpoint import built
 
 import loco
-from loco.checkpoints.manifest import read_manifest, sha256
+from loco.checkpoints.rank_manifest import read_manifest, sha256
 
 GIB = 1 << 30
 
@@ -209,12 +210,14 @@ def resumed_after(rank: int, folder: str, format: str) -> Any:
     """Two checkpoints; the newer one of rank 1 is spoilt in each way, and put right again."""
     kept, root = {}, Path(folder)
     net, optimizer = built()
-    with loco.Checkpoints(root, format=format) as checkpoints:
+    with loco.Checkpoints(root) as checkpoints:
         for step in range(8):
             train(net, optimizer, rank, range(step, step + 1))
             if step in (3, 7):
                 checkpoints.save(optimizer)
                 kept[optimizer.round] = snapshot(optimizer)
+    if format == "dcp":
+        save_as_dcp(root, rank)
     torch.distributed.barrier()
     rounds = root / "round-00000002"
     found, warned = {}, list[str]()

@@ -55,7 +55,7 @@ def alone(rank: int) -> tuple[bool, tuple[int, int, int], tuple[int, int, int]]:
     """Only site 0 evaluates, while site 1 waits elsewhere: there is nobody to send messages to."""
     net, _, optimizer = built(1)
     train(net, optimizer, rank, range(5))
-    view = optimizer._rounds.loop._view
+    view = optimizer._loop.views.current
     assert view is not None
     before = view.bytes_so_far
     if rank == 0:
@@ -171,7 +171,7 @@ def without_links(rank: int) -> tuple[tuple[str, str], bool, bool]:
     net, spread, optimizer = built(2)
     train(spread, optimizer, rank, range(4))
     kept = flat(net)
-    optimizer._rounds.loop._membership.give_up("")
+    optimizer._loop.views.membership.give_up("")
     failed = error_of(optimizer.eval)
     same = torch.equal(flat(net), kept)
     optimizer.sync()  # which builds new links

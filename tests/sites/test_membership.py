@@ -18,7 +18,7 @@ from torch import Tensor
 import loco
 from loco import kernels
 from loco.checkpoints import resize
-from loco.checkpoints.manifest import sha256
+from loco.checkpoints.rank_manifest import sha256
 from loco.checkpoints.resize import Roster, add_exactly, check_vector
 from loco.kernels import reference
 from loco.round.state import digest_of

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from dcp_checkpoints import save_as_dcp
 from scripted import bits
 from selection import CHECKPOINTS
 from sharded import Tied, assert_equal, build, divide, shard_of_whole, site_mesh, state, step_of
@@ -51,9 +52,11 @@ def resumed(rank: int, kind: str, how: str, folder: Path) -> bool:
             assert type(value) is torch.Tensor  # the local part
         torch.save(stopped, buffer)
     else:
-        with loco.Checkpoints(folder, format=how) as checkpoints:
+        with loco.Checkpoints(folder) as checkpoints:
             ema = [p.detach().clone() for p in optimizer.outer_state.parameters.params]
             checkpoints.save(optimizer, {"step": STOP, "ema": ema}, blocking=True)
+        if how == "dcp":
+            save_as_dcp(folder, rank)
     for step in range(STOP, STEPS):
         step_of(model, optimizer, topology.site, step)
     again, other = fresh(topology, kind, seed=1)
@@ -161,12 +164,14 @@ def in_layout(rank: int, layout: str, how: str, folder: Path, steps: range, expe
         shape = (2, 2) if layout == "2x2" else (4,)
         divide(model, init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split())))
     optimizer = build(model, "PulseLoCo", topology)
-    with loco.Checkpoints(folder, format=how) as checkpoints:
+    with loco.Checkpoints(folder) as checkpoints:
         resumed = checkpoints.load(optimizer, reshard=True)
         assert (resumed is None) == (steps.start == 0)
         for step in steps:
             step_of(model, optimizer, topology.site, step)
         checkpoints.save(optimizer, blocking=True)
+    if how == "dcp":
+        save_as_dcp(folder, rank)
     if expected:
         assert_equal(state(optimizer), shard_of_whole(expected[topology.site], optimizer))
     return state(optimizer)

@@ -154,7 +154,7 @@ def test_sites_that_come_and_go_adopt_no_weights() -> None:
     optimizer = loco.PulseLoCo(torch.optim.SGD(net.parameters(), lr=0.1), sync_every=2)
     train(net, optimizer, 2)
     before = pickle.dumps(optimizer.state_dict())
-    optimizer._rounds.loop._membership.others_may_be_ahead = True  # theirs
+    optimizer._loop.views.membership.others_may_be_ahead = True  # theirs
     with pytest.raises(ValueError, match="sites that come and go take θ from each other"):
         optimizer.adopt_weights()
     assert pickle.dumps(optimizer.state_dict()) == before

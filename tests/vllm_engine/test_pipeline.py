@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import loco
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.diary import Diary
 from experiments.pipeline.sampling.engine_vllm import VllmEngine
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}

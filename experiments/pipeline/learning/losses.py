@@ -11,20 +11,15 @@ none   −(1 / tokens) · Σ_t A · log π(token t), as if the weights had not c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.samples import Group
 from experiments.tasks.grpo import token_losses
 from experiments.tasks.rollout import pad
 from experiments.tasks.verified import answer_log_probabilities
-
-if TYPE_CHECKING:
-    from experiments.pipeline.config import PipelineConfig
-
-CORRECTIONS = ("aipo", "grpo", "none")
 
 
 def losses_of(

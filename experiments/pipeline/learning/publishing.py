@@ -12,7 +12,7 @@ from torch import nn
 import loco
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.diary import Diary
 from experiments.pipeline.sampling.engine import whole
 
 _logger = logging.getLogger(__name__)

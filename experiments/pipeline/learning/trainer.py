@@ -16,12 +16,12 @@ from experiments.errors import ExperimentError
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.diary import Diary
 from experiments.pipeline.learning.losses import loss_of
 from experiments.pipeline.learning.publishing import Publishing
-from experiments.pipeline.reporting.diary import Diary
 from experiments.pipeline.samples import Group
-from experiments.tasks import Seat
 from experiments.tasks.rollout import PublishedModel
+from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
 from experiments.training.loop import bf16_weights, evaluate, warm_up
 

@@ -13,7 +13,8 @@ from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.plan.prediction import Layout, predict
 from experiments.pipeline.plan.rates import Rates
-from experiments.reporting.plots import CYCLE, LOOK, plt, saved
+from experiments.reporting.charts import CYCLE, LOOK, plt, saved
+from experiments.reporting.markdown import markdown
 from experiments.settings.merging import derive
 
 _PAIRS = 10  # of layouts, of which the better one is predicted
@@ -50,17 +51,16 @@ def hold(
 
 def held_against(expected: dict[str, float], seen: dict[str, float]) -> str:
     """Markdown: answers per second of every layout, and of ten pairs which is the faster one."""
-    lines = ["| layout | answers/s, expected | measured | off by |", "|---|---|---|---|"]
-    for label in seen:
-        off = expected[label] / seen[label] - 1
-        lines.append(f"| {label} | {expected[label]:.0f} | {seen[label]:.0f} | {off:+.0%} |")
+    off = {label: expected[label] / seen[label] - 1 for label in seen}
+    rows = [[label, f"{expected[label]:.0f}", f"{seen[label]:.0f}", f"{off[label]:+.0%}"] for label in seen]
     pairs = list(itertools.combinations(sorted(seen), 2))
     chosen = random.Random(0).sample(pairs, min(_PAIRS, len(pairs)))
     right = sum((expected[a] > expected[b]) == (seen[a] > seen[b]) for a, b in chosen)
-    worst = max(abs(expected[label] / seen[label] - 1) for label in seen)
-    lines.append(f"\nThe better of two was predicted in {right} of {len(chosen)} pairs, chosen by a seed.")
-    lines.append(f"The largest error: {worst:.0%}.")
-    return "\n".join(lines) + "\n"
+    return (
+        markdown(("layout", "answers/s, expected", "measured", "off by"), rows)
+        + f"\nThe better of two was predicted in {right} of {len(chosen)} pairs, chosen by a seed.\n"
+        f"The largest error: {max(map(abs, off.values())):.0%}.\n"
+    )
 
 
 def draw_against(expected: dict[str, float], seen: dict[str, float], path: Path) -> None:

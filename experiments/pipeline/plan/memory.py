@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from experiments.pipeline.plan.config import PlanConfig
 from experiments.settings.config import require
-
-if TYPE_CHECKING:
-    from experiments.pipeline.plan.config import PlanConfig
 
 BF16 = 2  # bytes
 _TRAINING = 0.8  # share of a GPU's memory for what a site keeps; the rest is for activations

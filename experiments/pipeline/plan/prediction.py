@@ -84,10 +84,7 @@ def predict(rates: Rates, layout: Layout) -> Prediction:
     batch_s = rates.of_batch(layout.batch) + rates.lease_s
     most = (1 + layout.max_staleness) * layout.batches  # batches out at once
     at_work = min(layout.samplers, most)
-    bounds = {
-        "training": training + link_s + rates.publish_s,
-        "sampling": layout.batches * batch_s / at_work,
-    }
+    bounds = {"training": training + link_s + rates.publish_s, "sampling": layout.batches * batch_s / at_work}
     if layout.cores is not None:
         shared = rates.shared_s * work_of(rates, layout) + rates.call_s * layout.calls
         bounds["cores"] = shared / min(layout.cores, layout.parts)

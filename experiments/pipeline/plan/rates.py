@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from experiments.pipeline.plan.config import PlanConfig
 from experiments.pipeline.plan.memory import BF16, cache_bytes, for_cache
-
-if TYPE_CHECKING:
-    from experiments.pipeline.plan.config import PlanConfig
 
 _TRAINING, _FORWARD = 6, 2  # floating-point operations for each parameter and token
 

@@ -12,7 +12,8 @@ from experiments.pipeline.plan.config import PlanConfig
 from experiments.pipeline.plan.memory import ranks_that_fit
 from experiments.pipeline.plan.prediction import Layout, Prediction, predict
 from experiments.pipeline.plan.rates import Rates
-from experiments.reporting.plots import CYCLE, LOOK, plt, saved
+from experiments.reporting.charts import CYCLE, LOOK, plt, saved
+from experiments.reporting.markdown import markdown
 
 _BATCHES = sorted({round(1.1**k) for k in range(90)})  # answers that a device samples at once
 
@@ -66,18 +67,15 @@ def splits(config: PlanConfig, rates: Rates) -> list[Row]:
 
 
 def table(rows: Sequence[Row], best: Row) -> str:
-    lines = [
-        "| | training | sampling | answers at once | answers/s | longest staleness | bound by |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         layout, expected = row.layout, row.expected
-        lines.append(
-            f"| {'→' if row is best else ''} | {layout.sites} × {layout.ranks} | {layout.samplers} "
-            f"| {layout.batch:.0f} | {expected.answers_s:.1f} | {expected.staleness:.2f} "
-            f"| {expected.bound}{f', {row.limit}' if row.limit and expected.bound == 'sampling' else ''} |"
-        )
-    return "\n".join(lines) + "\n"
+        bound = expected.bound + (f", {row.limit}" if row.limit and expected.bound == "sampling" else "")
+        split = ["→" if row is best else "", f"{layout.sites} × {layout.ranks}", f"{layout.samplers}"]
+        speed = [f"{layout.batch:.0f}", f"{expected.answers_s:.1f}", f"{expected.staleness:.2f}"]
+        lines.append([*split, *speed, bound])
+    head = ("training", "sampling", "answers at once", "answers/s", "longest staleness", "bound by")
+    return markdown(["", *head], lines)
 
 
 def sentence(row: Row, max_staleness: int) -> str:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import loco
-from experiments.models.model import language_model
+from experiments.models.registry import language_model
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.diary import Diary
 from experiments.tasks.rollout import PublishedModel, Rollout, Weights, Words, sample
 
 POLL = 0.5  # seconds that the controller may take to report a newer version
@@ -33,19 +33,6 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def engine_of(config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> Engine:
-    """
-    Args:
-        url: where versions are published.
-    """
-    if config.engine == "vllm":
-        # An optional dependency, slow to import.
-        from experiments.pipeline.sampling.engine_vllm import VllmEngine
-
-        return VllmEngine(config, url, diary, newer)
-    return TorchEngine(config, url, diary, newer)
 
 
 def whole(url: str, version: int) -> str:

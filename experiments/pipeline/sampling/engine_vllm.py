@@ -21,7 +21,7 @@ import loco
 from experiments.errors import ExperimentError
 from experiments.models.huggingface import HuggingFaceWords
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.diary import Diary
 from experiments.pipeline.sampling.engine import Newer
 from experiments.tasks.rollout import Rollout, Words, text_of
 from loco.integrations.engines.vllm_source import URL_VARIABLE

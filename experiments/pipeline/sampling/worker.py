@@ -8,10 +8,10 @@ import torch
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.diary import Diary
+from experiments.pipeline.diary import Diary
 from experiments.pipeline.samples import Lease, Parcel, groups_of
-from experiments.pipeline.sampling.engine import POLL, engine_of
-from experiments.tasks import Seat
+from experiments.pipeline.sampling.engine import POLL, Engine, Newer, TorchEngine
+from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
 
 _TICKETS = 2  # a random stream, beside those of `experiments.tasks.verified`
@@ -76,3 +76,16 @@ class Worker:
             )
             for ticket, one, reward in zip(lease.tickets, groups, judged, strict=True)
         ]
+
+
+def engine_of(config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> Engine:
+    """
+    Args:
+        url: where versions are published.
+    """
+    if config.engine == "vllm":
+        # An optional dependency, slow to import.
+        from experiments.pipeline.sampling.engine_vllm import VllmEngine
+
+        return VllmEngine(config, url, diary, newer)
+    return TorchEngine(config, url, diary, newer)

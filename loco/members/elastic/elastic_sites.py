@@ -4,14 +4,11 @@ import json
 import logging
 import socket
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import ref
-
-import torch
 
 from ...coordination.hosted_store import Guests, HostedStore, host_at_port
 from ...coordination.rendezvous import Agreement, Alone
@@ -24,7 +21,6 @@ from ..fixed import CLOSED_BY_USER, FixedSites
 from ..own_world import check_one_site, own_world
 from .lighthouse import Lighthouse
 from .quorum import Claim, Plan, plan
-from .quorum_membership import QuorumMembership
 
 _logger = logging.getLogger(__name__)
 
@@ -241,11 +237,6 @@ class ElasticSites:
 
     def alone(self) -> Transport:
         return self._transport_among(None, [0], 0)
-
-    def membership(self, device: torch.device, setup: Mapping[str, Any]) -> QuorumMembership:
-        own = None if self.own is None else self.own.membership(device, setup)
-        common = {"sites": self.sites, "ranks_per_site": self.ranks_per_site} | dict(setup)
-        return QuorumMembership(self, own, json.dumps(common))
 
     def seat(self) -> dict[str, Any]:
         """A site is known by its name: its number is another one in every quorum. To its state and to its

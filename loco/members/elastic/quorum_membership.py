@@ -3,7 +3,10 @@
 import json
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 
 from ...coordination.authentication import StoreSeals
 from ...coordination.commit import decide
@@ -14,11 +17,9 @@ from ...errors import LocoError, NonFiniteError, PeerError, TransportError, Wire
 from ...net.links import Links
 from ..view import Standing, StatusReporter, View
 from ..world import WorldMembership
+from .elastic_sites import ElasticSites
 from .first_rank import FirstRank
 from .quorum import Claim, Plan, of_site
-
-if TYPE_CHECKING:
-    from .elastic_sites import ElasticSites
 
 MOST = 3  # rounds that fail among the same sites before it is said: repeating mends only who is gone
 _PAUSE = 0.2  # seconds between two looks at whether all have come to the start
@@ -31,16 +32,18 @@ class QuorumMembership:
     """The views of one optimizer over an `ElasticSites`: a quorum for each round.
 
     Args:
-        own: the views of this site's ranks; None: it has one.
+        device: where the optimizer's state lives.
         setup: what all sites of a run have in common.
     """
 
     others_may_be_ahead = True
 
-    def __init__(self, topology: "ElasticSites", own: WorldMembership | None, setup: str) -> None:
+    def __init__(self, topology: ElasticSites, device: torch.device, setup: Mapping[str, Any]) -> None:
         self._topology = topology
-        self._own = own
-        self._setup = setup
+        # The views of this site's ranks, if it has several.
+        self._own = None if topology.own is None else WorldMembership(topology.own, device)
+        common = {"sites": topology.sites, "ranks_per_site": topology.ranks_per_site}
+        self._setup = json.dumps(common | dict(setup))
         self._first = None if topology.own is None else FirstRank(topology.own)
         self._view: View | None = None
 
@@ -175,7 +178,7 @@ class QuorumHandover:
         me: this site's index among the members.
     """
 
-    def __init__(self, topology: "ElasticSites", plan: Plan, me: int) -> None:
+    def __init__(self, topology: ElasticSites, plan: Plan, me: int) -> None:
         self._topology = topology
         self._plan = plan
         self._me = me

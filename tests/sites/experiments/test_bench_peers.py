@@ -9,7 +9,7 @@ from selection import BASELINES
 
 from experiments.bench import peers
 from experiments.bench.measuring import read
-from experiments.bench.processes.sites import Sites
+from experiments.processes.sites import Sites
 
 ROUNDS = 3
 

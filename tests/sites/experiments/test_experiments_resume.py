@@ -96,7 +96,7 @@ def forget_newest(folder: Path, keep: str) -> None:
     ("ranks", "keep", "arguments"),
     [
         (2, "round-00000003", ["method=pulseloco"]),
-        (2, "round-00000003", ["method=pulseloco", "late_gate_gain=7.0", "value_steps=16"]),
+        (2, "round-00000003", ["method=pulseloco", "value_steps=16"]),
         (2, "round-00000003", ["method=pulseloco", "whole_ulps=true"]),
         (2, "round-00000003", ["method=diloco"]),
         (2, "step-00000024", ["method=ddp"]),

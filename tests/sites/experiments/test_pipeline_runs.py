@@ -14,7 +14,7 @@ import pytest
 from processes import gone
 from selection import COMMANDS
 
-from experiments.bench.processes.namespaces import why_not
+from experiments.processes.namespaces import why_not
 from experiments.processes.orphans import through
 
 pytest.importorskip("ray", reason="needs ray")
@@ -130,7 +130,8 @@ def test_a_run_goes_on_when_its_store_is_gone_for_a_while(tmp_path: Path) -> Non
         store.wait()
     assert "can't be published yet" in errors or "no newer weights for now" in errors
     assert set(found["staleness"]) == {"0"}
-    assert len(list((tmp_path / "served").glob("*/versions/*"))) == 41
+    # Beside them lies what the server was writing when it was killed.
+    assert len(list((tmp_path / "served").glob("*/versions/[0-9]*"))) == 41
 
 
 @pytest.mark.check(COMMANDS)

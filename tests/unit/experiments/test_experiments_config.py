@@ -7,7 +7,7 @@ import pytest
 
 from experiments.errors import ExperimentError
 from experiments.pipeline.compare import PipelineCompareConfig
-from experiments.settings.config import CompareConfig, RecordConfig, RunConfig, TrainConfig, check_world
+from experiments.settings.config import CompareConfig, RunConfig, TrainConfig, check_world
 from experiments.settings.merging import load, to_yaml
 
 
@@ -117,19 +117,6 @@ def test_steps_that_end_between_rounds_are_refused(method: str) -> None:
         load(TrainConfig, ["steps=100", f"method={method}"])
     with pytest.raises(ExperimentError, match=r"eval_every .* got 3, use 8"):
         load(TrainConfig, ["eval_every=3", f"method={method}"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["ranks_per_site=2"], "only sites of one rank can be recorded"),
-        (["gate=open"], "there are no entries to record"),
-        (["method=diloco"], "PULSELoCo is what is recorded, got method=diloco"),
-    ],
-)
-def test_what_has_no_entries_cannot_be_recorded(arguments: list[str], sentence: str) -> None:
-    with pytest.raises(ExperimentError, match=sentence):
-        load(RecordConfig, arguments)
 
 
 def test_one_trainer_runs_alone() -> None:

@@ -90,7 +90,6 @@ def made(
                 residual_norm=0.0 if dense else number / 10,
                 payload_bytes=FP32_PAYLOAD if dense else payload,
                 sent_bytes=sent / rounds,
-                received_bytes=sent / rounds,
                 exchange="dense" if dense else "gather",
                 union_density=None if method != "pulseloco" else number / 50,
                 visible=None if method != "pulseloco" else 0.02,
@@ -164,7 +163,7 @@ def cell(results: Sequence[Result], label: str, title: str) -> str:
 
 
 def reported(*, entries: int, norm: float, sent: int) -> dict[str, Any]:
-    sizes = dict.fromkeys(("payload_bytes", "sent_bytes", "received_bytes"), sent)
+    sizes = dict.fromkeys(("payload_bytes", "sent_bytes"), sent)
     about = {"round": 3, "step": 8, "exchange": "owner", "numel": 100}
     return about | sizes | {"entries": entries, "residual_norm": norm}
 
@@ -360,7 +359,7 @@ def test_results_json_holds_every_run_in_full(tmp_path: Path) -> None:
 def test_results_json_of_sixty_runs_stays_small(tmp_path: Path) -> None:
     results = [made(f"label {n % 12}", 1 / 3, seed=n // 12, rounds=30) for n in range(60)]
     write_document(Comparison.of(results), tmp_path / "results.json")
-    assert (tmp_path / "results.json").stat().st_size < 400_000
+    assert (tmp_path / "results.json").stat().st_size < 240_000
 
 
 @pytest.mark.usefixtures("unplotted")

@@ -16,7 +16,8 @@ from experiments.settings.config import (
     TransformerConfig,
     WarmStartConfig,
 )
-from experiments.tasks import Seat, task_of
+from experiments.tasks.registry import task_of
+from experiments.tasks.task import Seat
 
 CPU = torch.device("cpu")
 

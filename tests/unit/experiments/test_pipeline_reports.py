@@ -15,10 +15,9 @@ import loco
 from experiments.errors import ExperimentError
 from experiments.pipeline.compare import COLUMNS, PipelineCompareConfig, runs_of, table
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.reporting.curves import Curves
-from experiments.pipeline.reporting.diary import Notes
-from experiments.pipeline.reporting.figures import draw, figures
-from experiments.pipeline.reporting.report import page
+from experiments.pipeline.diary import Notes
+from experiments.pipeline.figures import figures
+from experiments.pipeline.report import Curves, draw, page
 from experiments.settings.merging import load
 
 

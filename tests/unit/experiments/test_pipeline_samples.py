@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from experiments.models.model import ByteTransformer
-from experiments.pipeline.learning.losses import CORRECTIONS, losses_of
+from experiments.pipeline.config import CORRECTIONS
+from experiments.pipeline.learning.losses import losses_of
 from experiments.pipeline.samples import Group, groups_of
 from experiments.settings.config import TransformerConfig
 from experiments.tasks.rollout import Rollout, Weights, sample

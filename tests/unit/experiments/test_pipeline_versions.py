@@ -10,8 +10,8 @@ from pipeline_parts import NobodysController, config_of
 from torch import Tensor
 
 import loco
+from experiments.pipeline.diary import Diary
 from experiments.pipeline.learning.publishing import Publishing
-from experiments.pipeline.reporting.diary import Diary
 from experiments.pipeline.sampling.engine import TorchEngine, whole
 
 

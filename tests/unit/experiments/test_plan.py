@@ -164,7 +164,6 @@ OTHER: dict[str, Any] = {
     "nesterov": False,
     "value_steps": 16,
     "error_feedback": False,
-    "momentum_before_gate": True,
     "wire": "float32",
     "exchange": "dense",
 }
@@ -215,6 +214,7 @@ def test_names_ports_and_patience_decide_nothing_and_all_else_does(name: str) ->
 def test_a_setting_that_is_gone_is_not_the_same() -> None:
     run = Run("A", TrainConfig(nproc=4))
     assert not run.same_as(run.stored() | {"forgotten": 1})
+    assert run.same_as(run.stored() | {"forgotten": None, "forgotten_switch": False})
     assert not run.same_as(run.stored() | {"arithmetic": run.stored()["arithmetic"] | {"forgotten": 1}})
 
 

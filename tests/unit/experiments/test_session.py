@@ -119,8 +119,8 @@ def result(config: dict[str, Any] | None = None) -> Result:
         ),
         rewards=(0.25, 0.5),
         rounds=(
-            Round(round=1, step=8, received_bytes=4.0, union_density=0.15, visible=0.05, age=1.5, **one),
-            Round(round=2, step=16, received_bytes=4.0, **one),
+            Round(round=1, step=8, union_density=0.15, visible=0.05, age=1.5, **one),
+            Round(round=2, step=16, **one),
         ),
         one_step_density=0.01,
         sent_bytes=1 / 3,
@@ -144,6 +144,17 @@ def test_scores_and_settings_come_back_from_their_file_to_the_last_digit(tmp_pat
     got = read(tmp_path / "a.json")
     assert got == sent
     assert run.same_as(got.config)
+
+
+def test_files_of_rounds_with_columns_that_are_no_longer_kept_can_be_read(tmp_path: Path) -> None:
+    store(result(), tmp_path / "a.json")
+    fields = json.loads((tmp_path / "a.json").read_text())
+    count = len(fields["rounds"]["round"])
+    whole = {k: v if isinstance(v, list) else [v] * count for k, v in fields["rounds"].items()}
+    assert whole != fields["rounds"]  # some are the same in all rounds, and stand there once
+    fields["rounds"] = whole | {"received_bytes": [1.0] * count}
+    (tmp_path / "old.json").write_text(json.dumps(fields))
+    assert read(tmp_path / "old.json") == result()
 
 
 def test_a_gain_is_positive_where_it_is_an_improvement() -> None:

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.models import warm_start
 from experiments.settings.config import ArithmeticConfig, TrainConfig, TransformerConfig, WarmStartConfig
-from experiments.tasks import Seat, verified
+from experiments.tasks import verified
 from experiments.tasks.problems import Problem, arithmetic, is_right
 from experiments.tasks.rollout import Rollout, sample
+from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
 
 CPU = torch.device("cpu")

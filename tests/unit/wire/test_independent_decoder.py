@@ -10,7 +10,7 @@ import torch
 from selection import ALL_VALUES
 from torch import Tensor
 
-from experiments.noise import Noise, simulate
+from experiments.noise import simulate
 from loco import kernels
 from loco.kernels import Entries, Gate, Known, MalformedError, reference_tight
 
@@ -51,14 +51,14 @@ def check(entries: Entries, known: Known) -> None:
 @pytest.mark.parametrize("outer_momentum", [0.9, 0.0], ids=["momentum", "plain"])
 @pytest.mark.parametrize("numel", [1, 63, 256, 1003, 20_000])
 def test_frames_of_noise(numel: int, outer_momentum: float) -> None:
-    known, sites = simulate(Noise(lr=3e-6, numel=numel, rounds=3, outer_momentum=outer_momentum))
+    known, sites = simulate(numel, 3e-6, rounds=3, outer_momentum=outer_momentum)
     for entries in (*sites[:2], kernels.add_up(sites, numel)):
         check(entries, known)
 
 
 @pytest.mark.check(ALL_VALUES)
 def test_frames_of_several_parts() -> None:
-    known, sites = simulate(Noise(lr=1e-6, numel=2 * PART + 300, rounds=2, sync_every=2))
+    known, sites = simulate(2 * PART + 300, 1e-6, rounds=2, sync_every=2)
     check(sites[0], known)
 
 

@@ -192,8 +192,8 @@ def test_headers_of_something_else_are_refused_by_name(changes: dict[str, Any], 
 
 RECORDS: list[Record] = [
     Announcement(
-        site=3, round=9, codec=2, lean=-7, enclosed_bytes=6, norm_bits=5, numel=1 << 40, entries=7,
-        payload_bytes=8, sums_bytes=9, digest=DIGEST,
+        site=3, round=9, codec=2, codec_time_ratio=-7, enclosed_bytes=6, norm_bits=5, numel=1 << 40,
+        entries=7, payload_bytes=8, sums_bytes=9, digest=DIGEST,
     ),
     Vote(site=3, round=9, status=Status.REPLICA, subject=1 << 31),
     FrameHeader(

@@ -1,1 +1,0 @@
-"""What an entry costs: coding it, and how few bits it could take."""

@@ -1,1 +1,0 @@
-"""Sites as processes, in a network of their own, for the benchmarks."""

@@ -1,0 +1,59 @@
+"""Turns what the parts noted into the figures of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from typing import Any
+
+from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.diary import Notes
+from experiments.reporting import machine
+
+
+def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[str, Any]:
+    """
+    begun, ended: when the first version was in the store, and when the last round was done.
+    seconds: between the two, without evaluations.
+    shares: of the time between the two, by part and by what it did.
+    """
+    begun = min(event["to"] for event in notes.events if event["what"] == "writing")
+    ended = max(event["to"] for event in notes.events if event["what"] == "exchanging")
+    spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in notes.events:
+        seconds = min(event["to"], ended) - max(event["from"], begun)
+        spent[event["part"]][event["what"]] += max(0.0, seconds)
+    evaluating = sum(by.get("evaluating", 0.0) for by in spent.values())
+    evaluations = [event for event in notes.events if event["what"] == "evaluating"]
+    counts = Counter(notes.counts)
+    reward = counts.pop("reward of groups, in thousandths", 0) / 1000 / max(1, counts["groups"])
+    used = sum(notes.staleness.values())
+    return {
+        "config": dataclasses.asdict(config),
+        "machine": machine.describe(),
+        "seconds": ended - begun - evaluating,
+        "seconds_per_step": (ended - begun - evaluating) / config.steps,
+        "begun": begun,
+        "ended": ended,
+        "evaluations": [
+            {"step": event["step"], "time": event["at"], "scores": event["scores"]}
+            for event in sorted(evaluations, key=lambda event: event["step"])
+        ],
+        "reward": reward,
+        "digests": digests,
+        "counts": dict(counts),
+        "staleness": dict(sorted(notes.staleness.items())),
+        "mean_staleness": sum(k * n for k, n in notes.staleness.items()) / max(1, used),
+        "shares": {
+            part: {what: seconds / (ended - begun) for what, seconds in by.items()}
+            for part, by in sorted(spent.items())
+        },
+        "said": notes.said,
+        "events": notes.events,
+    }
+
+
+def share_of_sites(found: dict[str, Any], doing: str) -> float:
+    """The share of the time that sites spend on this, on average."""
+    shares = [by.get(doing, 0.0) for by in found["shares"].values() if "training" in by]
+    return sum(shares) / len(shares)

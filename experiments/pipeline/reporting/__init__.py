@@ -1,1 +1,0 @@
-"""What the parts of a pipeline did, as figures, curves and a page."""

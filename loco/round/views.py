@@ -1,0 +1,212 @@
+"""The views that a rank's rounds run in, one after another, and what a lost one left undecided."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..coordination.commit import ABORT, COMMIT
+from ..errors import LocoError, TransportError, WireError
+from ..members.view import Membership, Standing, View, require_open
+from ..report import SyncReport
+from ..wire.refusal import Refused
+from .hooks import COUNTS, Phase
+from .inside_site import await_site
+from .joining.catch_up import catch_up_in_site
+from .joining.first_anchor import share_first_anchor
+from .joining.recovery import adopt_state, hand_over_state
+from .outer_state import OuterState
+from .round import Round
+from .state import digest_of
+
+_logger = logging.getLogger(__name__)
+
+
+class Views:
+    """Forms the view of each round, and brings a round to its end whose view was lost before.
+
+    Args:
+        state: of this rank.
+        membership: who takes part.
+
+    Attributes:
+        current: the latest one, over whose links this rank talks; None before the first.
+        pending: a round that this rank may have promised or applied, and whose end is missing.
+        committed: the name of the view that made the latest round.
+    """
+
+    def __init__(self, state: OuterState, membership: Membership) -> None:
+        self.current: View | None = None
+        self.pending: Round | None = None
+        self.committed = ""
+        self.membership = membership
+        membership.reconnects_by(self)
+        self._state = state
+        self._of_site: View | None = None  # over whose links the ranks of this site were last in one state
+
+    def begin(self) -> None:
+        """θ is site 0's weights, or those of the run that is under way, on all sites, verified; w =
+        cast(θ)."""
+        is_alone = self.membership.others_may_be_ahead
+        share_first_anchor(self._state, None if is_alone else self.form(ready=False, catches_up=False))
+        if is_alone:
+            self.arrive()
+
+    def arrive(self) -> bool:
+        """Hold the θ that the run holds; at the start of one, the first site's. -> whether it was given."""
+        attempts = self.membership.attempts()
+        while True:
+            view: View | None = None
+            try:
+                view = self.form(ready=False)
+                assert view.handover is not None
+                if view.handover.source is not None:
+                    self.adopt(view)
+                    return True
+                hand_over_state(self._state, view.handover)
+                with self.conversing():
+                    await_site(view.inside, phase="starting to train")
+                return False
+            except (TransportError, WireError) as error:
+                attempts.failed(view, error, refused=False, own_fault=False)
+
+    def form(self, *, ready: bool, catches_up: bool = True) -> View:
+        """The membership's view, once the ranks of a site hold the same weights in it."""
+        require_open(self._state.topology)
+        self._form_site(catches_up=catches_up)
+        state, pending = self._state, self.pending
+        in_doubt = pending is not None and pending.is_promised
+        view = self.membership.form(
+            Standing(
+                rounds_done=-1 if state.anchor_incomplete else state.rounds_done,
+                digest=lambda: digest_of(state.anchor),
+                ready=ready,
+                committed=self.committed,
+                doubt=pending.view.name if pending is not None and in_doubt else "",
+            )
+        )
+        self.current = view
+        return view
+
+    def reconnect(self) -> None:
+        """Form new links in this site with those who wait for them."""
+        self.membership.give_up("")
+        self._form_site()
+
+    def _form_site(self, *, catches_up: bool = True) -> None:
+        """Links inside this site, whose ranks are then in one state."""
+        state, before = self._state, self._of_site
+        if state.topology.ranks_per_site == 1:
+            return
+        view = self.membership.form_site()
+        if view is not before and catches_up:
+            committed = self.committed if self.membership.others_may_be_ahead else None
+            with self.conversing():
+                catch_up_in_site(state, view, self.pending, committed)
+        if view is not before:
+            self._of_site = self.current = view
+
+    def adopt(self, view: View) -> SyncReport:
+        """Take θ and m from another site."""
+        with self.conversing():
+            report = adopt_state(self._state, view)
+        self.committed = ""
+        return report
+
+    def serve(self, view: View) -> None:
+        """Give θ and m to the sites of a view that lack them."""
+        if view.handover is None:
+            return
+        try:
+            with self.conversing():
+                hand_over_state(self._state, view.handover)
+        except TransportError as error:  # the round is done; the receivers will ask again
+            _logger.warning("%s", error)
+
+    def settle(self, vote: str) -> SyncReport | None:
+        """Apply the pending round, if it counts -> its report.
+
+        Args:
+            vote: what this rank writes as the verdict, unless another rank was quicker.
+
+        Raises:
+            TransportError: it can't be settled now; the next call tries again.
+        """
+        pending = self.pending
+        if pending is not None and pending.is_promised:
+            require_open(self._state.topology)
+            pending.commit(vote)
+        if pending is None or pending.phase not in COUNTS:
+            self.pending = None
+            return None
+        if pending.phase is Phase.COMMITTED:
+            pending.apply()
+        self.committed = pending.view.name
+        view = self.current
+        if len(self._state.part.slices) > 1 and not pending.is_shared:
+            if view is not None and view.is_whole:
+                with self.conversing():
+                    pending.share(view)
+            else:
+                self._form_site()  # which ends with it
+        self.pending = None
+        return pending.report()
+
+    def settle_unless_told_later(self) -> SyncReport | None:
+        """Where sites come and go, the other ranks of this site, or else the next view, tell what became of a
+        round in doubt."""
+        pending = self.pending
+        if pending is not None and pending.is_promised and self.membership.others_may_be_ahead:
+            self._form_site()
+            if pending.is_promised:
+                return None
+        return self.settle(ABORT)
+
+    def settle_as_told(self, view: View) -> SyncReport | None:
+        """By the verdict that the members of a new view report."""
+        if self.pending is None or view.committed is None:
+            return None
+        self.pending.learn_verdict(committed=view.committed)
+        return self.settle(COMMIT)
+
+    def undecided_round(self) -> int | None:
+        """The number of the interrupted round of which this rank does not know yet whether it counts.
+
+        Raises:
+            LocoError: the interrupted round counts and is applied, but this rank's weights lack the part that
+                the other ranks of its site hold.
+        """
+        self._state.check_whole()
+        pending = self.pending
+        if pending is None or not (pending.is_promised or pending.phase in COUNTS):
+            return None
+        if not pending.is_promised:
+            raise LocoError(
+                f"round {pending.number} was interrupted before the ranks of this site had shared its "
+                f"result: call settle(), sync() or step() on every rank to complete it"
+            )
+        return pending.number
+
+    def tell_step(self, local_step: int) -> None:
+        """What those who wait for this rank may want to know."""
+        if self.current is not None:
+            state = self._state
+            steps = f"step {local_step} of {state.settings.sync_every}"
+            self.current.liveness.say(f"computing, {steps} after round {state.rounds_done}")
+
+    @contextmanager
+    def conversing(self) -> Iterator[None]:
+        """Around messages that all ranks exchange in one order. A rank that leaves early hangs up, so that no
+        message of a repeat is taken for one that a peer still waits for. All ranks refuse together, which
+        leaves links whole."""
+        try:
+            yield
+        except Refused:
+            raise
+        except BaseException as error:
+            self.hang_up(error)
+            raise
+
+    def hang_up(self, error: BaseException) -> None:
+        said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
+        # Do not repeat peers' reports.
+        self.membership.give_up(said.partition("; last heard of")[0])
