@@ -11,7 +11,7 @@ from ..wire.records import Announcement
 SWITCH_RATIO = 1.1  # how much quicker a codec must be that sends more bytes
 RETRY_AFTER_ROUNDS = 16  # at least, before a slower codec is tried again
 RETRY_BUDGET = 0.02  # share of the time that trying it may cost
-ROUNDS_NEEDED, ROUNDS_REMEMBERED = 2, 3  # of a codec at first, and of which the quickest counts
+ROUNDS_NEEDED, ROUNDS_REMEMBERED = 2, 3  # try each codec twice; compare the fastest of the last three
 ROUNDS_PER_TRIAL = 3  # until it is known that there were ROUNDS_NEEDED
 STALE_AFTER_ROUNDS = 8  # what a codec took no longer counts as what it takes
 ONE_ROUND_RATIO = 1.25  # a codec that took so many times as long when tried again needs no second round

@@ -150,7 +150,7 @@ class OuterLoop:
         self._masters.check()
 
     def _run_once(self, current: Round) -> SyncReport:
-        """Steps 2 to 8. If they fail once this rank has promised the round, the register knows the verdict.
+        """Steps 2 to 8. If they fail once this rank has promised the round, its verdict decides.
 
         Raises:
             Refused: by all ranks together; their links are whole.

@@ -5,7 +5,7 @@
 
 Up to `vote` nothing is written: a round that fails leaves θ, m, e and w as they were, and all ranks can
 repeat it. From the moment that this rank has voted for it, the others may count on it: if its links break
-then, the round is in doubt, and the register of verdicts says what became of it.
+then, the round is in doubt, and the log of verdicts says what became of it.
 
 Whatever goes wrong on a rank between two messages becomes its vote against the round, so that no other rank
 is left waiting. Only a lost link can't be voted on.
@@ -103,7 +103,7 @@ class Round:
 
         Raises:
             Refused: by all ranks together; nothing was written.
-            TransportError, WireError: a link is lost. If `is_promised`, the register knows the verdict.
+            TransportError, WireError: a link is lost. If `is_promised`, the log of verdicts has the verdict.
         """
         with self.state.memory.used():
             self.encode()
@@ -200,10 +200,10 @@ class Round:
         self._enter(Phase.VOTED)
 
     def commit(self, vote: str = COMMIT) -> bool:
-        """Write this rank's vote into the register -> whether the round counts, on all ranks.
+        """Write the verdict, unless another rank was quicker -> whether the round counts, on all ranks.
 
         Raises:
-            TransportError: the register does not answer; it can be asked again.
+            TransportError: the store does not answer; it can be asked again.
         """
         self.learn_verdict(committed=self.view.verdicts.on(self.number, vote) == COMMIT)
         return self.phase is Phase.COMMITTED

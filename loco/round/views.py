@@ -126,7 +126,7 @@ class Views:
         """Apply the pending round, if it counts -> its report.
 
         Args:
-            vote: this rank's, for the register, if no other rank was quicker.
+            vote: what this rank writes as the verdict, unless another rank was quicker.
 
         Raises:
             TransportError: it can't be settled now; the next call tries again.
@@ -208,5 +208,5 @@ class Views:
 
     def hang_up(self, error: BaseException) -> None:
         said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
-        # Peers' own reports are not repeated.
+        # Do not repeat peers' reports.
         self.membership.give_up(said.partition("; last heard of")[0])

@@ -258,7 +258,7 @@ def saved_after_a_failed_round(rank: int, folder: Path) -> tuple[str, int]:
         def lose(*_: Any) -> Any:
             raise loco.TransportError("lost a link (injected)")
 
-        patch.setattr("loco.exchange.stream.Stream.arrived", lose)
+        patch.setattr("loco.exchange.stream.FrameStream.arrived", lose)
         kind = error_of(optimizer.step)[0]
     if rank == 1:
         time.sleep(2.0)  # the others wait for one who has left, and is expected back
