@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import loco
+from loco.coordination import commit
 from loco.errors import TransportError
 from loco.exchange import EXCHANGES
 from loco.members.elastic import quorum_membership
@@ -382,7 +383,7 @@ class _Site:
 
     def lose_the_verdict(self) -> None:
         """In the next round: the last vote does not reach this site, nor does the store answer."""
-        site, vote, decide = self, Round.vote, quorum_membership.decide
+        site, vote, decide = self, Round.vote, commit.decide
         self.lost = False
 
         def lose(self: Round) -> None:
@@ -398,7 +399,7 @@ class _Site:
             raise TransportError("the store does not answer")
 
         self.cut = True
-        Round.vote, quorum_membership.decide = lose, no_answer
+        Round.vote, commit.decide = lose, no_answer
 
 
 def _give_half(

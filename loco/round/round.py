@@ -304,9 +304,7 @@ class Round:
     def _framing(self, encoded: Encoded) -> Framing:
         state, view = self.state, self.view
         known = Known(state.anchor, state.momentum, state.gate or kernels.Gate())
-        return Framing(
-            view.site, view.across.device, self._codec, known, round=self.number, digest=encoded.digest
-        )
+        return Framing(view.site, self._codec, known, round=self.number, digest=encoded.digest)
 
     def _chosen_exchange(self, own: Entries) -> str:
         """The same on all sites: by what the user said, or by all sites' announcements."""

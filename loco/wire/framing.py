@@ -17,11 +17,12 @@ from .records import RECORD_BYTES, FrameHeader, Kind
 
 LEAST, MOST = 1 << 20, 1 << 23  # elements: some 300 kB to 2.4 MB at a density of 6%
 FEW, MANY = 8, 32  # frames
+_HOST = torch.device("cpu")
 
 
 class Frame(NamedTuple):
     header: FrameHeader
-    body: Tensor  # uint8, on the transport's device
+    body: Tensor  # uint8, in host memory
     whole: Tensor | None = None  # if the body has its header in front of it
 
     def in_one_piece(self) -> Tensor:
@@ -62,18 +63,14 @@ class Framing:
 
     Args:
         site: this one's number.
-        device: where messages must lie.
         codec: of this site's frames; a peer may use another.
         known: θ, m and the gate before the round, of all elements.
         round: its number.
         digest: of θ.
     """
 
-    def __init__(
-        self, site: int, device: torch.device, codec: Codec, known: Known, *, round: int, digest: int
-    ) -> None:
+    def __init__(self, site: int, codec: Codec, known: Known, *, round: int, digest: int) -> None:
         self.site = site
-        self.device = device
         self.codec = codec
         self.known = known
         self.round = round
@@ -105,13 +102,11 @@ class Framing:
         if kind != Kind.SUMS:
             self.coded_entries += header.entries
             self.coded_bytes += RECORD_BYTES + body.numel()
-        if not ahead or self.device.type != "cpu":  # a header travels alone
-            return Frame(header, body.to(self.device))
-        if whole.device != self.device:
-            whole = whole.to(self.device)
-            body = whole[ahead:]
+        whole = whole.cpu()
+        if not ahead:
+            return Frame(header, whole)
         whole.numpy().data[:ahead] = header.pack()
-        return Frame(header, body, whole)
+        return Frame(header, whole[ahead:], whole)
 
     @property
     def sizes_are_known(self) -> bool:
@@ -121,7 +116,7 @@ class Framing:
     def room(self, at: slice) -> Tensor:
         """For the body of a frame of these elements, where sizes are known."""
         numel = at.stop - at.start
-        return recycled(self.codec.most_bytes(numel, numel), torch.uint8, self.device)
+        return recycled(self.codec.most_bytes(numel, numel), torch.uint8, _HOST)
 
     def most_rooms(self, count: int) -> Sequence[Tensor]:
         """For any frames of this vector in one piece, of any codec. Only the pages that are written take
@@ -131,7 +126,7 @@ class Framing:
         most = max(codec.most_bytes(numel, numel) for codec in CODECS.values())
         # In whole records, so that each room, and the values in it, begin at a multiple of four.
         size = RECORD_BYTES * (1 + -(-most // RECORD_BYTES))
-        return recycled(count * size, torch.uint8, self.device, at_most=True).split(size)
+        return recycled(count * size, torch.uint8, _HOST, at_most=True).split(size)
 
     def failed(self, at: slice, number: int, kind: Kind) -> Frame:
         """In the place of a frame that this site can't make; its vote will say why. The peers wait for a body

@@ -42,7 +42,7 @@ def framing(numel: int, codec: Codec = FAST, site: int = 2) -> Framing:
     anchor, momentum = (
         torch.from_numpy((0.02 * rng.standard_normal(numel)).astype(np.float32)) for _ in "ab"
     )
-    return Framing(site, torch.device("cpu"), codec, Known(anchor, momentum, Gate()), round=7, digest=DIGEST)
+    return Framing(site, codec, Known(anchor, momentum, Gate()), round=7, digest=DIGEST)
 
 
 def send(entries: Entries, numel: int, codec: Codec = FAST) -> Frame:
