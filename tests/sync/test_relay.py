@@ -64,7 +64,7 @@ def test_eight_readers_at_once_cost_one_download(chain: Chain) -> None:
 def test_a_slow_download_is_not_taken_for_a_relay_that_is_down(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_module, "_SIGN_OF_LIFE", 0.05)
+    monkeypatch.setattr(relay_module, "_KEEP_ALIVE", 0.05)
     chain.upstream.write("versions/1", DATA)
     chain.proxy.answers_pass.clear()
     parts = urlsplit(chain.relay.url)
