@@ -21,7 +21,8 @@ from experiments.processes.namespaces import Network, leave_network
 
 # Forked from a server that has torch loaded, a site starts in a tenth of a second.
 _context = mp.get_context("forkserver")
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "loco"]
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
+_PRELOAD += ["loco.checkpoints.checkpoints", "loco.members.sites", "loco.optimizer"]
 _actor: Any = None  # of this process, if it is a site
 
 

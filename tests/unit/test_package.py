@@ -26,7 +26,7 @@ FLOORS = (
     *("errors", "logs", "config", "presets", "report", "version"),
     *("sync", "coordination", "net", "wire", "members", "exchange", "parameters", "inner", "setup_warnings"),
     *("round", "checkpoints"),
-    *("surface", "optimizer", "attach"),
+    *("surface", "optimizer", "attached"),
     *("integrations",),
 )
 
@@ -307,3 +307,16 @@ def test_without_the_extras_all_works_but_what_names_its_extra(wheel: Path, tmp_
     assert "the kernels for GPUs need triton, loco's extra `gpu` (" in kernels
     assert kernels.endswith("): pip install 'triton>=3.6'")
     assert elastic.startswith("sites that come and go need torchft, loco's extra `elastic` (")
+
+
+def test_every_public_name_is_found_when_it_is_first_used() -> None:
+    program = "import loco; print([name for name in loco.__all__ if getattr(loco, name) is None])"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
+
+
+def test_weights_are_received_without_the_rounds_modules() -> None:
+    program = "import sys, loco.sync; print(*(name for name in sys.modules if name.startswith('loco.')))"
+    loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+    rooms = {name.split(".")[1] for name in loaded}
+    assert "sync" in rooms
+    assert not rooms & {"round", "members", "checkpoints", "net", "exchange", "parameters", "optimizer"}
