@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -207,6 +208,40 @@ def test_the_store_outlives_its_hosts_program_as_long_as_others_need_it() -> Non
         ended[name] = said, errors
     assert ended["b"][0] == "done 3\n"
     assert "no answer" not in ended["b"][1]
+
+
+def test_sites_meet_at_a_store_that_none_of_them_hosts() -> None:
+    """The first to end serves nobody and so ends at once, and a second run meets there."""
+    at = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "loco.meet", at]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as host:
+        try:
+            assert host.stdout is not None
+            assert f"LOCO_AT=<this machine>:{at.rpartition(':')[2]}" in host.stdout.readline()
+            again = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert (again.returncode, again.stdout) == (2, "")
+            assert "is not an address of this machine, or is in use" in again.stderr
+            program = PROGRAM.format(tests=str(Path(__file__).parents[1]), late=0.0)
+            for _ in range(2):
+                told = {"LOCO_SITES": "2", "LOCO_AT": at, "OMP_NUM_THREADS": "1"}
+                running = [
+                    subprocess.Popen(
+                        [sys.executable, "-c", program],
+                        env=os.environ | told | {"LOCO_SITE": name},
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
+                    for name in ("a", "b")
+                ]
+                for process in running:
+                    errors = process.communicate(timeout=60)[1]
+                    assert process.returncode == 0, errors
+                    assert "serves the others" not in errors
+            host.send_signal(signal.SIGINT)
+            assert host.wait(timeout=30) == 130
+        finally:
+            host.kill()
 
 
 def knows_its_site_by_variables(rank: int) -> tuple[str, int]:

@@ -26,7 +26,7 @@ FLOORS = (
     *("errors", "logs", "config", "presets", "report", "version"),
     *("sync", "coordination", "net", "wire", "members", "exchange", "parameters", "inner", "setup_warnings"),
     *("round", "checkpoints"),
-    *("surface", "optimizer", "attached"),
+    *("meet", "surface", "optimizer", "attached"),
     *("integrations",),
 )
 
@@ -145,7 +145,7 @@ def wing_of(module: str) -> str:
         return first if first == "experiments" else "kernels" if "kernels" in (first, room) else ""
     if room in FLOORS[FLOORS.index("surface") : FLOORS.index("integrations")]:
         return "surface"
-    if room in ("errors", "logs", "config", "presets", "report", "version", "setup_warnings"):
+    if room in ("errors", "logs", "config", "presets", "report", "version", "setup_warnings", "meet"):
         return ""
     return room if room in FLOORS else "public" if room != "__version__" else ""
 
