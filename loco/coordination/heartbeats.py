@@ -90,12 +90,12 @@ class Heartbeats(Protocol):
         ...
 
     def watching(
-        self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", reunion: bool = False
+        self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", left_may_return: bool = False
     ) -> AbstractContextManager[None]:
         """Listen to `ranks` while the body runs. `alarm` is called at most once, by another thread.
 
         link: the one on which they are waited for.
-        reunion: ranks that have left are expected back; only ranks that have ended count as lost.
+        left_may_return: ranks that have left are expected back; only ranks that have ended count as lost.
         """
         ...
 
@@ -125,7 +125,7 @@ class NoHeartbeats:
         pass
 
     def watching(
-        self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", reunion: bool = False
+        self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", left_may_return: bool = False
     ) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -176,7 +176,7 @@ def guarded(
     phase: str,
     named: Callable[[Sequence[int]], str],
     link: str = "",
-    reunion: bool = False,
+    left_may_return: bool = False,
     on_loss: Callable[[], object] = lambda: None,
     raises: bool = True,
 ) -> Iterator[Guard]:
@@ -185,7 +185,7 @@ def guarded(
     Args:
         phase: what the wait is for.
         named: names ranks in errors.
-        link, reunion: as `Heartbeats.watching`.
+        link, left_may_return: as `Heartbeats.watching`.
         on_loss: called at most once, by another thread: ends the wait.
         raises: if a rank was lost, an error of the body is raised as a TransportError that names it.
 
@@ -193,11 +193,11 @@ def guarded(
         TransportError: names who was lost. It is lasting unless that rank has only given up this round.
     """
     guard = Guard(lambda loss: liveness.describe(loss, named), on_loss)
-    with liveness.watching(ranks, guard.notice, link=link, reunion=reunion):
+    with liveness.watching(ranks, guard.notice, link=link, left_may_return=left_may_return):
         try:
             yield guard
         except (RuntimeError, ValueError) as error:
             if not raises or guard.loss is None or isinstance(error, AuthenticationError):
                 raise
-            lasting = reunion or not guard.loss.gone
+            lasting = left_may_return or not guard.loss.gone
             raise TransportError(f"{phase}: {guard.sentence}", lasting=lasting) from error

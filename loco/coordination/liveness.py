@@ -121,9 +121,9 @@ class Liveness:
 
     @contextmanager
     def watching(
-        self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", reunion: bool = False
+        self, ranks: Sequence[int], alarm: Alarm, *, link: str = "", left_may_return: bool = False
     ) -> Iterator[None]:
-        gone = (ENDED,) if reunion else (LEFT, ENDED)
+        gone = (ENDED,) if left_may_return else (LEFT, ENDED)
         watch = Watch(tuple(ranks), alarm, self.dead_after * _ALLOWED / BEATS, gone, link)
         self._pulse.watches.append(watch)
         try:

@@ -49,7 +49,9 @@ class BarrierContext:
     def guarded(self, phase: str, *, raises: bool = True) -> AbstractContextManager[Guard]:
         """Watch the other ranks."""
         others = [other for other in range(self.world) if other != self.rank]
-        return guarded(self.liveness, others, phase=phase, named=self.named, reunion=True, raises=raises)
+        return guarded(
+            self.liveness, others, phase=phase, named=self.named, left_may_return=True, raises=raises
+        )
 
 
 class ReconnectBarrier:

@@ -183,7 +183,7 @@ class SiteDirectory:
         """-> whether, within some seconds, one of them was found dead, or the list has changed."""
         lost: list[Loss] = []
         deadline, changed = time.monotonic() + seconds, False
-        with self._liveness.watching([one.process for one in arrivals], lost.append, reunion=True):
+        with self._liveness.watching([one.process for one in arrivals], lost.append, left_may_return=True):
             while not lost and not changed and time.monotonic() < deadline:
                 time.sleep(_POLL)
                 changed = _Listing.of(self._entry.read()) != listing

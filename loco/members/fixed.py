@@ -161,7 +161,7 @@ class FixedSites:
         """
         meshes: list[Mesh] = []
         with guarded(
-            self.liveness, self._others, phase="connecting", named=self._named, reunion=True
+            self.liveness, self._others, phase="connecting", named=self._named, left_may_return=True
         ) as guard:
             # All have met, and have nothing else to do.
             limit = max(2 * self.dead_after, 20 * self.store.round_trip)
@@ -220,7 +220,9 @@ class FixedSites:
 
     def all_ranks(self) -> Transport:
         """The link to every rank of the world, for messages that fit any memory."""
-        return self._transport(self._ranks.all_ranks(), list(range(self._ranks.world)), "rank", reunion=True)
+        return self._transport(
+            self._ranks.all_ranks(), list(range(self._ranks.world)), "rank", left_may_return=True
+        )
 
     def _agree(self, key: bytes | None) -> bytes:
         """-> what names this session. Every rank has put random bytes of its own into it, so it is no older
@@ -269,7 +271,7 @@ class FixedSites:
         member: str,
         link: str = "",
         *,
-        reunion: bool = False,
+        left_may_return: bool = False,
     ) -> Transport:
         rank = ranks.index(self._ranks.rank)
         return Transport(
@@ -282,7 +284,7 @@ class FixedSites:
             member=member,
             link=link,
             seals=self._seals_of(mesh.name, rank) if mesh.takes_seals else None,
-            reunion=reunion,
+            left_may_return=left_may_return,
         )
 
     def _seals_of(self, name: str, rank: int) -> MessageSeals | None:

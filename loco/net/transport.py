@@ -37,7 +37,7 @@ class Transport:
         member: what a member is called in errors, e.g. "site".
         link: the name under which a member that gives this group up says so.
         seals: prove that messages are genuine; None: they are believed.
-        reunion: what is said here is not part of a round, and concerns also those who have left one.
+        left_may_return: as `Heartbeats.watching`: what is said here is not part of a round.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Transport:
         member: str,
         seals: MessageSeals | None = None,
         link: str = "",
-        reunion: bool = False,
+        left_may_return: bool = False,
     ) -> None:
         self.mesh = mesh
         self.rank, self.size = rank, len(ranks)
@@ -60,7 +60,7 @@ class Transport:
         self.liveness = liveness
         self.timeout, self.patience = timeout, patience
         self.member, self.link = member, link
-        self._seals, self._reunion = seals, reunion
+        self._seals, self._left_may_return = seals, left_may_return
         self._ranks = list(ranks)
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -216,7 +216,7 @@ class Transport:
             phase=phase,
             named=self._named,
             link=self.link,
-            reunion=self._reunion,
+            left_may_return=self._left_may_return,
             on_loss=self.mesh.interrupt,
         ):
             yield

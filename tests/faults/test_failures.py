@@ -388,7 +388,7 @@ def test_who_is_interrupted_when_its_links_are_complete_keeps_nobody_waiting() -
 HERE = "run/reconnect/here"  # the store's key
 
 
-def reunion(store: Any, rank: int, patience: float, key: bytes | None = None) -> ReconnectBarrier:
+def barrier(store: Any, rank: int, patience: float, key: bytes | None = None) -> ReconnectBarrier:
     return ReconnectBarrier(
         BarrierContext(
             store=store,
@@ -412,10 +412,10 @@ def test_an_interrupted_arrival_is_taken_back(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(ReconnectBarrier, "_pause", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
-            reunion(store, 0, 30.0).meet("here")
+            barrier(store, 0, 30.0).meet("here")
     assert store.get(HERE) == b"0:"
     with pytest.raises(loco.TransportError, match="1 of 2 ranks came"):  # itself, not itself twice
-        reunion(store, 0, 0.1).meet("here")
+        barrier(store, 0, 0.1).meet("here")
 
 
 def test_ctrl_c_is_ctrl_c_also_if_the_store_does_not_answer_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,14 +430,14 @@ def test_ctrl_c_is_ctrl_c_also_if_the_store_does_not_answer_any_more(monkeypatch
 
     monkeypatch.setattr(ReconnectBarrier, "_pause", ctrl_c)
     with pytest.raises(KeyboardInterrupt):
-        reunion(store, 0, 30.0).meet("here")
+        barrier(store, 0, 30.0).meet("here")
 
 
 @pytest.mark.parametrize("old", [None, 0, 1])
 def test_a_meeting_never_has_the_number_of_an_earlier_one(old: int | None) -> None:
     """Somebody removes the meetings that were held from the store, or writes an older value again."""
     store, values = HashStore(), []
-    pair = [reunion(store, rank, 30.0, b"sixteen bytes and a few") for rank in range(2)]
+    pair = [barrier(store, rank, 30.0, b"sixteen bytes and a few") for rank in range(2)]
 
     def held() -> list[int]:
         with ThreadPoolExecutor() as pool:
@@ -485,9 +485,9 @@ def test_two_optimizers_that_reconnect_do_not_meet_each_other() -> None:
 def test_who_gives_up_a_meeting_is_not_counted_when_the_others_come() -> None:
     store = HashStore()
     with pytest.raises(loco.TransportError, match=r"1 of 2 ranks came within 0\.1 s"):
-        reunion(store, 0, 0.1).meet("here")
+        barrier(store, 0, 0.1).meet("here")
     assert store.get(HERE) == b"0:"
-    pair = [reunion(store, rank, 30.0) for rank in range(2)]
+    pair = [barrier(store, rank, 30.0) for rank in range(2)]
     for number in range(2):  # the same key serves every meeting
         with ThreadPoolExecutor() as pool:
             both = [pool.submit(one.meet, "here") for one in pair]

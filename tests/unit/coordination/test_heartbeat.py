@@ -33,12 +33,12 @@ def losses_while(
     happens: Callable[[], object],
     *,
     within: float = 4 * DEAD_AFTER,
-    reunion: bool = False,
+    left_may_return: bool = False,
     link: str = "",
 ) -> list[Loss]:
     """What is noticed of rank 1 in some time after something happens."""
     found: list[Loss] = []
-    with listener.watching([1], found.append, reunion=reunion, link=link):
+    with listener.watching([1], found.append, left_may_return=left_may_return, link=link):
         happens()
         deadline = time.monotonic() + within
         while not found and time.monotonic() < deadline:
@@ -160,13 +160,13 @@ def test_who_is_late_is_not_silent_to_a_listener_that_is_late_itself() -> None:
     assert loss.silent == (1,)
 
 
-def test_who_leaves_says_why_and_is_expected_at_a_reunion() -> None:
+def test_who_leaves_says_why_and_may_return() -> None:
     listener, other = pair(HashStore())
     [loss] = losses_while(listener, lambda: other.leave("round 7: lost site 2"))
     assert loss.gone == (1,)
     text = listener.describe(loss, lambda ranks: f"site {ranks[0]}")
     assert text == "site 1 has left: round 7: lost site 2"
-    assert losses_while(listener, lambda: None, reunion=True) == []
+    assert losses_while(listener, lambda: None, left_may_return=True) == []
     other.say("round 7, encoding")
     assert losses_while(listener, lambda: None) == []  # it is back
 
@@ -197,7 +197,7 @@ def test_who_left_a_link_has_left_it_for_good() -> None:
 
 def test_who_ends_is_not_expected_back() -> None:
     listener, other = pair(HashStore())
-    [loss] = losses_while(listener, other.close, reunion=True)
+    [loss] = losses_while(listener, other.close, left_may_return=True)
     assert loss.gone == (1,)
     assert listener.last_words(1) == "its program has ended, or dropped its optimizer"
 
