@@ -67,7 +67,7 @@ def silent(site: str = "1") -> dict[str, Any]:
     says = f"no heartbeat from site {site}"
     noticed = rf"{says} within \S+ s: dead, stopped or cut off"
     # By itself, or because another site that noticed it a moment earlier has hung up.
-    return {"says": says, "text": rf".*: ({noticed}; last heard of: |site \d has left: .*: {noticed})"}
+    return {"says": says, "text": rf".*: ({noticed}; last heard of: |site \w+ has left: .*: {noticed})"}
 
 
 TWO = Setup(world=4, ranks_per_site=2)
@@ -79,7 +79,7 @@ KILLED_LATE: dict[str, Any] = {**KILLED, "afterwards": ONE_VERDICT_RESTARTED}
 LINK: dict[str, Any] = {"what": "cut", "flow": "link", "afterwards": AS_BEFORE, "setup": CUT}
 LINK_MENDED: dict[str, Any] = {**LINK, "afterwards": ONE_VERDICT}
 # A site that is cut off says what a rank of a site of two says who waits for it; neither names the other's.
-ANY_OF_TWO = r".*(lost|left|no heartbeat from) ?(another )?(rank|site)|.*site \d has left"
+ANY_OF_TWO = r".*(lost|left|no heartbeat from) ?(another )?(rank|site)|.*site \w+ has left"
 NO_STORE = "no answer from the sites' store"
 
 

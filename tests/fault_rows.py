@@ -42,7 +42,7 @@ ROWS = (
         phases=("checkpoint",),
         **{**STOPPED, "afterwards": SAVED_AGAIN},
         says="no heartbeat from site 1",
-        text=r"after saving round 1: no heartbeat from site 1 .* \(so site \d gave it up\)",
+        text=r"after saving round 1: no heartbeat from site 1 .* \(so site \w+ gave it up\)",
     ),
     Row(fault="stopped in the repeat", phases=AGAIN, **STOPPED, **silent(), dead_afters=2),
     Row(
@@ -86,14 +86,14 @@ ROWS = (
         phases=ROUND,
         **KILLED,
         says="lost site 1",
-        text=r"round 2, .*: (lost site|lost another site|site \d has left)",
+        text=r"round 2, .*: (lost site|lost another site|site \w+ has left)",
     ),
     Row(
         fault="killed at the end of a round",
         phases=END,
         **KILLED,
         says="lost site 1",
-        text=r".*(lost (site|rank|another)|site \d has left|no heartbeat from (site|rank) 1)",
+        text=r".*(lost (site|rank|another)|site \w+ has left|no heartbeat from (site|rank) 1)",
         dead_afters=2,
     ),
     Row(
@@ -101,7 +101,7 @@ ROWS = (
         phases=AGAIN,
         **KILLED,
         says="no heartbeat from site 1",
-        text=r".*(no heartbeat from site 1|lost (site|another)|site \d has left)",
+        text=r".*(no heartbeat from site 1|lost (site|another)|site \w+ has left)",
         dead_afters=2,
     ),
     Row(
@@ -109,14 +109,14 @@ ROWS = (
         phases=("checkpoint",),
         **KILLED,
         says="no heartbeat from site 1",
-        text=r"after saving round 1: no heartbeat from site 1 .* \(so site \d gave it up\)",
+        text=r"after saving round 1: no heartbeat from site 1 .* \(so site \w+ gave it up\)",
     ),
     Row(
         fault="site 0 killed",
         phases=("inner step", "payload"),
         **KILLED,
         says="lost site 0",
-        text=r"round 2, .*: (lost site|lost another site|site \d has left)",
+        text=r"round 2, .*: (lost site|lost another site|site \w+ has left)",
         victims=(0,),
         by=(1, 2),
     ),
@@ -138,7 +138,7 @@ ROWS = (
         afterwards=AS_BEFORE,
         who="all",
         says="lost site …",
-        text=r"round 2, .*(lost (site|another)|site \d has left)",
+        text=r"round 2, .*(lost (site|another)|site \w+ has left)",
         by=(0, 1, 2),
     ),
     Row(
@@ -149,7 +149,7 @@ ROWS = (
         afterwards=ONE_VERDICT,
         who="all or none",
         says="lost site …",
-        text=r".*(lost (site|another)|site \d has left|another rank lost its links)",
+        text=r".*(lost (site|another)|site \w+ has left|another rank lost its links)",
         by=(),
     ),
     Row(
@@ -171,7 +171,7 @@ ROWS = (
         phases=("checkpoint",),
         **{**LINK, "afterwards": SAVED_AGAIN},
         says="no heartbeat from site 1",
-        text=r"after saving round 1: no heartbeat from site 1 .* \(so site \d gave it up\)",
+        text=r"after saving round 1: no heartbeat from site 1 .* \(so site \w+ gave it up\)",
     ),
     Row(
         fault="link cut, and mended",
@@ -206,7 +206,7 @@ ROWS = (
         afterwards=AS_BEFORE,
         says=late(5),
         # Of two that give up in the same moment one may say what the other has said.
-        text=rf"round 2, announcement: (site \d has left: round 2, announcement: )?{late(5)}",
+        text=rf"round 2, announcement: (site \w+ has left: round 2, announcement: )?{late(5)}",
         dead_afters=3,
         seconds=7.0,
         setup=Setup(patience=5.0),  # within which all must have started, too
@@ -218,7 +218,7 @@ ROWS = (
         flow="repeat",
         afterwards=AS_BEFORE,
         says=late(2),
-        text=r"round 2, .*: (no answer from site \d within 2 s, which is alive|lost|site \d has left)",
+        text=r"round 2, .*: (no answer from site \w+ within 2 s, which is alive|lost|site \w+ has left)",
         dead_afters=2,
         seconds=3.0,
         setup=Setup(timeout=2.0),

@@ -37,7 +37,7 @@ def open_enclosed(work: Transfer, own: Entries, numel: int, frames: Mapping[int,
             if RECORD_BYTES + header.body_bytes != frame.numel():
                 raise WireError(f"a body of {frame.numel() - RECORD_BYTES} bytes, not {header.body_bytes}")
         except WireError as error:
-            seen = unreadable(work.phase("entries"), site, error)
+            seen = unreadable(work.phase("entries"), work.across.called(site), error)
             work.problem = work.problem or Problem(Status.UNREADABLE, site, seen)
             return None
         return work.open(site, header, frame[RECORD_BYTES:], everything)

@@ -81,7 +81,7 @@ class FrameStream:
                 header = FrameHeader.unpack(to_bytes(whole[:RECORD_BYTES]))
                 self._check(header, peer, tick)
             except WireError as error:
-                raise unreadable(self._phase, peer, error) from error
+                raise unreadable(self._phase, self._across.called(peer), error) from error
             inside = whole[RECORD_BYTES : RECORD_BYTES + header.body_bytes]
             arrived[peer] = header, bodies.get(peer, inside)
         return arrived

@@ -108,7 +108,7 @@ class Transfer:
             try:
                 entries = self.framing.open(header, body, at)
             except WireError as error:
-                seen = unreadable(f"round {self.framing.round}", site, error)
+                seen = unreadable(f"round {self.framing.round}", self.across.called(site), error)
                 self.problem = Problem(Status.UNREADABLE, site, seen)
                 return None
             if entries is None:

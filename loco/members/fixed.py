@@ -37,6 +37,7 @@ class Ranks(Protocol):
         store: by which all agree; each of its clients clones it.
         told: what all ranks have told each other by now, the same on all.
         address: by which the other ranks reach this machine; "": as `link` finds it.
+        names: of the sites, in their order, if they have names.
         site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
     """
 
@@ -45,6 +46,7 @@ class Ranks(Protocol):
     ranks_per_site: int
     told: bytes
     address: str
+    names: tuple[str, ...]
 
     @property
     def store(self) -> Any: ...
@@ -239,10 +241,9 @@ class FixedSites:
         return hashlib.blake2b(self._ranks.told + b"".join(records), digest_size=16).digest()
 
     def _named(self, ranks: Sequence[int]) -> str:
-        if self.ranks_per_site == 1:
-            return listed("site", ranks)
         sites = sorted({rank // self.ranks_per_site for rank in ranks})
-        return f"{listed('rank', ranks)} of {listed('site', sites)}"
+        named = listed("site", [self._ranks.names[site] for site in sites] if self._ranks.names else sites)
+        return named if self.ranks_per_site == 1 else f"{listed('rank', sorted(ranks))} of {named}"
 
     @property
     def _others(self) -> list[int]:
@@ -282,6 +283,7 @@ class FixedSites:
             timeout=self.timeout,
             patience=self.patience,
             member=member,
+            names=self._ranks.names if member == "site" else (),
             link=link,
             seals=self._seals_of(mesh.name, rank) if mesh.takes_seals else None,
             left_may_return=left_may_return,

@@ -74,6 +74,7 @@ class OneWorld:
     """
 
     address = ""
+    names = ()
 
     def __init__(
         self, ranks_per_site: int | None, mesh: DeviceMesh | None, *, timeout: float, patience: float

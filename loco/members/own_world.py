@@ -24,6 +24,7 @@ class OwnWorld:
     """
 
     address = ""
+    names = ()
     told = b""
 
     def __init__(self, patience: float) -> None:

@@ -27,7 +27,7 @@ class Links:
     Args:
         name: of these links, the same on all members, and no others'.
         store: host:port of the store they meet by.
-        member, size: this one's number, and how many there are.
+        member, names: this one's number, and what all are called.
         rank: in its site; those of one number are linked.
         address: by which the other members reach this one.
         timeout: seconds within which all members must have come.
@@ -43,14 +43,15 @@ class Links:
         *,
         store: str,
         member: int,
-        size: int,
+        names: Sequence[str],
         rank: int = 0,
         address: str,
         timeout: float,
         dead_after: float,
     ) -> None:
         self.name = name
-        self.member, self.size = member, size
+        size = len(names)
+        self.member, self.size, self._names = member, size, names
         self._rank = rank
         self.mesh: TcpLinks | NoLinks = NoLinks()
         self._clients: list[StoreClient | Liveness] = []
@@ -69,7 +70,9 @@ class Links:
                 connect_limit=deadline - time.monotonic(),
             )
             self._clients.append(self.liveness)
-            with guarded(self.liveness, range(size), phase=f"linking {size} sites", named=_members) as guard:
+            with guarded(
+                self.liveness, range(size), phase=f"linking {size} sites", named=self._called
+            ) as guard:
                 by = PatientStore(self.store, limit=timeout, may_still_come=lambda: guard.loss is None)
                 self.mesh = link(by, f"{name}/rank {rank}", member, size, address=address)
         except TransportError as error:
@@ -105,7 +108,7 @@ class Links:
         """
         phase = f"waiting for {what}"
         try:
-            watched = guarded(self.liveness, members, phase=phase, named=_members)
+            watched = guarded(self.liveness, members, phase=phase, named=self._called)
             with watched as guard, Waiting(_logger, lambda: what):
                 while not self.store.check([f"said/{self._rank}/{what}"]):
                     guard.check()
@@ -130,6 +133,9 @@ class Links:
         except RuntimeError:  # nobody listens, and torch logs pages for every beat to a store that is gone
             self.liveness.close()
 
+    def _called(self, members: Sequence[int]) -> str:
+        return listed("site", [self._names[member] for member in sorted(members)])
+
     def _await_all(self, deadline: float, timeout: float) -> None:
         """Before links are built: a member that did not come is named."""
         keys = [f"here/{self._rank}/{member}" for member in range(self.size)]
@@ -137,8 +143,9 @@ class Links:
             while not self.store.check(keys):
                 if time.monotonic() > deadline:
                     missing = [member for member, key in enumerate(keys) if not self.store.check([key])]
+                    who = self._called(missing)
                     raise TransportError(
-                        f"linking {self.size} sites: {_members(missing)} did not come within {timeout:g} s"
+                        f"linking {self.size} sites: {who} did not come within {timeout:g} s"
                     )
                 time.sleep(_POLL)
 
@@ -155,7 +162,3 @@ def beats_of(rank: int) -> str:
 
 def _no_store(error: RuntimeError) -> str:
     return f"the quorum's store does not answer, its host is gone ({first_line(error)})"
-
-
-def _members(members: Sequence[int]) -> str:
-    return listed("member", members)

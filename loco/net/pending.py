@@ -17,12 +17,13 @@ _logger = logging.getLogger(__name__)
 class Watch(Protocol):
     """What a wait needs of its `Transport`, and what it counts there."""
 
-    member: str
     timeout: float
     sent_bytes: int
     received_bytes: int
 
     def vigil(self, peers: Sequence[int], *, phase: str) -> AbstractContextManager[None]: ...
+
+    def called(self, member: int) -> str: ...
 
     def not_here(self, peer: int, limit: float | None) -> str: ...
 
@@ -82,7 +83,7 @@ class PendingMessages:
         deadline = time.monotonic() + limit
         try:
             peers = sorted({*self._order, *watching})
-            waiting = Waiting(_logger, lambda: f"{self._phase}: {transport.member} {peer}")
+            waiting = Waiting(_logger, lambda: f"{self._phase}: {transport.called(peer)}")
             with waiting, transport.vigil(peers, phase=self._phase):
                 for k, work in enumerate(self._works):
                     peer = self._order[k]
@@ -100,7 +101,7 @@ class PendingMessages:
             self.received += size + _seal_bytes(parcel)
             if size < parcel.data.numel() and not self._may_be_shorter:
                 raise WireError(
-                    f"{self._phase}: {transport.member} {parcel.member} sent {size:,} bytes where "
+                    f"{self._phase}: {transport.called(parcel.member)} sent {size:,} bytes where "
                     f"{parcel.data.numel():,} were expected: the members are not at the same point"
                 )
         transport.sent_bytes += self.sent

@@ -34,7 +34,8 @@ class Transport:
         liveness: who is alive; a member that is not ends a wait at once. None: nobody knows yet.
         timeout: seconds to wait for a message of one that is.
         patience: seconds to wait for one to come to a round.
-        member: what a member is called in errors, e.g. "site".
+        member: what a member is in errors, e.g. "site".
+        names: what the members are called there, if not by their numbers.
         link: the name under which a member that gives this group up says so.
         seals: prove that messages are genuine; None: they are believed.
         left_may_return: as `Heartbeats.watching`: what is said here is not part of a round.
@@ -50,6 +51,7 @@ class Transport:
         timeout: float,
         patience: float,
         member: str,
+        names: Sequence[str] = (),
         seals: MessageSeals | None = None,
         link: str = "",
         left_may_return: bool = False,
@@ -59,7 +61,8 @@ class Transport:
         self.device = mesh.device
         self.liveness = liveness
         self.timeout, self.patience = timeout, patience
-        self.member, self.link = member, link
+        self.link = link
+        self.member, self._names = member, names
         self._seals, self._left_may_return = seals, left_may_return
         self._ranks = list(ranks)
         self.sent_bytes = 0
@@ -169,7 +172,7 @@ class Transport:
     def _check_size(self, size: int, peer: int, most: int, *, phase: str) -> None:
         if size > most:
             raise WireError(
-                f"{phase}: {self.member} {peer} announces {size:,} bytes; at most {most:,} are taken"
+                f"{phase}: {self.called(peer)} announces {size:,} bytes; at most {most:,} are taken"
             )
 
     def gather(self, part: Tensor, *, phase: str) -> list[Tensor]:
@@ -224,7 +227,12 @@ class Transport:
     def _named(self, ranks: Sequence[int]) -> str:
         if not set(ranks) <= set(self._ranks):
             return listed("rank", ranks)
-        return listed(self.member, [self._ranks.index(rank) for rank in ranks])
+        members = sorted(self._ranks.index(rank) for rank in ranks)
+        return listed(self.member, [self._names[k] for k in members] if self._names else members)
+
+    def called(self, member: int) -> str:
+        """E.g. "site 1", or "site berlin"."""
+        return listed(self.member, self._names[member : member + 1] if self._names else [member])
 
     def not_here(self, peer: int, limit: float | None) -> str:
         """What to say of a member (−1: torch does not say which) that closed its connection, or did not
@@ -238,7 +246,7 @@ class Transport:
             if peer >= 0:
                 alive = ", which is alive" if limit else ""
                 said = f"{alive}; last heard of: {self.liveness.last_words(self._ranks[peer])}"
-        who = f"{self.member} {peer}" if peer >= 0 else f"another {self.member}"
+        who = self.called(peer) if peer >= 0 else f"another {self.member}"
         return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
 
     def check_seal(self, parcel: Parcel, size: int, number: int, *, phase: str) -> None:
@@ -254,7 +262,7 @@ class Transport:
         if self._seals is None or seal is None or self._seals.is_genuine(data[:size], seal, sender, number):
             return
         raise AuthenticationError(
-            f"{phase}: a message of {self.member} {sender} is not genuine: its key is another one, or the "
+            f"{phase}: a message of {self.called(sender)} is not genuine: its key is another one, or the "
             f"message was forged or changed on its way"
         )
 
@@ -276,7 +284,8 @@ def to_bytes(tensor: Tensor) -> bytes:
     return (tensor if tensor.is_cpu else tensor.cpu()).numpy().tobytes()
 
 
-def listed(member: str, numbers: Sequence[int]) -> str:
+def listed(member: str, which: Sequence[int] | Sequence[str]) -> str:
+    """E.g. "sites 1, 2"."""
     first, _, rest = member.partition(" ")  # "rank of this site"
-    name = f"{first}{'s' if len(numbers) > 1 else ''} {rest}".rstrip()
-    return f"{name} {', '.join(map(str, sorted(numbers)))}"
+    name = f"{first}{'s' if len(which) > 1 else ''} {rest}".rstrip()
+    return f"{name} {', '.join(map(str, which))}"

@@ -18,7 +18,7 @@ from ..errors import ReplicaError, WireError
 from ..exchange.enclosed import enclose
 from ..exchange.tuning import ExchangeTuner, is_worth_enclosing
 from ..members.view import View
-from ..net.transport import to_bytes
+from ..net.transport import Transport, to_bytes
 from ..wire.framing import Framing
 from ..wire.records import KIND_AT, RECORD_BYTES, Announcement, Kind, Status, Vote, fp32_bits
 from ..wire.refusal import Problem, unreadable
@@ -102,7 +102,7 @@ def announce(view: View, mine: Announcement | Vote, frame: Tensor | None = None)
             theirs = _read(to_bytes(room[:RECORD_BYTES]))
             _check(theirs, mine, site, most_enclosed(view))
         except WireError as error:
-            raise unreadable(f"round {mine.round}", site, error) from error
+            raise unreadable(f"round {mine.round}", across.called(site), error) from error
         said.records.append(theirs)
         enclosed = theirs.enclosed_bytes if isinstance(theirs, Announcement) else 0
         if site in incoming and enclosed:
@@ -130,14 +130,14 @@ def _check(theirs: Announcement | Vote, mine: Announcement | Vote, site: int, mo
         raise WireError(f"{theirs.enclosed_bytes} bytes that are said to follow, where at most {most} do")
 
 
-def replica_problem(said: Sequence[Announcement | Vote]) -> Problem | None:
+def replica_problem(across: Transport, said: Sequence[Announcement | Vote]) -> Problem | None:
     """Every site is in the same round and holds the same θ, or the sites that differ are named.
 
     A site that refuses the round announces no digest.
     """
-    by_round = ", ".join(f"site {one.site} in round {one.round}" for one in said)
+    by_round = ", ".join(f"{across.called(one.site)} in round {one.round}" for one in said)
     announced = [one for one in said if isinstance(one, Announcement)]
-    by_digest = ", ".join(f"site {one.site} holds {one.digest:016x}" for one in announced)
+    by_digest = ", ".join(f"{across.called(one.site)} holds {one.digest:016x}" for one in announced)
     first = said[0]
     for one in said:
         if one.round != first.round:

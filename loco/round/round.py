@@ -144,7 +144,7 @@ class Round:
         mine = self._opening or Opening(vote_of(view, self.problem, self.number))
         said = announce(view, mine.record, mine.frame)
         self._announced = [one for one in said.records if isinstance(one, Announcement)]
-        self.problem = self.problem or replica_problem(said.records)
+        self.problem = self.problem or replica_problem(self.view.across, said.records)
         votes = [one for one in said.records if isinstance(one, Vote)]
         refuse(view, self.problem, votes, round=self.number, name_of=state.parameters.name_of)
         state.tuner.hear(self._announced)

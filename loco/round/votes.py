@@ -33,7 +33,7 @@ def refuse(view: View, problem: Problem | None, told: Sequence[Vote], *, round: 
     if inside.size > 1:
         phase = f"round {round}, refusals inside the site"
         mine = _worst(mine, [Vote.unpack(raw) for raw in inside.swap_records(mine.pack(), phase=phase)])
-    _raise(mine, problem, name_of)
+    _raise(view, mine, problem, name_of)
 
 
 def vote(view: View, problem: Problem | None, *, round: int, name_of: NameOf) -> None:
@@ -54,7 +54,7 @@ def vote(view: View, problem: Problem | None, *, round: int, name_of: NameOf) ->
             for k, raw in enumerate(transport.swap_records(mine.pack(), phase=f"round {round}, vote"))
         ]
         mine = _worst(mine, votes)
-    _raise(mine, problem, name_of)
+    _raise(view, mine, problem, name_of)
 
 
 def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: int) -> Vote:
@@ -69,7 +69,7 @@ def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: i
     vote = Vote.unpack(raw)
     if (vote.site, vote.round) != (site, round):
         raise WireError(
-            f"round {round}, vote: {transport.member} {member} sent another message than its vote: the ranks "
+            f"round {round}, vote: {transport.called(member)} sent another message than its vote: the ranks "
             f"are not at the same point"
         )
     return vote
@@ -83,17 +83,18 @@ def _worst(mine: Vote, votes: Sequence[Vote]) -> Vote:
     return next(told, next(iter(against), mine))
 
 
-def _raise(vote: Vote, problem: Problem | None, name_of: NameOf) -> None:
+def _raise(view: View, vote: Vote, problem: Problem | None, name_of: NameOf) -> None:
     if vote.status == Status.OK:
         return
     if problem is not None and problem.seen is not None:
         raise Refused(problem.seen)  # what this rank saw itself says more than what travelled
-    raise Refused(_reported(vote, name_of))
+    raise Refused(_reported(view, vote, name_of))
 
 
-def _reported(vote: Vote, name_of: NameOf) -> LocoError:
+def _reported(view: View, vote: Vote, name_of: NameOf) -> LocoError:
     """The error for a problem that another rank saw."""
-    where = f"round {vote.round}, site {vote.site}"
+    called = view.across.called
+    where = f"round {vote.round}, {called(vote.site)}"
     if vote.status == Status.NON_FINITE:
         return NonFiniteError(
             f"{where}: the update of {name_of(vote.subject)} is infinite or NaN. Nothing of it "
@@ -103,7 +104,7 @@ def _reported(vote: Vote, name_of: NameOf) -> LocoError:
         return NonFiniteError(overflow_text(vote.round))
     if vote.status == Status.REPLICA:
         return ReplicaError(
-            f"{where} reports that site {vote.subject} is in another round or holds another anchor"
+            f"{where} reports that {called(vote.subject)} is in another round or holds another anchor"
         )
     if vote.status == Status.SITE_DRIFT:
         return ReplicaError(
@@ -117,5 +118,5 @@ def _reported(vote: Vote, name_of: NameOf) -> LocoError:
             f"all ranks can repeat the round"
         )
     if vote.status == Status.MISSING:
-        return WireError(f"{where} did not receive all of site {vote.subject}, which gives no reason")
-    return WireError(f"{where} could not read the message of site {vote.subject}")
+        return WireError(f"{where} did not receive all of {called(vote.subject)}, which gives no reason")
+    return WireError(f"{where} could not read the message of {called(vote.subject)}")

@@ -23,8 +23,8 @@ class Refused(Exception):  # noqa: N818  (it carries an error, and never leaves 
         self.error = error
 
 
-def unreadable(phase: str, site: int, error: WireError) -> WireError:
-    return WireError(f"{phase}: the message of site {site} can't be read: {error}")
+def unreadable(phase: str, sender: str, error: WireError) -> WireError:
+    return WireError(f"{phase}: the message of {sender} can't be read: {error}")
 
 
 def overflow_text(round: int) -> str:

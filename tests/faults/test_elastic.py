@@ -251,7 +251,7 @@ def test_a_site_that_ran_away_does_not_take_the_others_with_it() -> None:
             if name == "s1":
                 fleet.order(name, "spoil")
             fleet.order(name, "round", 0)
-        assert "NonFiniteError: round 2, site 1" in fleet.hear("s1").error
+        assert "NonFiniteError: round 2, site s1" in fleet.hear("s1").error
         fleet.kill("s1")  # as its program would have ended
         round = told_by(fleet, ("s0", "s2"))
         assert round["s0"].sites == ("s0", "s2")

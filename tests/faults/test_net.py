@@ -108,7 +108,7 @@ def test_a_head_that_says_nothing_is_a_wire_error(blob: bytes) -> None:
         assert most == MOST_HEAD_BYTES
         return blob
 
-    link: Any = SimpleNamespace(receive_blob=receive_blob)
+    link: Any = SimpleNamespace(receive_blob=receive_blob, called="site {}".format)
     with pytest.raises(WireError, match="taking θ from site 3: it does not say what it gives"):
         take_head(link, 3)
 
@@ -117,12 +117,12 @@ def test_a_member_that_dies_while_links_are_built_is_one_less_in_the_next_quorum
     """Its silence does not end the run, as that of a rank of this site would."""
     hosted = host_at_port(0)
     hosted.store.set("loco/a/here/0/1", "")
-    with pytest.raises(TransportError, match="linking 2 sites: no heartbeat from member 1") as raised:
+    with pytest.raises(TransportError, match="linking 2 sites: no heartbeat from site b") as raised:
         Links(
             "a",
             store=f"127.0.0.1:{hosted.port}",
             member=0,
-            size=2,
+            names=["a", "b"],
             address="127.0.0.1",
             timeout=60.0,
             dead_after=0.5,
@@ -148,7 +148,7 @@ def test_links_to_a_store_whose_host_is_stopped_are_given_up_in_time(delay: floa
                 "a",
                 store=f"127.0.0.1:{port}",
                 member=0,
-                size=2,
+                names=["a", "b"],
                 address="127.0.0.1",
                 timeout=3.0,
                 dead_after=2.0,

@@ -199,7 +199,7 @@ def fits_again() -> tuple[str, Told]:
 def test_both_sites_fit_again_after_one_failed() -> None:
     (berlin,), (paris,) = launch_worlds(fits_again)
     assert berlin[0] == "the data loader failed"
-    assert "site 0 has left" in paris[0]
+    assert "site berlin has left" in paris[0]
     assert len(berlin[1].steps) == len(paris[1].steps) == STEPS
     learned_separately(berlin[1], paris[1])
     ended_alike(berlin[1], paris[1])

@@ -264,7 +264,7 @@ def test_a_site_that_ends_early_is_named_by_the_others(tmp_path: Path) -> None:
     """Its last round, at its end, is the second one of both; the third is the other site's alone."""
     (berlin,), (paris,) = launch_worlds(ends_early, str(tmp_path), {"berlin": STEPS, "paris": 6})
     assert paris == ""
-    assert "site 1 has left: its program has ended" in berlin
+    assert "site paris has left: its program has ended" in berlin
     # What berlin has saved can be resumed: without the third round, which would have ended after step 10.
     state = torch.load(tmp_path / "berlin" / "checkpoint-5" / "loco_rank0.pt")["loco"]
     assert (state["round"], state["local_step"]) == (1, 1)
@@ -302,7 +302,7 @@ def trains_again(folder: str) -> tuple[str, Told]:
 def test_both_sites_train_again_when_one_looks_for_a_batch_that_fits(tmp_path: Path) -> None:
     (berlin,), (paris,) = launch_worlds(trains_again, str(tmp_path))
     assert berlin[0] == ""
-    assert "site 0 has left" in paris[0]
+    assert "site berlin has left" in paris[0]
     assert len(berlin[1].steps) == len(paris[1].steps) == STEPS
     learned_separately(berlin[1], paris[1])
     ended_alike(berlin[1], paris[1])

@@ -177,7 +177,7 @@ class ElasticSites:
                 decided.attempt,
                 store=members[0].store,
                 member=decided.index_of(self.id),
-                size=len(members),
+                names=[one.name for one in members],
                 rank=self.rank_in_site,
                 address=self._address,
                 timeout=self.connect_timeout,
@@ -204,9 +204,12 @@ class ElasticSites:
         """The links to these members of a quorum, by default to all."""
         if members is None:
             members = list(range(len(decided.members)))
-        return self._transport_among(self.links, members, decided.index_of(self.id))
+        names = [decided.members[member].name for member in members]
+        return self._transport_among(self.links, members, names, decided.index_of(self.id))
 
-    def _transport_among(self, links: Links | None, members: list[int], me: int) -> Transport:
+    def _transport_among(
+        self, links: Links | None, members: list[int], names: list[str], me: int
+    ) -> Transport:
         return Transport(
             NoLinks() if links is None else Subset(links.mesh, members, close=links.close),
             members,
@@ -215,6 +218,7 @@ class ElasticSites:
             timeout=self.timeout,
             patience=self.timeout,  # whoever is in a quorum has come to its round
             member="site",
+            names=names,
         )
 
     def unlink(self, why: str = "it left the links") -> None:
@@ -236,7 +240,7 @@ class ElasticSites:
         return self.alone() if self.own is None else self.own.all_ranks()
 
     def alone(self) -> Transport:
-        return self._transport_among(None, [0], 0)
+        return self._transport_among(None, [0], [self.name], 0)
 
     def seat(self) -> dict[str, Any]:
         """A site is known by its name: its number is another one in every quorum. To its state and to its

@@ -39,7 +39,7 @@ def give(link: Transport, peer: int, head: Head, tensors: list[Tensor]) -> None:
     Raises:
         TransportError: the peer is gone.
     """
-    phase = f"giving round {head.round} to site {peer}"
+    phase = f"giving round {head.round} to {link.called(peer)}"
     link.send_blob(json.dumps(asdict(head)).encode(), [peer], phase=phase)
     for tensor in tensors:
         for part in tensor.split(CHUNK):
@@ -52,7 +52,7 @@ def take_head(link: Transport, peer: int) -> Head:
         TransportError: the peer is gone.
         WireError: what it sent is no head.
     """
-    phase = f"taking θ from site {peer}"
+    phase = f"taking θ from {link.called(peer)}"
     blob = link.receive_blob(peer, phase=phase, most=MOST_HEAD_BYTES)
     try:
         head = Head(**json.loads(blob))
@@ -73,7 +73,7 @@ def take(link: Transport, peer: int, head: Head, tensors: list[Tensor]) -> None:
     Raises:
         TransportError: the peer is gone, or what came is not what it gave.
     """
-    phase = f"taking round {head.round} from site {peer}"
+    phase = f"taking round {head.round} from {link.called(peer)}"
     for tensor in tensors:
         for part in tensor.split(CHUNK):
             staged = torch.empty_like(part, device=link.device)
