@@ -159,9 +159,10 @@ def test_under_a_lighthouse_the_other_site_trains_on_and_takes_the_restarted_one
 
 
 @pytest.mark.check(FLEETS, sample=r"b/0-lighthouse-1")
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("meets", ["address", "lighthouse"])
-@pytest.mark.parametrize("slow", ["a/0", "b/0"])
+@pytest.mark.parametrize(
+    ("slow", "meets", "ranks"),
+    [("b/0", "lighthouse", 1), ("b/0", "lighthouse", 2), ("a/0", "lighthouse", 2), ("b/0", "address", 1)],
+)
 def test_a_site_that_ends_first_leaves_the_verdict_on_the_last_round_to_the_others(
     slow: str, meets: str, ranks: int, tmp_path: Path
 ) -> None:
