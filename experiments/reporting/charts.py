@@ -14,6 +14,7 @@ except ImportError as error:
     raise missing_extra(error) from None
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib import ticker as ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image

@@ -10,11 +10,8 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
-from experiments.reporting.charts import CYCLE, DASHES, LOOK, plt, saved
+from experiments.reporting.charts import CYCLE, DASHES, LOOK, Axes, Figure, plt, saved, ticker
 from experiments.reporting.results import Result
 from experiments.reporting.statistics import Interval, of_mean
 from experiments.reporting.summary import Comparison, Group
@@ -76,8 +73,8 @@ def score_by_bytes(comparison: Comparison) -> Figure | None:
     )
     axis.axhline(fmean(result.first for result in comparison.results), color="#AAAAAA", linewidth=1)
     axis.set(xscale="log", xlabel="sent per rank so far (MB, logarithmic)")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.xaxis.set_minor_formatter(ticker.NullFormatter())
     return figure
 
 
@@ -95,7 +92,7 @@ def _scores(
         _line(axis, [points(result) for result in group.results], line, band=len(groups) <= BANDS or broad)
     metric = comparison.one.metric
     if metric == "pass@1":
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        axis.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=None))
     axis.set_ylabel(f"{metric} on held-out {'problems' if metric == 'pass@1' else 'text (nats per byte)'}")
     _legend(figure, axis)
     return figure, axis
@@ -127,7 +124,7 @@ def gate(comparison: Comparison) -> Figure | None:
         axis.set(ylim=(0, None), xlim=(0, None), title=titles[name], xlabel="round")
         axis.xaxis.get_major_locator().set_params(integer=True)
         if "density" in name:
-            axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+            axis.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=None))
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     _legend(figure, axes[0][0])
@@ -178,8 +175,8 @@ def frontier(comparison: Comparison) -> Figure | None:
     ticks = [tick for tick in ticks if low <= tick <= high]
     axis.set(xscale="log", xlim=(low, high))
     axis.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
-    axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axis.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=None))
     axis.margins(y=0.14)
     axis.set_xlabel("sent in the run below the reference's (times, logarithmic)")
     axis.set_ylabel("share of the reference's gain" + (", by sampled accuracy" * comparison.has_second))
