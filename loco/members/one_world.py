@@ -21,6 +21,7 @@ from .arrangement import NO_REPORT, PeerReport, arrange, consecutive_peers, peer
 
 _SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _worlds = itertools.count()
+_GROUP = 60.0  # seconds at least, of torch's groups: a loaded machine may need them to build one
 
 
 def ensure_process_group() -> None:
@@ -81,7 +82,7 @@ class OneWorld:
     ) -> None:
         ensure_process_group()
         self.world = dist.get_world_size()
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timedelta(seconds=max(timeout, _GROUP))
         self._site_group: dist.ProcessGroup | None = None
         name = f"loco: all ranks {number_of_world()}"
         self._all_ranks = link_ranks(self.store, name, dist.get_rank(), self.world, limit=patience)
