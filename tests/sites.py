@@ -5,7 +5,6 @@ import multiprocessing as mp
 import os
 import pickle
 import random
-import signal
 import socket
 import tempfile
 import time
@@ -186,8 +185,6 @@ def _collect(ends: Mapping[Connection, int], names: Sequence[str], timeout: floa
 
 
 def _rank(start: _Start, filled: bool, results: Connection, function: Callable[..., Any]) -> None:
-    # A suite that was started in the background of a shell has SIGINT ignored, and so would its ranks.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     poison.fill_tensors(filled)
     torch.set_num_threads(1)
     os.environ.update(start.variables)

@@ -74,11 +74,6 @@ def _await_end(store: TCPStore, guests: list[Guests], limit: float) -> bool:
     return all(each)
 
 
-def hosted_at(port: int) -> HostedStore | None:
-    """This process's store at a port."""
-    return _hosted.get(port)
-
-
 def host_at(host: str, port: int) -> HostedStore | None:
     """Host a store at an address, if this machine has it and no other process was quicker; None otherwise.
 
@@ -98,9 +93,7 @@ def host_at(host: str, port: int) -> HostedStore | None:
             listener.bind(where)
             listener.listen()
         except OSError:
-            return (
-                None  # another machine's address; or in use, by another site's store, or by what won't answer
-            )
+            return None  # another machine's address; or in use, by another store or by what won't answer
         store = TCPStore(
             str(where[0]), port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )

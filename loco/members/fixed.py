@@ -241,9 +241,8 @@ class FixedSites:
         return hashlib.blake2b(self._ranks.told + b"".join(records), digest_size=16).digest()
 
     def _named(self, ranks: Sequence[int]) -> str:
-        sites = sorted({rank // self.ranks_per_site for rank in ranks})
-        named = listed("site", [self._ranks.names[site] for site in sites] if self._ranks.names else sites)
-        return named if self.ranks_per_site == 1 else f"{listed('rank', sorted(ranks))} of {named}"
+        named = listed("site", {rank // self.ranks_per_site for rank in ranks}, self._ranks.names)
+        return named if self.ranks_per_site == 1 else f"{listed('rank', ranks)} of {named}"
 
     @property
     def _others(self) -> list[int]:

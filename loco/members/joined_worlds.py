@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..coordination.hosted_store import Guests, host_at, hosted_at
+from ..coordination.hosted_store import Guests, HostedStore, host_at
 from ..coordination.site_directory import BEATS, Arrival, SiteDirectory, session_of
 from ..coordination.store_client import RemoteStore, check_store, host_and_port
 from ..errors import AgreementError, LocoError, TransportError, first_line, no_store
@@ -54,11 +54,12 @@ class JoinedWorlds:
         self.site_group = None if own is None else own.site_group
         host, port = host_and_port(at)
         self._directory: SiteDirectory | None = None
+        self._hosted: HostedStore | None = None
 
         def gather() -> list[Arrival]:
             deadline = time.monotonic() + patience
             while True:
-                host_at(host, port)
+                self._hosted = host_at(host, port)
                 left = max(deadline - time.monotonic(), 1.0)
                 mine = Arrival(
                     site=site,
@@ -80,9 +81,9 @@ class JoinedWorlds:
         self.names = tuple(one.site for one in arrivals)
         self.rank = self.names.index(site) * self.ranks_per_site + self._rank_in_site
         self.world = len(arrivals) * self.ranks_per_site
-        if (hosted := hosted_at(port)) is not None:
+        if self._hosted is not None:
             others = [one.process for one in arrivals if one.site != site]
-            hosted.serve(_PREFIX, [Guests(_PREFIX, BEATS, others)])
+            self._hosted.serve(_PREFIX, [Guests(_PREFIX, BEATS, others)])
         try:
             self.store = _reached(at, patience)
             # The machine's address on the way to the store is the one by which the others reach it, too.

@@ -51,9 +51,11 @@ def ensure_process_group() -> None:
     dist.init_process_group(store=PrefixStore(f"start {start}", store), rank=rank, world_size=world)
 
 
-def number_of_world() -> int:
-    """Another one at each call: all ranks link up as often, so it is the same on all of them."""
-    return next(_worlds)
+def link_world(patience: float) -> Mesh:
+    """Links between all ranks of the default process group, which all call it equally often."""
+    name = f"loco: all ranks {next(_worlds)}"
+    store = dist.distributed_c10d._get_default_store()
+    return link_ranks(store, name, dist.get_rank(), dist.get_world_size(), limit=patience)
 
 
 class OneWorld:
@@ -84,8 +86,7 @@ class OneWorld:
         self.world = dist.get_world_size()
         self._timeout = timedelta(seconds=max(timeout, _GROUP))
         self._site_group: dist.ProcessGroup | None = None
-        name = f"loco: all ranks {number_of_world()}"
-        self._all_ranks = link_ranks(self.store, name, dist.get_rank(), self.world, limit=patience)
+        self._all_ranks = link_world(patience)
         try:
             told = self._tell(ranks_per_site, mesh, timeout, patience)
         except BaseException:  # a traceback that is kept holds this object

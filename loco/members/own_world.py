@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import AgreementError
-from ..net.linking import link_ranks
 from ..net.mesh import GroupMesh, Mesh, group_device
-from .one_world import ensure_process_group, number_of_world
+from .one_world import ensure_process_group, link_world
 
 
 class OwnWorld:
@@ -46,8 +45,7 @@ class OwnWorld:
 
     def all_ranks(self) -> Mesh:
         if self._all_ranks is None:
-            name = f"loco: all ranks {number_of_world()}"
-            self._all_ranks = link_ranks(self.store, name, self.rank, self.world, limit=self._patience)
+            self._all_ranks = link_world(self._patience)
         return self._all_ranks
 
     def group_mesh(self, device: torch.device) -> Mesh | None:

@@ -38,8 +38,10 @@ class Message:
         over: it has been, or never will be.
         error: why not.
         is_long: the thread moves it while nobody waits.
+        is_shared: as of `mesh.Work`.
     """
 
+    is_shared = False
     __slots__ = ("_complete", "error", "is_long", "memory", "over", "seal", "size")
 
     def __init__(

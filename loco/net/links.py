@@ -134,7 +134,7 @@ class Links:
             self.liveness.close()
 
     def _called(self, members: Sequence[int]) -> str:
-        return listed("site", [self._names[member] for member in sorted(members)])
+        return listed("site", members, self._names)
 
     def _await_all(self, deadline: float, timeout: float) -> None:
         """Before links are built: a member that did not come is named."""

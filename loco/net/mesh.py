@@ -35,9 +35,11 @@ class Work(Protocol):
 
     Attributes:
         size: bytes of it, known once it has come.
+        is_shared: with other messages, so that its failure does not say which of them failed.
     """
 
     size: int
+    is_shared: bool
 
     def wait(self, timeout: timedelta, /) -> object:
         """
@@ -104,9 +106,11 @@ class GroupMesh:
         operations += [dist.P2POp(dist.isend, one.data, group=group, group_peer=one.member) for one in sends]
         works = dist.batch_isend_irecv(operations)
         # NCCL returns one work for all of them.
-        each = works if len(works) == len(operations) else works * len(operations)
+        is_shared = len(works) < len(operations)
+        each = works * len(operations) if is_shared else works
         return [
-            _GroupWork(work, one.data.numel()) for work, one in zip(each, [*receives, *sends], strict=True)
+            _GroupWork(work, one.data.numel(), is_shared)
+            for work, one in zip(each, [*receives, *sends], strict=True)
         ]
 
     def interrupt(self) -> None:
@@ -122,9 +126,10 @@ class GroupMesh:
 
 
 class _GroupWork:
-    def __init__(self, work: Any, size: int) -> None:
+    def __init__(self, work: Any, size: int, is_shared: bool) -> None:
         self._work = work
         self.size = size
+        self.is_shared = is_shared
 
     def wait(self, timeout: timedelta) -> None:
         self._work.wait(timeout)

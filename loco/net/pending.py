@@ -38,8 +38,7 @@ class PendingMessages:
         numbers: of the received ones: which of their senders' messages each must be.
 
     Attributes:
-        sizes: in bytes, of the received ones, once they have come.
-        sent, received: bytes, with their seals.
+        sent: bytes, with their seals.
     """
 
     def __init__(
@@ -60,9 +59,7 @@ class PendingMessages:
         self._order = [one.member for one in (*receives, *sends)]
         self._phase = phase
         self._may_be_shorter = may_be_shorter
-        self.sizes: list[int] = []
         self.sent = sum(one.data.numel() + _seal_bytes(one) for one in sends)
-        self.received = 0
 
     def wait(self, limit: float | None = None, *, watching: Sequence[int] = ()) -> None:
         """
@@ -86,7 +83,7 @@ class PendingMessages:
             waiting = Waiting(_logger, lambda: f"{self._phase}: {transport.called(peer)}")
             with waiting, transport.vigil(peers, phase=self._phase):
                 for k, work in enumerate(self._works):
-                    peer = self._order[k]
+                    peer = -1 if work.is_shared else self._order[k]
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except (RuntimeError, ValueError) as error:
             if isinstance(error, TransportError):
@@ -95,17 +92,18 @@ class PendingMessages:
             late = time.monotonic() >= deadline - 0.01
             who = transport.not_here(peer, limit if late else None)
             raise TransportError(f"{self._phase}: {who} ({first_line(error)})", lasting=late) from error
-        self.sizes = [work.size for work in self._works[: len(self._receives)]]
-        for parcel, size, number in zip(self._receives, self.sizes, self._numbers, strict=True):
+        received = 0
+        sizes = [work.size for work in self._works[: len(self._receives)]]
+        for parcel, size, number in zip(self._receives, sizes, self._numbers, strict=True):
             transport.check_seal(parcel, size, number, phase=self._phase)
-            self.received += size + _seal_bytes(parcel)
+            received += size + _seal_bytes(parcel)
             if size < parcel.data.numel() and not self._may_be_shorter:
                 raise WireError(
                     f"{self._phase}: {transport.called(parcel.member)} sent {size:,} bytes where "
                     f"{parcel.data.numel():,} were expected: the members are not at the same point"
                 )
         transport.sent_bytes += self.sent
-        transport.received_bytes += self.received
+        transport.received_bytes += received
 
 
 def _seal_bytes(parcel: Parcel) -> int:

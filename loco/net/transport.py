@@ -6,7 +6,7 @@ of a collective.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -227,16 +227,15 @@ class Transport:
     def _named(self, ranks: Sequence[int]) -> str:
         if not set(ranks) <= set(self._ranks):
             return listed("rank", ranks)
-        members = sorted(self._ranks.index(rank) for rank in ranks)
-        return listed(self.member, [self._names[k] for k in members] if self._names else members)
+        return listed(self.member, [self._ranks.index(rank) for rank in ranks], self._names)
 
     def called(self, member: int) -> str:
-        """E.g. "site 1", or "site berlin"."""
-        return listed(self.member, self._names[member : member + 1] if self._names else [member])
+        """E.g. "site 1", or "site berlin"; −1: "another site"."""
+        return f"another {self.member}" if member < 0 else listed(self.member, [member], self._names)
 
     def not_here(self, peer: int, limit: float | None) -> str:
-        """What to say of a member (−1: torch does not say which) that closed its connection, or did not
-        answer within `limit` seconds."""
+        """What to say of a member (−1: nobody knows which) that closed its connection, or did not answer
+        within `limit` seconds."""
         said = ""
         if self.liveness is not None:
             ranks = [self._ranks[p] for p in (self.peers if peer < 0 else [peer])]
@@ -246,7 +245,7 @@ class Transport:
             if peer >= 0:
                 alive = ", which is alive" if limit else ""
                 said = f"{alive}; last heard of: {self.liveness.last_words(self._ranks[peer])}"
-        who = self.called(peer) if peer >= 0 else f"another {self.member}"
+        who = self.called(peer)
         return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
 
     def check_seal(self, parcel: Parcel, size: int, number: int, *, phase: str) -> None:
@@ -284,8 +283,8 @@ def to_bytes(tensor: Tensor) -> bytes:
     return (tensor if tensor.is_cpu else tensor.cpu()).numpy().tobytes()
 
 
-def listed(member: str, which: Sequence[int] | Sequence[str]) -> str:
-    """E.g. "sites 1, 2"."""
+def listed(member: str, which: Iterable[int], names: Sequence[str] = ()) -> str:
+    """E.g. "sites 1, 2", or by their names."""
+    called = [names[k] if k < len(names) else str(k) for k in sorted(which)]
     first, _, rest = member.partition(" ")  # "rank of this site"
-    name = f"{first}{'s' if len(which) > 1 else ''} {rest}".rstrip()
-    return f"{name} {', '.join(map(str, which))}"
+    return f"{first}{'s' if len(called) > 1 else ''} {rest}".rstrip() + f" {', '.join(called)}"

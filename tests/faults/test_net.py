@@ -113,20 +113,24 @@ def test_a_head_that_says_nothing_is_a_wire_error(blob: bytes) -> None:
         take_head(link, 3)
 
 
+def first_of_two(port: int, *, timeout: float, dead_after: float) -> Links:
+    return Links(
+        "a",
+        store=f"127.0.0.1:{port}",
+        member=0,
+        names=["a", "b"],
+        address="127.0.0.1",
+        timeout=timeout,
+        dead_after=dead_after,
+    )
+
+
 def test_a_member_that_dies_while_links_are_built_is_one_less_in_the_next_quorum() -> None:
     """Its silence does not end the run, as that of a rank of this site would."""
     hosted = host_at_port(0)
     hosted.store.set("loco/a/here/0/1", "")
     with pytest.raises(TransportError, match="linking 2 sites: no heartbeat from site b") as raised:
-        Links(
-            "a",
-            store=f"127.0.0.1:{hosted.port}",
-            member=0,
-            names=["a", "b"],
-            address="127.0.0.1",
-            timeout=60.0,
-            dead_after=0.5,
-        )
+        first_of_two(hosted.port, timeout=60.0, dead_after=0.5)
     assert not raised.value.lasting
 
 
@@ -144,15 +148,7 @@ def test_links_to_a_store_whose_host_is_stopped_are_given_up_in_time(delay: floa
             stop.join()
         began = time.monotonic()
         with pytest.raises(TransportError, match="linking 2 sites: no answer within"):
-            Links(
-                "a",
-                store=f"127.0.0.1:{port}",
-                member=0,
-                names=["a", "b"],
-                address="127.0.0.1",
-                timeout=3.0,
-                dead_after=2.0,
-            )
+            first_of_two(port, timeout=3.0, dead_after=2.0)
         assert time.monotonic() - began < 10.0
     finally:
         host.kill()

@@ -36,14 +36,12 @@ def hub_of(sites: Sites) -> "subprocess.Popen[bytes]":
 
 
 PROGRAM = """
-import signal
 import time
 from experiments.processes.namespaces import Network
 from experiments.processes.sites import Sites
 from test_networks import Idle, hub_of
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
     with Sites(2, Idle, network=Network()) as sites:
         print(*sites.call("pid"), hub_of(sites).pid, flush=True)
         time.sleep(60)
