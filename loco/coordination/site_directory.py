@@ -1,15 +1,18 @@
 """A list in the store by which sites that each have a world of their own find each other by name.
 
-One process of each site enters it. The list says which sites are here, and whether they are all. A site is on
-it once, so two runs never both take themselves for the whole.
+One process of each site enters it, and waits for a quorum: all sites that begin together. Sites that stay the
+same do so once; sites that come and go before each round. All quorums come from one list, and a site is on it
+once, so two runs never both take themselves for the whole.
 """
 
-import hashlib
 import json
 import logging
+import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from ..errors import AgreementError, TransportError, first_line
 from ..logs import SAY_SOON, Waiting
@@ -20,7 +23,7 @@ from .liveness import Liveness
 from .store_client import RemoteStore, StoreClient
 
 BEATS = "sites"  # the name of the heartbeats that tell which sites on the list are alive
-_POLL = 0.1  # seconds
+_POLL = 0.02  # seconds
 _ANSWERS = 30.0  # seconds: a store that looks up the name of each host that connects may take long at first
 _logger = logging.getLogger(__name__)
 
@@ -30,87 +33,118 @@ class Arrival:
     """A site's entry in the list.
 
     sites: how many it expects.
+    at_least: how many are enough when others are lost.
     ranks: how many it has itself.
     process: a number that only the process which entered it has.
     where: that process, for errors.
+    asked: for how many quorums this process has asked, with this one.
+    claim: what else it tells those of its quorum.
     """
 
     site: str
     sites: int
+    at_least: int
     ranks: int
     process: int
     where: str
+    asked: int = 0
+    claim: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def can_lose_none(self) -> bool:
+        """Its run is always of the same sites."""
+        return self.at_least == self.sites
 
 
 @dataclass(frozen=True)
 class _Listing:
     """The list.
 
-    refused: why the sites that are here can't train together; "" if they can.
+    waiting: for the next quorum.
+    quorum: the latest one. Those of it who live and have not come again are waited for.
+    name: of that quorum, and of no other.
+    refused: why the sites that wait can't train together; "" if they can.
     """
 
-    here: tuple[Arrival, ...] = ()
-    is_complete: bool = False
+    waiting: tuple[Arrival, ...] = ()
+    quorum: tuple[Arrival, ...] = ()
+    name: str = ""
     refused: str = ""
 
     @classmethod
     def of(cls, value: str) -> "_Listing":
         try:
             found = json.loads(value) if value else {}
-            return cls(tuple(Arrival(**one) for one in found.pop("here", [])), **found)
+            waiting, quorum = (
+                tuple(Arrival(**one) for one in found.pop(part, [])) for part in ("waiting", "quorum")
+            )
+            return cls(waiting, quorum, **found)
         except (ValueError, TypeError, AttributeError) as error:
             raise AgreementError(
                 f"the store at which the sites meet holds something else under their key ({value[:80]!r}): "
-                f"all sites need the same version of loco, and a store of their own"
+                f"all sites need the same version of loco, the same key or none, and a store of their own"
             ) from error
 
     def __str__(self) -> str:
-        here = [asdict(one) for one in self.here]
-        return json.dumps({"here": here, "is_complete": self.is_complete, "refused": self.refused})
+        return json.dumps(asdict(self))
+
+    @property
+    def processes(self) -> list[Arrival]:
+        """Each once, as it came last."""
+        return list({one.process: one for one in (*self.quorum, *self.waiting)}.values())
 
 
-@dataclass
 class SiteDirectory:
     """Enters one site into the list, and waits for the others.
 
     Args:
         store: clients clone it.
         mine: this site.
-        patience: seconds to wait for the others.
         dead_after: seconds after which a site without heartbeats no longer counts as here.
+        key: nobody else can write to the list then; None: it is believed.
+
+    Raises:
+        TransportError: what listens there is no such store.
     """
 
-    store: RemoteStore
-    mine: Arrival
-    patience: float
-    dead_after: float
-    _gone: set[int] = field(default_factory=set)  # processes
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, store: RemoteStore, mine: Arrival, *, dead_after: float, key: bytes | None = None
+    ) -> None:
+        self._mine = mine
+        self._dead_after = dead_after
+        self._gone: set[int] = set()  # processes
+        seals = StoreSeals(key)
         try:
-            self._client = StoreClient(self.store, limit=max(self.dead_after, _ANSWERS))
-            self._liveness = Liveness(self.store, BEATS, self.mine.process, dead_after=self.dead_after)
+            self._client = StoreClient(store, limit=max(dead_after, _ANSWERS))
+            self._liveness = Liveness(store, BEATS, mine.process, dead_after=dead_after, seals=seals)
         except RuntimeError as error:
             raise TransportError(
-                f"what listens at {self.store.host}:{self.store.port} does not answer as the sites' store "
+                f"what listens at {store.host}:{store.port} does not answer as the sites' store "
                 f"does ({first_line(error)}): if it is another program, choose another port (LOCO_AT)",
                 lasting=True,
             ) from error
-        self._entry = CompareAndSetKey(self._client, "roll", StoreSeals())
+        self._entry = CompareAndSetKey(self._client, "roll", seals)
 
-    def join(self) -> list[Arrival]:
-        """Enter this site, and wait until all are here -> their entries, in the order of their names.
+    def ask(self, claim: dict[str, Any], patience: float) -> tuple[str, list[Arrival]]:
+        """Enter this site, and wait for a quorum -> its name, which no other has, and its sites, in the order
+        of their names. Those of the latest quorum who live belong to it, and all who wait for it.
+
+        Args:
+            claim: what this site tells the others.
+            patience: seconds to wait for those who live, or have yet to come.
 
         Raises:
             AgreementError: they do not fit together, or this site's name is taken by one that is alive.
             TransportError: not all came within `patience`.
             RuntimeError: the store is gone.
         """
+        self._mine = replace(self._mine, claim=claim, asked=self._mine.asked + 1)
         self._liveness.say("waiting for the other sites")
         try:
-            return self._join()
-        except BaseException:
-            self.close()
+            return self._wait(patience)
+        except BaseException:  # Ctrl-C, too: nobody is to count on this site
+            with suppress(RuntimeError):
+                self._entry.change(self._withdrawn)
             raise
 
     def close(self) -> None:
@@ -118,72 +152,83 @@ class SiteDirectory:
         self._liveness.close()
         self._client.close()
 
-    def _join(self) -> list[Arrival]:
-        deadline, listing = time.monotonic() + self.patience, _Listing()
+    def _wait(self, patience: float) -> tuple[str, list[Arrival]]:
+        deadline, listing, name = time.monotonic() + patience, _Listing(), secrets.token_hex(8)
         with Waiting(_logger, lambda: f"the run's sites: {self._missing(listing)}", first=SAY_SOON):
             while True:
-                listing = _Listing.of(self._entry.change(self._enter))
-                if self.mine not in listing.here:
-                    self._clear_the_way(listing)
+                listing = _Listing.of(self._entry.change(lambda value: self._entered(value, name)))
+                if self._mine in listing.quorum:
+                    return listing.name, sorted(listing.quorum, key=lambda one: one.site)
+                if self._mine not in listing.waiting:
+                    in_the_way, why = self._obstacle(listing)
+                    if in_the_way and not self._watch(in_the_way, listing, self._dead_after):
+                        raise AgreementError(why)
                 elif listing.refused:
                     raise AgreementError(listing.refused)
-                elif listing.is_complete:
-                    return sorted(listing.here, key=lambda one: one.site)
                 elif time.monotonic() > deadline:
-                    self._entry.change(self._withdraw)
-                    raise TransportError(f"{self._missing(listing)} after {self.patience:g} s", lasting=True)
+                    raise TransportError(f"{self._missing(listing)} after {patience:g} s", lasting=True)
                 else:
-                    others = [one for one in listing.here if one != self.mine]
-                    self._watch(others, listing, deadline - time.monotonic())
+                    self._watch(listing.processes, listing, deadline - time.monotonic())
 
-    def _enter(self, value: str) -> str | None:
-        """Add this site, if its name is free."""
-        listing, mine = _Listing.of(value), self.mine
-        alive = tuple(one for one in listing.here if one.process not in self._gone)
-        if mine in listing.here:  # without those that have died while they waited
-            waits = not listing.is_complete and not listing.refused
-            return str(_Listing(alive)) if waits and alive != listing.here else None
-        if listing.is_complete or listing.refused:
-            # A returning site starts a new list; its old peers have lost it, and rejoin too.
-            comes_back = any(one.site == mine.site and one not in alive for one in listing.here)
-            if alive and (listing.refused or not comes_back):
-                return None
-            alive = ()
-        if any(one.site == mine.site for one in alive):
+    def _entered(self, value: str, name: str) -> str | None:
+        """Add this site, if it can be. `name`: of the quorum, if it is the last that was missing."""
+        listing, mine = _Listing.of(value), self._mine
+        if mine in listing.quorum or (mine in listing.waiting and listing.refused):
             return None
-        here = (*alive, mine)
-        return str(_Listing(here, len(here) == mine.sites, _difference(here)))
+        if self._obstacle(listing)[0]:
+            return None
+        latest = self._latest(listing)
+        waiting = (*(one for one in self._alive(listing.waiting) if one.process != mine.process), mine)
+        refused, come = _difference(waiting), {one.process for one in waiting}
+        if not refused and len(waiting) >= mine.at_least and all(one.process in come for one in latest):
+            return str(_Listing(quorum=waiting, name=name))
+        entered = _Listing(waiting, tuple(latest), listing.name, refused)
+        return None if entered == listing else str(entered)
 
-    def _withdraw(self, value: str) -> str | None:
+    def _withdrawn(self, value: str) -> str | None:
         listing = _Listing.of(value)
-        if listing.is_complete or self.mine not in listing.here:
-            return None
-        return str(_Listing(tuple(one for one in listing.here if one != self.mine), refused=listing.refused))
+        waiting = tuple(one for one in listing.waiting if one.process != self._mine.process)
+        return None if waiting == listing.waiting else str(replace(listing, waiting=waiting))
 
-    def _clear_the_way(self, listing: _Listing) -> None:
-        """This site can't be added: return once what is in its way is found dead, or raise."""
-        namesakes = [one for one in listing.here if one.site == self.mine.site]
-        in_the_way = [one for one in namesakes or listing.here if one.process not in self._gone]
-        if self._watch(in_the_way, listing, self.dead_after):
-            return
-        if listing.refused:
-            raise AgreementError(listing.refused)
+    def _alive(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+        return [one for one in arrivals if one.process not in self._gone]
+
+    def _latest(self, listing: _Listing) -> list[Arrival]:
+        """Those of the latest quorum who are waited for."""
+        lost = [one for one in listing.quorum if one.process in self._gone]
+        if self._mine.can_lose_none and any(one.site == self._mine.site for one in lost):
+            return []  # without that one the others can't go on: they come anew, too
+        return self._alive(listing.quorum)
+
+    def _obstacle(self, listing: _Listing) -> tuple[list[Arrival], str]:
+        """Sites that live, and beside whom this one can't be added; and why."""
+        mine, latest = self._mine, self._latest(listing)
+        others = [one for one in (*latest, *self._alive(listing.waiting)) if one.process != mine.process]
+        namesakes = [one for one in others if one.site == mine.site]
+        if listing.refused and mine not in listing.waiting:
+            return others, listing.refused
         if namesakes:
-            raise AgreementError(
-                f"site {self.mine.site} is here already, in {namesakes[0].where}, and is alive: give every "
+            return namesakes, (
+                f"site {mine.site} is here already, in {namesakes[0].where}, and is alive: give every "
                 f"site a name of its own (LOCO_SITE), or end that process first"
             )
-        raise AgreementError(
-            f"{_listed(listing.here)} train with each other already, and {self.mine.site} is none of them: "
-            f"give it the name (LOCO_SITE) that it had before, or another address (LOCO_AT) for a run of its "
-            f"own"
-        )
+        if any(one.process == mine.process for one in latest):
+            return [], ""
+        if latest and mine.can_lose_none:
+            return latest, (
+                f"{_listed(latest)} train with each other already, and {mine.site} is none of them: "
+                f"give it the name (LOCO_SITE) that it had before, or another address (LOCO_AT) for a run of "
+                f"its own"
+            )
+        why = _difference((*latest, mine))
+        return (latest, why) if why else ([], "")
 
     def _watch(self, arrivals: Sequence[Arrival], listing: _Listing, seconds: float) -> bool:
         """-> whether, within some seconds, one of them was found dead, or the list has changed."""
         lost: list[Loss] = []
         deadline, changed = time.monotonic() + seconds, False
-        with self._liveness.watching([one.process for one in arrivals], lost.append, left_may_return=True):
+        others = [one.process for one in self._alive(arrivals) if one.process != self._mine.process]
+        with self._liveness.watching(others, lost.append, left_may_return=True):
             while not lost and not changed and time.monotonic() < deadline:
                 time.sleep(_POLL)
                 changed = _Listing.of(self._entry.read()) != listing
@@ -194,21 +239,28 @@ class SiteDirectory:
         return bool(lost) or changed
 
     def _missing(self, listing: _Listing) -> str:
-        return f"{len(listing.here)} of {self.mine.sites} sites are here ({_listed(listing.here)})"
+        here = len(listing.waiting)
+        least = self._mine.at_least
+        if here < least or not listing.quorum:
+            how_many = "" if self._mine.can_lose_none else f", and {least} are needed"
+            return f"{here} of {self._mine.sites} sites are here ({_listed(listing.waiting)}){how_many}"
+        come = {one.process for one in listing.waiting}
+        missing = [one for one in self._alive(listing.quorum) if one.process not in come]
+        return f"{_listed(missing)} are alive and have not come"
 
 
-def session_of(arrivals: list[Arrival]) -> str:
-    """A name that no other complete list has."""
-    return hashlib.blake2b(repr([one.process for one in arrivals]).encode(), digest_size=8).hexdigest()
-
-
-def _difference(here: tuple[Arrival, ...]) -> str:
+def _difference(here: Sequence[Arrival]) -> str:
     """Why these can't train together; "" if they can."""
     for one in here:
         if one.sites != here[0].sites:
             return (
                 f"site {here[0].site} expects {here[0].sites} sites, site {one.site} {one.sites}: start all "
                 f"with the same number (LOCO_SITES)"
+            )
+        if one.at_least != here[0].at_least:
+            return (
+                f"site {here[0].site} goes on with at least {here[0].at_least} sites, site {one.site} with "
+                f"{one.at_least}: start all with the same number (LOCO_AT_LEAST)"
             )
         if one.ranks != here[0].ranks:
             return (
@@ -218,5 +270,5 @@ def _difference(here: tuple[Arrival, ...]) -> str:
     return ""
 
 
-def _listed(arrivals: tuple[Arrival, ...]) -> str:
+def _listed(arrivals: Sequence[Arrival]) -> str:
     return ", ".join(sorted(one.site for one in arrivals)) or "none"

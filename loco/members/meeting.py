@@ -1,0 +1,139 @@
+"""The address at which sites that each have a world of their own meet. One of them, or `python -m loco.meet`,
+hosts a store there."""
+
+import logging
+import os
+import secrets
+import socket
+import time
+from typing import Any
+
+from ..coordination.hosted_store import Guests, HostedStore, host_at
+from ..coordination.site_directory import BEATS, Arrival, SiteDirectory
+from ..coordination.store_client import RemoteStore, check_store, host_and_port
+from ..errors import LocoError, TransportError, no_store
+from ..logs import SAY_SOON, Waiting
+
+_PREFIX = "sites"  # of the keys in the store
+_POLL = 0.2  # seconds
+_ANSWERS = 30.0  # seconds: a store that looks up the name of each host that connects may take long
+_logger = logging.getLogger(__name__)
+
+
+class Meeting:
+    """One site's place among those that meet at an address.
+
+    Args:
+        at: host:port. The site whose machine has this address hosts the store there.
+        site: this one's name.
+        sites: how many.
+        at_least: how many are enough when others are lost.
+        ranks: how many this site has.
+        patience: seconds to wait for the others, or for the store.
+        dead_after: as `loco.Topology`.
+        key: as of `SiteDirectory`.
+
+    Raises:
+        ValueError: the address is none.
+    """
+
+    def __init__(
+        self,
+        at: str,
+        *,
+        site: str,
+        sites: int,
+        at_least: int,
+        ranks: int,
+        patience: float,
+        dead_after: float,
+        key: bytes | None = None,
+    ) -> None:
+        self.at = at
+        self._host, self._port = host_and_port(at)
+        self._who: dict[str, Any] = {"site": site, "sites": sites, "at_least": at_least, "ranks": ranks}
+        self._patience, self._dead_after, self._key = patience, dead_after, key
+        self._directory: SiteDirectory | None = None
+        self.hosted: HostedStore | None = None
+
+    def ask(self, claim: dict[str, Any]) -> tuple[str, list[Arrival]]:
+        """As `SiteDirectory.ask`. If the store is gone, its host may come back.
+
+        Raises:
+            ValueError: no store can be hosted at the address.
+            AgreementError: the sites do not fit together.
+            TransportError: not all came, or nobody hosts the store.
+        """
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                if self._directory is None:
+                    self._directory = self._enter(max(deadline - time.monotonic(), 1.0))
+                return self._directory.ask(claim, max(deadline - time.monotonic(), 1.0))
+            except LocoError:
+                raise
+            except RuntimeError as error:
+                self._leave()
+                if time.monotonic() > deadline:
+                    raise no_store("meeting the other sites", error) from error
+
+    def serve(self, quorum: list[Arrival]) -> None:
+        """If this process hosts the store, it does so until these sites have ended."""
+        if self.hosted is not None:
+            others = [one.process for one in quorum if one.site != self._who["site"]]
+            self.hosted.serve(_PREFIX, [Guests(_PREFIX, BEATS, others)])
+
+    def store(self) -> RemoteStore:
+        """The store, once it answers there."""
+        return _reached(self.at, self._patience)
+
+    def close(self) -> None:
+        """From now on another process may take this site's name, and nobody waits for this one."""
+        self._leave()
+
+    def _enter(self, patience: float) -> SiteDirectory:
+        self.hosted = host_at(self._host, self._port)
+        store = _reached(self.at, patience)
+        where = f"process {os.getpid()} on {socket.gethostname()}"
+        mine = Arrival(process=secrets.randbits(48), where=where, **self._who)
+        return SiteDirectory(store, mine, dead_after=self._dead_after, key=self._key)
+
+    def _leave(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
+        self._directory = None
+
+
+def _reached(at: str, patience: float) -> RemoteStore:
+    """The store, once it answers there.
+
+    Raises:
+        TransportError: it does not, or another program does.
+    """
+    store = RemoteStore(at, _PREFIX, patience)
+    deadline, why = time.monotonic() + patience, "nothing has answered there yet"
+
+    def what() -> str:
+        return (
+            f"the sites' store at {at} (LOCO_AT), which another site hosts; {why}. If another program uses "
+            f"that port, choose another one"
+        )
+
+    with Waiting(_logger, what, first=SAY_SOON):
+        while True:
+            try:
+                left = max(deadline - time.monotonic(), 0.1)
+                check_store(store.host, store.port, min(left, _ANSWERS))
+                return store
+            except LocoError:
+                raise
+            except RuntimeError as error:
+                why = str(error)
+                if time.monotonic() > deadline:
+                    raise TransportError(
+                        f"{error}, for {round(patience, 1):g} s: the site whose machine has this address "
+                        f"hosts the store at which all meet; start it, or give another machine's address "
+                        f"(LOCO_AT)",
+                        lasting=True,
+                    ) from error
+                time.sleep(_POLL)
