@@ -1,5 +1,6 @@
 """Sites that come and go: each a process that trains a small model and does what the test orders."""
 
+import json
 import logging
 import os
 import pickle
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from sites import context
 from states import Snapshot, assert_same, small_model, snapshot, train
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -34,6 +36,7 @@ from loco.round.round import Round
 
 PATIENCE = 90.0  # seconds; no test is about time
 HEARTBEAT = 1500
+KEY = bytes(range(16))
 
 
 @dataclass
@@ -72,8 +75,10 @@ def lighthouse(liveness: int) -> tuple[Any, str]:
 
 
 class Fleet:
-    """A lighthouse in this process, and the sites that were started. Use it in a `with`.
+    """A store or a lighthouse in this process, and the sites that were started. Use it in a `with`.
 
+    by: where the sites meet, "store" or "lighthouse".
+    key: of the run.
     ranks: of each site. What several ranks tell is put together, and checked to agree.
     shards: FSDP2 divides the parameters among the ranks of a site.
     liveness: milliseconds without a sign of life after which the lighthouse counts a site as dead. Every
@@ -81,12 +86,26 @@ class Fleet:
     """
 
     def __init__(
-        self, sites: int, *, ranks: int = 1, shards: bool = False, liveness: int = HEARTBEAT
+        self,
+        sites: int,
+        *,
+        by: str = "store",
+        key: bytes | None = KEY,
+        ranks: int = 1,
+        shards: bool = False,
+        liveness: int = HEARTBEAT,
     ) -> None:
         self.sites, self.ranks, self.shards = sites, ranks, shards
         self._folder = tempfile.TemporaryDirectory()
-        self._lighthouse, where = lighthouse(liveness)
-        self.address = f"http://{where}"
+        self._meeting: Any
+        self._meet: dict[str, Any]
+        if by == "lighthouse":
+            self._meeting, where = lighthouse(liveness)
+            self._meet = {"lighthouse": f"http://{where}"}
+        else:
+            self._meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._meet = {"at": f"127.0.0.1:{self._meeting.port}"}
+        self._key = key
         self._running: dict[str, tuple[Any, Connection]] = {}  # by rank, "s1/0"
         self._started = 0
 
@@ -105,7 +124,7 @@ class Fleet:
                 own = _World(rank, world, f"{self._folder.name}/{self._started}", self.shards)
                 process = context.Process(
                     target=_site,
-                    args=(name.split()[0], own, self.address, self.sites, theirs, options),
+                    args=(name.split()[0], own, self._meet, self.sites, self._key, theirs, options),
                     daemon=True,
                 )
                 process.start()
@@ -155,13 +174,17 @@ class Fleet:
     def wait_for_requests(self, count: int) -> None:
         """Until so many processes have asked for the next quorum."""
         deadline = time.monotonic() + PATIENCE
-        while True:
-            with urllib.request.urlopen(f"{self.address}/status") as answer:
-                asked = re.search(r"(\d+)/\d+ participants", answer.read().decode())
-            if asked is not None and int(asked[1]) >= count:
-                return
+        while self._requests() < count:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+    def _requests(self) -> int:
+        if "at" in self._meet:
+            listing = self._meeting.get("sites/roll").decode().rpartition(" ")[0]
+            return len(json.loads(listing)["waiting"])
+        with urllib.request.urlopen(f"{self._meet['lighthouse']}/status") as answer:
+            asked = re.search(r"(\d+)/\d+ participants", answer.read().decode())
+        return 0 if asked is None else int(asked[1])
 
     def send(self, name: str, signum: signal.Signals) -> None:
         for key in self._ranks_of(name):
@@ -184,7 +207,8 @@ class Fleet:
         for process, _ in self._running.values():
             process.kill()
             process.join()
-        self._lighthouse.shutdown()
+        if "lighthouse" in self._meet:
+            self._meeting.shutdown()
         self._folder.cleanup()
 
 
@@ -229,7 +253,13 @@ class _World(NamedTuple):
 
 
 def _site(
-    name: str, own: _World, lighthouse: str, sites: int, parent: Connection, options: dict[str, Any]
+    name: str,
+    own: _World,
+    meet: dict[str, Any],
+    sites: int,
+    key: bytes | None,
+    parent: Connection,
+    options: dict[str, Any],
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -240,10 +270,11 @@ def _site(
         topology = _Sites(
             sites=sites,
             name=name,
-            lighthouse=lighthouse,
+            key=key,
             timeout=30.0,
             dead_after=6.0,
             connect_timeout=10.0,
+            **meet,
         )
         _Site(topology, options, shards=own.shards).obey(parent)
     except BaseException:
@@ -251,7 +282,7 @@ def _site(
 
 
 class _Sites(ElasticSites):
-    """As `loco.Sites` with a lighthouse, with a limit of its own for links."""
+    """As `loco.Sites` that come and go, with a limit of its own for links."""
 
     def membership(
         self, device: torch.device, setup: Mapping[str, Any]

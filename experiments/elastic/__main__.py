@@ -3,8 +3,9 @@
     python -m experiments.elastic
     python -m experiments.elastic steps=960 dies=40 returns=60
 
-A lighthouse and the sites are processes on this machine, joined over loopback. The run is trained twice, once
-undisturbed. Results go to runs/elastic/: the curves, the figures in results.json, and what each process said.
+The sites, and the store at which they meet, are processes on this machine, joined over loopback. The run is
+trained twice, once undisturbed. Results go to runs/elastic/: the curves, the figures in results.json, and
+what each process said.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from experiments.elastic.lighthouse import HEARTBEAT_MS, lighthouse
-from experiments.elastic.site import VICTIM, ElasticConfig
+from experiments.elastic.site import DEAD_AFTER, VICTIM, ElasticConfig
 from experiments.errors import ExperimentError
+from experiments.processes.meeting import meeting
 from experiments.processes.orphans import through
 from experiments.reporting.plots import draw_elastic
 from experiments.settings.merging import load
@@ -35,18 +36,18 @@ Event = dict[str, Any]
 
 
 class Processes:
-    """A lighthouse and sites. None of them outlives `processes()`, nor this process, however it ends."""
+    """Sites and their store. None of them outlives `processes()`, nor this process, however it ends."""
 
     def __init__(self, folder: Path, closing: ExitStack) -> None:
         self._folder, self._closing = folder, closing
         self._sites: dict[str, subprocess.Popen[Any]] = {}
         self._written = closing.enter_context((folder / "events.jsonl").open("a", encoding="utf-8"))
         self._events = closing.enter_context((folder / "events.jsonl").open(encoding="utf-8"))
-        self._lighthouse = closing.enter_context(lighthouse(folder / "lighthouse.log"))
+        self._at = closing.enter_context(meeting(folder / "store.log"))
 
     def start(self, number: int) -> None:
         name = f"site-{number}"
-        own = [f"site={name}", f"data={number}", f"lighthouse={self._lighthouse}"]
+        own = [f"site={name}", f"data={number}", f"at={self._at}"]
         command = [sys.executable, "-m", "experiments.elastic.site", *sys.argv[1:], *own]
         self._sites[name] = self._run(command, name, out=self._written)
 
@@ -138,7 +139,7 @@ def results(config: ElasticConfig, disturbed: list[Event], undisturbed: list[Eve
             "disturbed": rounds[-1]["held_out"],
             "undisturbed": only(undisturbed, "round")[-1]["held_out"],
         },
-        "heartbeat_timeout_ms": HEARTBEAT_MS,
+        "dead_after": DEAD_AFTER,
     }
 
 
@@ -169,7 +170,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted: the lighthouse and all sites were stopped", file=sys.stderr)
+        print("\ninterrupted: all sites were stopped", file=sys.stderr)
         return _INTERRUPTED
     return 0
 

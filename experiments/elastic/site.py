@@ -3,7 +3,7 @@ JSON what each round brought.
 
 On a machine of its own:
 
-    python -m experiments.elastic.site site=berlin data=0 lighthouse=http://10.0.0.1:29510
+    python -m experiments.elastic.site site=berlin data=0 at=10.0.0.1:29510
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from experiments.training.meter import Meter
 from loco.round.state import digest_of
 
 VICTIM = 2  # the site that dies and comes back
+DEAD_AFTER = 3.0  # seconds without a sign of life
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,7 @@ class ElasticConfig(RunConfig):
     site: str | None = None  # this one's name
     data: int = 0  # which share of the text this site reads
     shares: int = 4
-    lighthouse: str | None = None  # its address; None: LOCO_LIGHTHOUSE
-    at: str | None = None  # host:port of this site's own store; None: any port of this machine
+    at: str | None = None  # host:port at which the sites meet; None: LOCO_AT
 
     dies: int = 20  # the round after which one site is killed
     returns: int = 28  # the round of the others in which it is started again
@@ -75,7 +75,12 @@ def train(config: ElasticConfig) -> None:
 
     model = task.model()
     topology = loco.Sites(
-        config.sites, site=config.site, lighthouse=config.lighthouse, at=config.at, timeout=config.timeout_s
+        config.sites,
+        site=config.site,
+        at=config.at,
+        at_least=1,
+        timeout=config.timeout_s,
+        dead_after=DEAD_AFTER,
     )
     inner = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas)
     optimizer = loco.PulseLoCo(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.elastic.lighthouse import lighthouse
 from experiments.models.warm_start import kept_or_trained
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of, ray
@@ -24,6 +23,7 @@ from experiments.pipeline.figures import figures
 from experiments.pipeline.learning.trainer import Trainer
 from experiments.pipeline.report import Curves, draw, page
 from experiments.pipeline.sampling.worker import Worker
+from experiments.processes.meeting import meeting
 from experiments.tasks.registry import task_of
 from experiments.tasks.task import Seat
 
@@ -43,12 +43,11 @@ def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
     where = config.weights or str((folder / "weights").resolve())
     url = f"{where.rstrip('/')}/{time.strftime('%Y%m%d-%H%M%S')}"
     with ExitStack() as closing:
-        address = None
+        at = None
         if config.elastic:
-            log = folder / "lighthouse.log"
-            address = closing.enter_context(lighthouse(log, host=cluster.own_address()))
+            at = closing.enter_context(meeting(folder / "store.log", host=cluster.own_address()))
         curves = closing.enter_context(Curves(folder / "tensorboard"))
-        found = _run(config, start, url, address, closing.enter_context(cluster.Actors()), curves)
+        found = _run(config, start, url, at, closing.enter_context(cluster.Actors()), curves)
     (folder / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(found, folder / "pipeline.png")
     (folder / "report.html").write_text(page(found, folder / "pipeline.png"), encoding="utf-8")
@@ -59,7 +58,7 @@ def _run(
     config: PipelineConfig,
     start: dict[str, Tensor],
     url: str,
-    address: str | None,
+    at: str | None,
     actors: cluster.Actors,
     curves: Curves,
 ) -> dict[str, Any]:
@@ -77,13 +76,12 @@ def _run(
         actors.create(Worker, number, config, url, lives_again=True, on=_one_of(config.workers_on, number))
         for number in range(config.workers)
     ]
-    at = None if config.elastic else answer_of(trainers[0].address.remote())
+    if at is None:
+        at = answer_of(trainers[0].address.remote())
     worlds = answer_of([one.address.remote() for one in trainers[::per_site]]) if per_site > 1 else []
     shared = ray.put(start)
     training = [
-        one.run.remote(
-            shared, url=url, lighthouse=address, at=at, world=worlds[number // per_site] if worlds else None
-        )
+        one.run.remote(shared, url=url, at=at, world=worlds[number // per_site] if worlds else None)
         for number, one in enumerate(trainers)
     ]
     sampling = [worker.run.remote() for worker in workers]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..errors import first_line
+from .authentication import StoreSeals
 from .liveness import await_end
 
 _LINGER = 30.0  # seconds that a host serves others that live, when its own program has ended
@@ -22,12 +23,13 @@ _hosted: dict[int, "HostedStore"] = {}  # by the port that was asked for, until 
 class Guests(NamedTuple):
     """Processes that use the store, by their heartbeats in it (see `Liveness`).
 
-    prefix: of the store's keys. name, ranks: as of their `Liveness`.
+    prefix: of the store's keys. name, ranks, seals: as of their `Liveness`.
     """
 
     prefix: str
     name: str
     ranks: list[int]
+    seals: StoreSeals
 
 
 class HostedStore:
@@ -68,7 +70,13 @@ class HostedStore:
 def _await_end(store: TCPStore, guests: list[Guests], limit: float) -> bool:
     deadline = time.monotonic() + limit
     each = [
-        await_end(PrefixStore(one.prefix, store), one.name, one.ranks, limit=deadline - time.monotonic())
+        await_end(
+            PrefixStore(one.prefix, store),
+            one.name,
+            one.ranks,
+            seals=one.seals,
+            limit=deadline - time.monotonic(),
+        )
         for one in guests
     ]
     return all(each)

@@ -170,12 +170,14 @@ class Liveness:
         self._ticker.close()
 
 
-def await_end(store: KeyValueStore, name: str, ranks: Sequence[int], *, limit: float) -> bool:
+def await_end(
+    store: KeyValueStore, name: str, ranks: Sequence[int], *, seals: StoreSeals, limit: float
+) -> bool:
     """Wait until each of these ranks has ended or is silent -> whether that took less than `limit` seconds.
 
     It starts no thread, so a program can call it while it exits.
     """
-    pulse = Pulse(store, StoreSeals(), name, -1, 0.0)
+    pulse = Pulse(store, seals, name, -1, 0.0)
     deadline = time.monotonic() + limit
     heard = {rank: Heard(since=time.monotonic()) for rank in ranks}
     with suppress(RuntimeError):  # the store is of no use to them either

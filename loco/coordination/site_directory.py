@@ -9,12 +9,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from operator import ne
 from typing import Any
 
-from ..errors import AgreementError, TransportError, first_line
+from ..errors import AgreementError, LocoError, TransportError, first_line
 from ..logs import SAY_SOON, Waiting
 from .authentication import StoreSeals
 from .compare_and_set import CompareAndSetKey
@@ -142,9 +144,10 @@ class SiteDirectory:
         self._liveness.say("waiting for the other sites")
         try:
             return self._wait(patience)
-        except BaseException:  # Ctrl-C, too: nobody is to count on this site
-            with suppress(RuntimeError):
-                self._entry.change(self._withdrawn)
+        except BaseException as error:  # Ctrl-C, too: nobody is to count on this site
+            if isinstance(error, LocoError) or not isinstance(error, RuntimeError):  # the store answers
+                with suppress(RuntimeError):
+                    self._entry.change(self._withdrawn)
             raise
 
     def close(self) -> None:
@@ -154,21 +157,22 @@ class SiteDirectory:
 
     def _wait(self, patience: float) -> tuple[str, list[Arrival]]:
         deadline, listing, name = time.monotonic() + patience, _Listing(), secrets.token_hex(8)
-        with Waiting(_logger, lambda: f"the run's sites: {self._missing(listing)}", first=SAY_SOON):
+        soon = SAY_SOON if self._mine.asked == 1 else None  # later, others may have longer steps
+        with Waiting(_logger, lambda: f"the run's sites: {self._missing(listing)}", first=soon):
             while True:
                 listing = _Listing.of(self._entry.change(lambda value: self._entered(value, name)))
                 if self._mine in listing.quorum:
                     return listing.name, sorted(listing.quorum, key=lambda one: one.site)
                 if self._mine not in listing.waiting:
                     in_the_way, why = self._obstacle(listing)
-                    if in_the_way and not self._watch(in_the_way, listing, self._dead_after):
+                    if in_the_way and not self._watch(in_the_way, self._dead_after, self._is_free):
                         raise AgreementError(why)
                 elif listing.refused:
                     raise AgreementError(listing.refused)
                 elif time.monotonic() > deadline:
                     raise TransportError(f"{self._missing(listing)} after {patience:g} s", lasting=True)
                 else:
-                    self._watch(listing.processes, listing, deadline - time.monotonic())
+                    self._watch(listing.processes, deadline - time.monotonic(), partial(ne, listing))
 
     def _entered(self, value: str, name: str) -> str | None:
         """Add this site, if it can be. `name`: of the quorum, if it is the last that was missing."""
@@ -178,11 +182,13 @@ class SiteDirectory:
         if self._obstacle(listing)[0]:
             return None
         latest = self._latest(listing)
-        waiting = (*(one for one in self._alive(listing.waiting) if one.process != mine.process), mine)
+        waiting = self._alive(listing.waiting)
+        if mine not in waiting:
+            waiting = [*(one for one in waiting if one.process != mine.process), mine]
         refused, come = _difference(waiting), {one.process for one in waiting}
         if not refused and len(waiting) >= mine.at_least and all(one.process in come for one in latest):
-            return str(_Listing(quorum=waiting, name=name))
-        entered = _Listing(waiting, tuple(latest), listing.name, refused)
+            return str(_Listing(quorum=tuple(waiting), name=name))
+        entered = _Listing(tuple(waiting), tuple(latest), listing.name, refused)
         return None if entered == listing else str(entered)
 
     def _withdrawn(self, value: str) -> str | None:
@@ -223,20 +229,23 @@ class SiteDirectory:
         why = _difference((*latest, mine))
         return (latest, why) if why else ([], "")
 
-    def _watch(self, arrivals: Sequence[Arrival], listing: _Listing, seconds: float) -> bool:
-        """-> whether, within some seconds, one of them was found dead, or the list has changed."""
+    def _is_free(self, listing: _Listing) -> bool:
+        return not self._obstacle(listing)[0]
+
+    def _watch(self, arrivals: Sequence[Arrival], seconds: float, until: Callable[[_Listing], bool]) -> bool:
+        """-> whether, within some seconds, one of them was found dead, or the list is as it should be."""
         lost: list[Loss] = []
-        deadline, changed = time.monotonic() + seconds, False
+        deadline, is_over = time.monotonic() + seconds, False
         others = [one.process for one in self._alive(arrivals) if one.process != self._mine.process]
         with self._liveness.watching(others, lost.append, left_may_return=True):
-            while not lost and not changed and time.monotonic() < deadline:
+            while not lost and not is_over and time.monotonic() < deadline:
                 time.sleep(_POLL)
-                changed = _Listing.of(self._entry.read()) != listing
+                is_over = until(_Listing.of(self._entry.read()))
         for loss in lost:
             if loss.store:
                 raise RuntimeError(loss.store)
             self._gone |= {*loss.silent, *loss.gone}
-        return bool(lost) or changed
+        return bool(lost) or is_over
 
     def _missing(self, listing: _Listing) -> str:
         here = len(listing.waiting)
@@ -246,7 +255,7 @@ class SiteDirectory:
             return f"{here} of {self._mine.sites} sites are here ({_listed(listing.waiting)}){how_many}"
         come = {one.process for one in listing.waiting}
         missing = [one for one in self._alive(listing.quorum) if one.process not in come]
-        return f"{_listed(missing)} are alive and have not come"
+        return f"{_listed(missing)} of them, alive and not here yet"
 
 
 def _difference(here: Sequence[Arrival]) -> str:

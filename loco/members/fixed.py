@@ -74,6 +74,7 @@ class FixedSites:
         timeout, patience, dead_after, repeats, key: as `loco.Topology`.
 
     Attributes:
+        store_seals: of what its ranks write into `store`.
         closed: why it is closed; "" as long as it is open.
 
     Raises:
@@ -107,12 +108,12 @@ class FixedSites:
         self._session = self._agree(key)
         self._key = key
         store = ranks.store
-        self._store_seals = StoreSeals(key, self._session)
+        self.store_seals = StoreSeals(key, self._session)
         self._verdicts: dict[str, Verdicts] = {}  # over the links in use, by their owner
         # Those links' names, and keys that this rank wrote.
         self._linked: dict[str, tuple[str, list[str]]] = {}
         # Heartbeats name their keys again and again: enough of the session to be nobody else's.
-        name, limit, seals = self._session.hex()[:12], self.dead_after, self._store_seals
+        name, limit, seals = self._session.hex()[:12], self.dead_after, self.store_seals
         try:
             self.store = StoreClient(store, limit=limit)
             liveness = Liveness(store, name, ranks.rank, dead_after=limit, seals=seals)
@@ -134,7 +135,7 @@ class FixedSites:
             BarrierContext(
                 store=self.store,
                 root=f"loco/{name}/notes",
-                seals=self._store_seals,
+                seals=self.store_seals,
                 liveness=liveness,
                 rank=ranks.rank,
                 world=ranks.world,
@@ -311,7 +312,7 @@ class FixedSites:
             self._verdicts.pop(owner).close()
         self._verdicts[owner] = Verdicts(
             self.store,
-            self._store_seals,
+            self.store_seals,
             name,
             clears_up=self.site == self.rank_in_site == 0,
             liveness=self._liveness,

@@ -8,6 +8,7 @@ import socket
 import time
 from typing import Any
 
+from ..coordination.authentication import StoreSeals
 from ..coordination.hosted_store import Guests, HostedStore, host_at
 from ..coordination.site_directory import BEATS, Arrival, SiteDirectory
 from ..coordination.store_client import RemoteStore, check_store, host_and_port
@@ -81,7 +82,7 @@ class Meeting:
         """If this process hosts the store, it does so until these sites have ended."""
         if self.hosted is not None:
             others = [one.process for one in quorum if one.site != self._who["site"]]
-            self.hosted.serve(_PREFIX, [Guests(_PREFIX, BEATS, others)])
+            self.hosted.serve(_PREFIX, [Guests(_PREFIX, BEATS, others, StoreSeals(self._key))])
 
     def store(self) -> RemoteStore:
         """The store, once it answers there."""
@@ -91,8 +92,16 @@ class Meeting:
         """From now on another process may take this site's name, and nobody waits for this one."""
         self._leave()
 
-    def _enter(self, patience: float) -> SiteDirectory:
+    def host(self) -> None:
+        """Host the store, if this machine has the address and nobody was quicker.
+
+        Raises:
+            ValueError: the address can't be looked up.
+        """
         self.hosted = host_at(self._host, self._port)
+
+    def _enter(self, patience: float) -> SiteDirectory:
+        self.host()
         store = _reached(self.at, patience)
         where = f"process {os.getpid()} on {socket.gethostname()}"
         mine = Arrival(process=secrets.randbits(48), where=where, **self._who)

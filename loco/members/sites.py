@@ -23,7 +23,7 @@ from .world import WorldMembership
 _logger = logging.getLogger(__name__)
 # By name and address, the latest of this process.
 _of_this_process: WeakValueDictionary[tuple[str, str], FixedSites | ElasticSites] = WeakValueDictionary()
-_VARIABLES = ("LOCO_SITES", "LOCO_SITE", "LOCO_AT", "LOCO_LIGHTHOUSE")
+_VARIABLES = ("LOCO_SITES", "LOCO_SITE", "LOCO_AT", "LOCO_AT_LEAST", "LOCO_LIGHTHOUSE")
 
 
 class Sites:
@@ -37,8 +37,8 @@ class Sites:
     same number in the other sites. All sites have equally many ranks.
 
     A site that is lost fails the round on all others, which have changed nothing. All then build their
-    `Sites` and optimizers anew, as `torchrun --max-restarts` does, and load their checkpoints. With torchft's
-    lighthouse sites may come and go instead, while the others train on: docs/elastic.md.
+    `Sites` and optimizers anew, as `torchrun --max-restarts` does, and load their checkpoints. With
+    `at_least` sites may come and go instead, while the others train on: docs/elastic.md.
 
     Args:
         sites: how many; by default what LOCO_SITES says.
@@ -47,8 +47,10 @@ class Sites:
         at: host:port at which they meet; by default what LOCO_AT says. The site whose machine has this
             address hosts a small store there, as long as it runs. With a lighthouse: where the others reach
             the store of this site; by default any port of this machine.
-        lighthouse: where torchft's lighthouse listens, such as "http://10.0.0.1:29510"; by default what
-            LOCO_LIGHTHOUSE says. Without one the sites stay the same.
+        at_least: go on with so many sites when others are lost, and take in those that come; by default what
+            LOCO_AT_LEAST says, or else all, so that the sites stay the same.
+        lighthouse: where torchft's lighthouse listens, such as "http://10.0.0.1:29510", which then says who
+            is there instead of a store; by default what LOCO_LIGHTHOUSE says.
         timeout, dead_after, repeats, key: as `loco.Topology`.
         patience: seconds to wait for the other sites at the start, and at the start of a round; by default
             what LOCO_PATIENCE says, or 600.
@@ -73,6 +75,7 @@ class Sites:
         *,
         site: str | None = None,
         at: str | None = None,
+        at_least: int | None = None,
         lighthouse: str | None = None,
         timeout: float | None = None,
         patience: float | None = None,
@@ -87,13 +90,20 @@ class Sites:
         self.name = name
         at = at or os.environ.get("LOCO_AT") or None
         lighthouse = lighthouse or os.environ.get("LOCO_LIGHTHOUSE") or None
-        if lighthouse is not None and key is not None:
-            raise ValueError("links of sites that come and go (lighthouse=…) have no key: leave it out")
+        least = _at_least(at_least, count, lighthouse)
         where = lighthouse or at or _told("LOCO_AT", "where the sites meet", "10.0.0.1:29510")
         _close_earlier(name, where)
         self._as: FixedSites | ElasticSites
-        if lighthouse is not None:
-            self._as = ElasticSites(sites=count, name=name, lighthouse=lighthouse, at=at, **limits)
+        if lighthouse is not None or least is not None:
+            self._as = ElasticSites(
+                sites=count,
+                name=name,
+                at=at,
+                at_least=least or 1,
+                lighthouse=lighthouse,
+                key=key,
+                **limits,
+            )
         else:
             patience, dead_after = limits["patience"], limits["dead_after"]
             joined = JoinedWorlds(count, name, where, patience=patience, dead_after=dead_after)
@@ -187,11 +197,27 @@ def _told(variable: str, what: str, example: str) -> str:
     return value
 
 
-def _number(sites: int | str) -> int:
+def _at_least(given: int | None, sites: int, lighthouse: str | None) -> int | None:
+    """None: sites do not come and go, or the lighthouse says how many are enough."""
+    found = given if given is not None else os.environ.get("LOCO_AT_LEAST") or None
+    if found is None:
+        return None
+    if lighthouse is not None:
+        raise ValueError(
+            "a lighthouse knows how many sites are enough (its --min_replicas): leave out at_least "
+            "(LOCO_AT_LEAST)"
+        )
+    least = _number(found, "at_least")
+    if least > sites:
+        raise ValueError(f"at_least (LOCO_AT_LEAST) must be at most the {sites} sites, got {least}")
+    return least
+
+
+def _number(given: int | str, name: str = "sites") -> int:
     try:
-        count = int(sites)
+        count = int(given)
     except ValueError:
         count = 0
-    if count < 1 or count != float(sites):
-        raise ValueError(f"sites (LOCO_SITES) must be a whole number >= 1, got {sites!r}")
+    if count < 1 or count != float(given):
+        raise ValueError(f"{name} (LOCO_{name.upper()}) must be a whole number >= 1, got {given!r}")
     return count

@@ -3,10 +3,13 @@
 They are built for one set of sites, by the store that the first of them hosts, and dropped with it.
 """
 
+import hashlib
 import logging
+import os
 import time
 from collections.abc import Sequence
 
+from ..coordination.authentication import MessageSeals, StoreSeals
 from ..coordination.heartbeats import guarded
 from ..coordination.liveness import Liveness
 from ..coordination.store_client import RemoteStore, StoreClient
@@ -15,7 +18,7 @@ from ..logs import Waiting
 from .linking import PatientStore, link
 from .mesh import NoLinks
 from .tcp import TcpLinks
-from .transport import listed
+from .transport import Transport, listed
 
 _POLL = 0.05  # seconds
 _logger = logging.getLogger(__name__)
@@ -32,6 +35,10 @@ class Links:
         address: by which the other members reach this one.
         timeout: seconds within which all members must have come.
         dead_after: as `Topology`.
+        key: of the run, if it has one.
+
+    Attributes:
+        seals: of what members, and all ranks of their sites, write into the store.
 
     Raises:
         TransportError: a member did not come, or was lost on the way.
@@ -48,12 +55,15 @@ class Links:
         address: str,
         timeout: float,
         dead_after: float,
+        key: bytes | None = None,
     ) -> None:
         self.name = name
         size = len(names)
         self.member, self.size, self._names = member, size, names
         self._rank = rank
         self.mesh: TcpLinks | NoLinks = NoLinks()
+        self._key, self._session = key, b""
+        self.seals = StoreSeals(key, hashlib.blake2b(name.encode(), digest_size=16).digest())
         self._clients: list[StoreClient | Liveness] = []
         deadline = time.monotonic() + timeout
         remote = RemoteStore(store, prefix_of(name), timeout)
@@ -67,6 +77,7 @@ class Links:
                 beats_of(rank),
                 member,
                 dead_after=dead_after,
+                seals=self.seals,
                 connect_limit=deadline - time.monotonic(),
             )
             self._clients.append(self.liveness)
@@ -75,6 +86,8 @@ class Links:
             ) as guard:
                 by = PatientStore(self.store, limit=timeout, may_still_come=lambda: guard.loss is None)
                 self.mesh = link(by, f"{name}/rank {rank}", member, size, address=address)
+            if key is not None:
+                self._session = self._agree(timeout)
         except TransportError as error:
             error.lasting = False  # whoever was lost: the next quorum is without it
             raise
@@ -84,6 +97,25 @@ class Links:
             if not self.mesh.is_open:
                 for client in self._clients:
                     client.close()
+
+    def message_seals(self, group: str, member: int) -> MessageSeals | None:
+        """Of the messages of a group that no other over these links has the name of. `member`: in it."""
+        return None if self._key is None else MessageSeals(self._key, self._session, group, member)
+
+    def _agree(self, timeout: float) -> bytes:
+        """-> what names this session: every member has put random bytes of its own into it."""
+        all_members = Transport(
+            self.mesh,
+            range(self.size),
+            self.member,
+            liveness=self.liveness,
+            timeout=timeout,
+            patience=timeout,
+            member="site",
+            names=self._names,
+        )
+        records = all_members.swap_records(os.urandom(16), phase=f"linking {self.size} sites")
+        return hashlib.blake2b(b"".join(records), digest_size=16).digest()
 
     @property
     def whole(self) -> bool:

@@ -15,6 +15,7 @@ if find_spec("torchft") is None:
     pytest.skip("needs torchft: pip install '.[elastic]'", allow_module_level=True)
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
+WAYS = ("store", "lighthouse")  # to meet
 
 
 class Survivors:
@@ -304,16 +305,18 @@ def test_of_two_sites_of_one_name_at_the_start_one_is_refused() -> None:
 
 
 @pytest.mark.check(FLEETS)
-def test_a_site_that_was_killed_in_the_quorum_may_come_back_at_once() -> None:
-    """The lighthouse takes its old process for alive at first, and names both."""
-    with Fleet(3, liveness=15_000) as fleet:
+@pytest.mark.parametrize("by", WAYS)
+def test_a_site_that_was_killed_in_the_quorum_may_come_back_at_once(by: str) -> None:
+    """A lighthouse takes the old process for alive at first, and names both; a store waits for silence."""
+    with Fleet(3, by=by, liveness=15_000) as fleet:
         run = started(fleet)
         run.check(fleet.round(*ALL))
         fleet.order("s1", "round", 0)
         fleet.wait_for_requests(1)
         fleet.kill("s1")
         fleet.start("s1")
-        fleet.wait_for_requests(2)
+        if by == "lighthouse":
+            fleet.wait_for_requests(2)
         for round in fleet.rounds_until_joined("s1", "s0", "s2"):
             run.check(round)
         assert fleet.hear("s1").error == ""

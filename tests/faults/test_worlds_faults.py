@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,14 +45,35 @@ def run(
     phase: str = "",
     signal_name: str = "SIGKILL",
     *,
-    lighthouse: str = "",
+    meets: str = "address",
     rounds: int = 8,
     pause: float = 0.0,
 ) -> list[Site]:
-    """Two sites."""
+    """Two sites. They stay, and meet at an "address", or come and go: "at least 1", or by a "lighthouse"."""
     folder.mkdir()
+    with ExitStack() as closing:
+        where = {"LOCO_AT": f"127.0.0.1:{free_port()}"}
+        if meets == "at least 1":
+            where["LOCO_AT_LEAST"] = "1"
+        if meets == "lighthouse":
+            pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
+            server, address = lighthouse(HEARTBEAT)
+            closing.callback(server.shutdown)
+            where = {"LOCO_LIGHTHOUSE": f"http://{address}"}
+        return _run(folder, ranks, victim, phase, signal_name, where, rounds, pause)
+
+
+def _run(
+    folder: Path,
+    ranks: int,
+    victim: str,
+    phase: str,
+    signal_name: str,
+    where: dict[str, str],
+    rounds: int,
+    pause: float,
+) -> list[Site]:
     script = Path(__file__).parents[1] / "world_site.py"
-    where = {"LOCO_LIGHTHOUSE": lighthouse} if lighthouse else {"LOCO_AT": f"127.0.0.1:{free_port()}"}
     told = {"LOCO_SITES": "2", "OMP_NUM_THREADS": "1", "ROUNDS": str(rounds), "PAUSE": str(pause)} | where
     told |= {"VICTIM": victim, "PHASE": phase, "SIGNAL": signal_name}
     running = {}
@@ -134,19 +156,16 @@ def test_a_rank_is_lost_and_both_sites_resume_bit_for_bit(
 
 
 @pytest.mark.check(FLEETS)
-@pytest.mark.parametrize("victim", ["b/0", "b/1", "a/0"])
-def test_under_a_lighthouse_the_other_site_trains_on_and_takes_the_restarted_one_in(
-    victim: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("victim", "meets"),
+    # Site a hosts the store.
+    [("b/0", "at least 1"), ("b/1", "at least 1"), ("a/0", "at least 1"), ("a/0", "lighthouse")],
+)
+def test_the_other_site_trains_on_and_takes_the_restarted_one_in(
+    victim: str, meets: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
-    server, where = lighthouse(HEARTBEAT)
-    try:
-        # It takes a torchrun some ten seconds to come back, and a round here takes one.
-        sites = run(
-            tmp_path / "run", 2, victim, "received", lighthouse=f"http://{where}", rounds=40, pause=0.5
-        )
-    finally:
-        server.shutdown()
+    # It takes a torchrun some ten seconds to come back, and a round here takes one.
+    sites = run(tmp_path / "run", 2, victim, "received", meets=meets, rounds=40, pause=0.5)
     hurt, other = sites if victim.startswith("a") else sites[::-1]
     assert other.starts == [[0], [0]], other
     assert [rounds[0] for rounds in hurt.starts] == [0, 0]
@@ -158,25 +177,21 @@ def test_under_a_lighthouse_the_other_site_trains_on_and_takes_the_restarted_one
     assert all(line.startswith("last round of 2 sites") for line in hurt.lasts)
 
 
-@pytest.mark.check(FLEETS, sample=r"b/0-lighthouse-1")
+@pytest.mark.check(FLEETS, sample=r"b/0-at least 1-1")
 @pytest.mark.parametrize(
     ("slow", "meets", "ranks"),
-    [("b/0", "lighthouse", 1), ("b/0", "lighthouse", 2), ("a/0", "lighthouse", 2), ("b/0", "address", 1)],
+    [
+        ("b/0", "at least 1", 1),
+        ("a/0", "at least 1", 2),
+        ("b/0", "lighthouse", 2),
+        ("b/0", "address", 1),
+    ],
 )
 def test_a_site_that_ends_first_leaves_the_verdict_on_the_last_round_to_the_others(
     slow: str, meets: str, ranks: int, tmp_path: Path
 ) -> None:
     """Whichever hosts the store: the slow one has all votes, and asks only when the other has ended."""
-    server, where = None, ""
-    if meets == "lighthouse":
-        pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
-        server, address = lighthouse(60_000)
-        where = f"http://{address}"
-    try:
-        sites = run(tmp_path / "run", ranks, slow, "voted", "", lighthouse=where, rounds=5)
-    finally:
-        if server is not None:
-            server.shutdown()
+    sites = run(tmp_path / "run", ranks, slow, "voted", "", meets=meets, rounds=5)
     assert len(sites[0].lasts) == ranks, sites
     assert sites[0].lasts == sites[1].lasts  # rank by rank, θ, m and the weights
     assert all(line.startswith("last round of 2 sites") for line in sites[0].lasts)

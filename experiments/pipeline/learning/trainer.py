@@ -47,19 +47,16 @@ class Trainer:
             probe.bind(("", 0))
             return f"{cluster.own_address()}:{probe.getsockname()[1]}"
 
-    def run(
-        self, start: dict[str, Tensor], *, url: str, lighthouse: str | None, at: str | None, world: str | None
-    ) -> int:
+    def run(self, start: dict[str, Tensor], *, url: str, at: str, world: str | None) -> int:
         """Train until the last round -> a digest of the weights.
 
         Args:
             url: where to publish versions.
-            lighthouse: address of the lighthouse, for sites that come and go.
-            at: address of the first site's first rank, for a fixed set of sites.
+            at: address at which the sites meet.
             world: address of this site's first rank, for sites of several ranks.
         """
         config = self._config
-        self._build(start, lighthouse=lighthouse, at=at, world=world)
+        self._build(start, at=at, world=world)
         checkpoint = cast(PublishedModel, self._model).checkpoint
         self._publishing = Publishing(checkpoint, url, config, self._controller, self._diary)
         if self._optimizer.round == 0:
@@ -76,9 +73,7 @@ class Trainer:
         answer_of(self._diary.send())
         return digest
 
-    def _build(
-        self, start: dict[str, Tensor], *, lighthouse: str | None, at: str | None, world: str | None
-    ) -> None:
+    def _build(self, start: dict[str, Tensor], *, at: str, world: str | None) -> None:
         """Build the optimizer together with all other trainers; a site that returns receives θ."""
         config = self._config
         self._model = self._task.model()
@@ -94,7 +89,11 @@ class Trainer:
         )
         before = answer_of(self._controller.version.remote())
         self._topology = loco.Sites(
-            config.sites, site=f"site {self._site}", at=at, lighthouse=lighthouse, timeout=config.timeout_s
+            config.sites,
+            site=f"site {self._site}",
+            at=at,
+            at_least=1 if config.elastic else None,
+            timeout=config.timeout_s,
         )
         self._optimizer = _wrapped(inner, self._topology, config)
         if self._version < before:

@@ -1,4 +1,4 @@
-"""Sites that come and go: who they are is asked before each round, of torchft's lighthouse."""
+"""Sites that come and go: who they are is asked before each round."""
 
 import json
 import logging
@@ -10,17 +10,21 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import ref
 
+from ...coordination.authentication import MessageSeals
 from ...coordination.hosted_store import Guests, HostedStore, host_at_port
 from ...coordination.rendezvous import Agreement, Alone
 from ...coordination.store_client import host_and_port
 from ...errors import AgreementError, TransportError
+from ...net.linking import address_towards
 from ...net.links import Links, beats_of, prefix_of
 from ...net.mesh import NoLinks, Subset
 from ...net.transport import Transport
 from ..fixed import CLOSED_BY_USER, FixedSites
+from ..meeting import Meeting
 from ..own_world import check_one_site, own_world
 from .lighthouse import Lighthouse
 from .quorum import Claim, Plan, plan
+from .store_quorum import StoreQuorum
 
 _logger = logging.getLogger(__name__)
 
@@ -39,11 +43,9 @@ class ElasticSites:
     Args:
         sites: how many a run starts with; fewer go on when some die, and more may join.
         name: of this site: the same when it comes back, and no other site's.
-        lighthouse: where torchft's lighthouse listens, e.g. "http://10.0.0.1:29510".
-        at: host:port by which the others reach the store that this site hosts, on which the sites meet when
-            it is the first of them; None: this machine's address on the way to the lighthouse, and any port.
-        timeout, patience, dead_after: as `loco.Sites`. Whether the next quorum waits for a site that is dead
-            is up to the lighthouse (--heartbeat_timeout_ms).
+        at, at_least, lighthouse: as `loco.Sites`.
+        timeout, patience, dead_after, key: as `loco.Sites`. Whether the next quorum waits for a site that is
+            dead is up to the lighthouse (--heartbeat_timeout_ms), if there is one.
         connect_timeout: seconds for all sites of a quorum to link up.
 
     Attributes:
@@ -64,11 +66,13 @@ class ElasticSites:
         *,
         sites: int,
         name: str,
-        lighthouse: str,
         at: str | None = None,
+        at_least: int = 1,
+        lighthouse: str | None = None,
         timeout: float,
         patience: float = 600.0,
         dead_after: float,
+        key: bytes | None = None,
         connect_timeout: float = 30.0,
     ) -> None:
         self.sites = sites
@@ -76,39 +80,71 @@ class ElasticSites:
         self.timeout = float(timeout)
         self.dead_after = float(dead_after)
         self.connect_timeout = float(connect_timeout)
+        self._key = key
         self.num_sites, self.site = 1, 0
         world = own_world(patience)
         self.own: FixedSites | None = None
         if world is not None and world.world > 1:
             self.own = FixedSites(
-                world, timeout=timeout, patience=patience, dead_after=dead_after, repeats=0, key=None
+                world, timeout=timeout, patience=patience, dead_after=dead_after, repeats=0, key=key
             )
         self.ranks_per_site = 1 if self.own is None else self.own.ranks_per_site
         self.rank_in_site = 0 if self.own is None else self.own.rank_in_site
         self.site_group = None if self.own is None else self.own.site_group
         # What a site keeps is its own.
         self.rendezvous: Agreement = Alone() if self.own is None else self.own.rendezvous
-        if at is None:
-            self._address, port = _address_towards(lighthouse), 0
-        else:
-            self._address, port = host_and_port(at)
-        process = self._one_id([sites, name, lighthouse, at])
+        process = self._one_id([sites, name, at, at_least, lighthouse])
         self.id = f"{self.name}:{process}"
-        self._lighthouse: Lighthouse | None = None
+        self._source: Lighthouse | StoreQuorum | None = None  # of the first rank
+        self._meeting: Meeting | None = None
         self._hosted: HostedStore | None = None
-        if self.rank_in_site == 0:
-            self._hosted = host_at_port(port)
-            where = f"{self._address}:{self._hosted.port}"
-            self._lighthouse = Lighthouse(
-                lighthouse, id=self.id, name=self.name, store=where, timeout=self.connect_timeout
-            )
-        elif not _is_local(self._address):
-            self._address = _address_towards(lighthouse)
+        if lighthouse is None:
+            assert at is not None
+            self._meet(at, at_least, patience)
+        else:
+            self._ask_lighthouse(lighthouse, at)
         self._links: Links | None = None
         self.closed = ""
         self.plan: Plan | None = None
         self._belongs = False
         self._namesakes: set[str] = set()  # ids of processes that were in a quorum in this one's place
+
+    def _meet(self, at: str, at_least: int, patience: float) -> None:
+        """By the store at an address."""
+        meeting = Meeting(
+            at,
+            site=self.name,
+            sites=self.sites,
+            at_least=at_least,
+            ranks=self.ranks_per_site,
+            patience=patience,
+            dead_after=self.dead_after,
+            key=self._key,
+        )
+        if self.rank_in_site == 0:
+            self._meeting, self._source = meeting, StoreQuorum(meeting, self.id)
+            meeting.host()
+        store = meeting.store()
+        self._address = address_towards(store.host, store.port)
+
+    def _ask_lighthouse(self, lighthouse: str, at: str | None) -> None:
+        """Each site hosts a store, on which the others meet when it is the first of them."""
+        if at is None:
+            self._address, port = _address_towards(lighthouse), 0
+        else:
+            self._address, port = host_and_port(at)
+        if self.rank_in_site == 0:
+            self._hosted = host_at_port(port)
+            self._source = Lighthouse(
+                lighthouse,
+                id=self.id,
+                name=self.name,
+                store=f"{self._address}:{self._hosted.port}",
+                timeout=self.connect_timeout,
+                key=self._key,
+            )
+        elif not _is_local(self._address):
+            self._address = _address_towards(lighthouse)
 
     def _one_id(self, told: list[Any]) -> str:
         """A number that no other process has; the ranks of a site have one."""
@@ -119,7 +155,7 @@ class ElasticSites:
             json.dumps([told, process]).encode(), phase="start of this site", limit=self.own.patience
         )
         each = [json.loads(blob) for blob in blobs]
-        check_one_site([theirs for theirs, _ in each], "sites, site, lighthouse, at")
+        check_one_site([theirs for theirs, _ in each], "sites, site, at, at_least, lighthouse")
         return each[0][1]
 
     def gather(self, claim: Claim) -> Plan:
@@ -128,13 +164,13 @@ class ElasticSites:
         Raises:
             AgreementError: the run's sites were set up differently from this one, or its name is taken by a
                 process that lives.
-            TransportError: the lighthouse is gone.
+            TransportError: the lighthouse or the store is gone, or too few sites are left.
         """
         claim = replace(claim, belongs=self._belongs)
-        assert self._lighthouse is not None
+        assert self._source is not None
         while True:
             try:
-                decided = plan(*self._lighthouse.ask(claim))
+                decided = plan(*self._source.ask(claim))
             except TransportError as error:
                 error.lasting = True
                 raise
@@ -182,18 +218,23 @@ class ElasticSites:
                 address=self._address,
                 timeout=self.connect_timeout,
                 dead_after=self.dead_after,
+                key=self._key,
             )
             self._serve(self._links)
 
     def _serve(self, links: Links) -> None:
         """If this site hosts the store of these links, it does so until all their members have ended."""
-        if self._hosted is None or self._lighthouse is None:
+        hosted, is_host = self._hosted, links.member == 0
+        if self._meeting is not None:
+            hosted, is_host = self._meeting.hosted, True
+        if hosted is None or self._source is None:
             return
         guests: list[Guests] = []
-        if links.member == 0:
-            prefix, others = prefix_of(links.name), list(range(1, links.size))
-            guests = [Guests(prefix, beats_of(rank), others) for rank in range(self.ranks_per_site)]
-        self._hosted.serve(self.id, guests, partial(_leave, ref(self._lighthouse)))
+        if is_host:
+            others = [member for member in range(links.size) if member != links.member]
+            each = range(self.ranks_per_site)
+            guests = [Guests(prefix_of(links.name), beats_of(rank), others, links.seals) for rank in each]
+        hosted.serve(self.id, guests, partial(_leave, ref(self._source)))
 
     @property
     def links(self) -> Links | None:
@@ -201,24 +242,36 @@ class ElasticSites:
         return self._links if self._links is not None and self._links.whole else None
 
     def among(self, decided: Plan, members: list[int] | None = None) -> Transport:
-        """The links to these members of a quorum, by default to all."""
+        """The links to these members of a quorum, for its round; by default to all, to hand over θ."""
+        links, what = self.links, "round"
         if members is None:
-            members = list(range(len(decided.members)))
+            members, what = list(range(len(decided.members))), "handover"
+        me = members.index(decided.index_of(self.id))
         names = [decided.members[member].name for member in members]
-        return self._transport_among(self.links, members, names, decided.index_of(self.id))
+        seals = None
+        if links is not None:
+            # Of this quorum and its plan: members that were told different things do not believe each other.
+            seals = links.message_seals(f"{what} of {members} in {decided.to_json()}", me)
+        return self._transport_among(links, members, names, me, seals)
 
     def _transport_among(
-        self, links: Links | None, members: list[int], names: list[str], me: int
+        self,
+        links: Links | None,
+        members: list[int],
+        names: list[str],
+        me: int,
+        seals: MessageSeals | None = None,
     ) -> Transport:
         return Transport(
             NoLinks() if links is None else Subset(links.mesh, members, close=links.close),
             members,
-            members.index(me),
+            me,
             liveness=None if links is None else links.liveness,
             timeout=self.timeout,
             patience=self.timeout,  # whoever is in a quorum has come to its round
             member="site",
             names=names,
+            seals=seals,
         )
 
     def unlink(self, why: str = "it left the links") -> None:
@@ -227,11 +280,11 @@ class ElasticSites:
         self._links = None
 
     def close(self, why: str = "") -> None:
-        """Leave: the others go on without this site as soon as the lighthouse has forgotten it."""
+        """Leave: the others go on without this site."""
         self.closed = self.closed or why or CLOSED_BY_USER
         self.unlink(why or "it left the links")
-        if self._lighthouse is not None:
-            self._lighthouse.close()
+        if self._source is not None:
+            self._source.close()
         if self.own is not None:
             self.own.close(why)
 
@@ -266,9 +319,9 @@ class ElasticSites:
             _logger.warning("another process has the name %s, and is left out: %s", member.name, member.where)
 
 
-def _leave(lighthouse: "ref[Lighthouse]") -> None:
+def _leave(source: "ref[Lighthouse | StoreQuorum]") -> None:
     """For a program that ends: the others do not wait for its site any more."""
-    left = lighthouse()
+    left = source()
     if left is not None:
         left.close()
 
@@ -287,8 +340,7 @@ def _address_towards(lighthouse: str) -> str:
     """This machine's address on the way there. An unreachable lighthouse is reported later."""
     url = urlsplit(lighthouse)
     try:
-        with socket.create_connection((url.hostname or "", url.port or 80), 5.0) as connection:
-            return connection.getsockname()[0]
+        return address_towards(url.hostname or "", url.port or 80, 5.0)
     except (OSError, ValueError):
         return socket.gethostname()
 

@@ -61,7 +61,7 @@ class FirstRank:
 
     def _tell(self, key: str, outcome: str) -> None:
         try:
-            self._own.store.set(key, outcome)
+            self._own.store.set(key, self._own.store_seals.write(key, outcome))
         except RuntimeError as error:
             raise no_store("telling this site's ranks who takes part", error) from error
         before = f"{key.rpartition('/')[0]}/{self._asked - 1}"
@@ -77,7 +77,7 @@ class FirstRank:
             while True:
                 try:
                     if store.check([key]):
-                        return store.get(key).decode()
+                        return self._own.store_seals.read(key, store.get(key).decode())
                 except RuntimeError as error:
                     raise no_store(_PHASE, error) from error
                 guard.check()

@@ -4,6 +4,7 @@ Of torchft only the lighthouse and its client are used: a site says that it live
 asks before each round who takes part in it. The answer comes once all that live have asked.
 """
 
+import json
 import logging
 import os
 import socket
@@ -11,8 +12,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from ...coordination.authentication import StoreSeals
 from ...coordination.ticker import Ticker
-from ...errors import TransportError, first_line
+from ...errors import AuthenticationError, TransportError, first_line
 from .quorum import Claim, Member
 
 BEAT = 0.25  # seconds; the lighthouse's own limit is 5 by default
@@ -31,19 +33,23 @@ class Lighthouse:
         name: the site's.
         store: where the others reach the store that this site hosts.
         timeout: seconds to connect to it.
+        key: of the run, if it has one: who lacks it is left out.
 
     Raises:
         ImportError: torchft is not installed.
         TransportError: no lighthouse answers there.
     """
 
-    def __init__(self, address: str, *, id: str, name: str, store: str, timeout: float) -> None:
+    def __init__(
+        self, address: str, *, id: str, name: str, store: str, timeout: float, key: bytes | None = None
+    ) -> None:
         self.address = address
         self.id = id
         self._name = name
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
         self._store = store
         self._timeout = timeout
+        self._seals = StoreSeals(key)
         self._client = _client(address, timeout)
         self._ticker: Ticker | None = None
 
@@ -61,7 +67,8 @@ class Lighthouse:
             self._ticker = Ticker(
                 self, beats.beat, every=BEAT, name="loco lighthouse heartbeat", patience=3.0
             )
-        data = {"name": self._name, "where": self._where, **claim.to_json()}
+        said = {"name": self._name, "where": self._where, "store": self._store, "claim": claim.to_json()}
+        data = {"said": self._seals.write(self.id, json.dumps(said))}
         while True:
             try:
                 quorum = self._client.quorum(
@@ -81,7 +88,22 @@ class Lighthouse:
                 time.sleep(BEAT)
         # A lighthouse that was started again counts from the beginning, so the number alone is no name.
         name = f"{quorum.quorum_id}.{quorum.created.seconds}.{quorum.created.nanos:09d}"
-        return name, [_member(one) for one in quorum.participants]
+        members = [self._member(one.replica_id, one.data) for one in quorum.participants]
+        return name, [one for one in members if one is not None]
+
+    def _member(self, id: str, data: Any) -> Member | None:
+        try:
+            said = json.loads(self._seals.read(id, str(dict(data or {})["said"])))
+            claim = Claim(**said.pop("claim"))
+            return Member(id=id, claim=claim, **said)
+        except AuthenticationError:
+            _logger.warning("%s asks the same lighthouse without this run's key, and is left out", id)
+            return None
+        except (KeyError, TypeError, ValueError) as error:
+            raise TransportError(
+                f"{id} asks the same lighthouse and is no site of this run ({error}): "
+                f"a run needs a lighthouse and a key of its own"
+            ) from error
 
     def close(self) -> None:
         """Say nothing any more: the lighthouse forgets this site within its time limit."""
@@ -134,18 +156,3 @@ def _client(address: str, timeout: float) -> Any:
         return LighthouseClient(address, timedelta(seconds=timeout))
     except (RuntimeError, TimeoutError, ValueError) as error:
         raise TransportError(f"no lighthouse answers at {address} ({error}): {HOW_TO_START}") from error
-
-
-def _member(participant: Any) -> Member:
-    data = dict(participant.data or {})
-    name = str(data.pop("name", participant.replica_id))
-    where = str(data.pop("where", ""))
-    try:
-        claim = Claim(**data)
-    except TypeError as error:
-        raise TransportError(
-            f"{participant.replica_id} asks the same lighthouse and is no site of this run ({error}): "
-            f"a run needs a lighthouse of its own"
-        ) from error
-    store = participant.store_address
-    return Member(id=participant.replica_id, name=name, store=store, claim=claim, where=where)

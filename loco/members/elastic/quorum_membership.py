@@ -1,4 +1,4 @@
-"""Views of sites that come and go: a quorum for each round, by torchft's lighthouse."""
+"""Views of sites that come and go: a quorum for each round."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from ...coordination.heartbeats import NoHeartbeats
 from ...coordination.rendezvous import Reconnects
 from ...errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
 from ...net.links import Links
-from ..view import Standing, StatusReporter, View
+from ..view import Standing, StatusReporter, VerdictLog, View
 from ..world import WorldMembership
 from .elastic_sites import ElasticSites
 from .first_rank import FirstRank
@@ -53,8 +53,8 @@ class QuorumMembership:
             AgreementError: the run's sites were set up differently from this one, or its ranks have come for
                 different things.
             LocoError: no site holds the whole anchor.
-            TransportError: the lighthouse or a rank of this site is gone; or, and then it does not last, a
-                member was lost.
+            TransportError: nobody says who is there, or a rank of this site is gone; or, and then it does not
+                last, a member was lost.
         """
         try:
             return self._form(standing)
@@ -152,11 +152,6 @@ class QuorumMembership:
         if standing.doubt:
             committed = any(member.claim.committed == standing.doubt for member in plan.members)
         liveness: StatusReporter = NoHeartbeats() if links is None else links.liveness
-        if links is None and site is not None:
-            verdicts = site.verdicts  # alone, the ranks of a site agree by their own store
-        else:
-            store = HashStore() if links is None else links.store
-            verdicts = Verdicts(store, StoreSeals(), plan.attempt, clears_up=False)
         return View(
             name=plan.attempt,
             site=workers.index(me),
@@ -164,12 +159,28 @@ class QuorumMembership:
             across=topology.among(plan, workers) if takes_part else topology.alone(),
             inside=topology.alone() if site is None else site.inside,
             liveness=liveness if site is None else _InBoth(liveness, site),
-            verdicts=verdicts,
+            verdicts=_verdicts(plan, me, links, site),
             site_names=tuple(plan.members[k].name for k in workers),
             handover=QuorumHandover(topology, plan, me),
             runs_round=plan.runs and takes_part,
             committed=committed,
         )
+
+
+def _verdicts(plan: Plan, me: int, links: Links | None, site: View | None) -> VerdictLog:
+    if links is None and site is not None:
+        return site.verdicts  # alone, the ranks of a site agree by their own store
+    if links is None:
+        return Verdicts(HashStore(), StoreSeals(), plan.attempt, clears_up=False)
+    others = [member for member in range(links.size) if member != me]
+    return Verdicts(
+        links.store,
+        links.seals,
+        plan.attempt,
+        clears_up=False,
+        liveness=links.liveness,
+        others=others,
+    )
 
 
 class QuorumHandover:

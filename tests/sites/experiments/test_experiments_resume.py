@@ -289,7 +289,7 @@ def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path) -> None:
 
 
 def test_what_is_started_through_orphans_ends_with_its_parent() -> None:
-    """As `experiments.elastic` starts the lighthouse, a program that can't ask for it itself."""
+    """Such as the store of `experiments.elastic`: a program that can't ask for it itself."""
     parent = "import subprocess\nfrom experiments.processes.orphans import through\n" + (
         "child = subprocess.Popen(through(['sleep', '600']))\nprint(child.pid, flush=True)\nchild.wait()"
     )
