@@ -110,21 +110,22 @@ class Fleet:
         self._started = 0
 
     def start(self, *names: str, ranks: int | None = None, **options: Any) -> None:
-        """A process for each name; it then waits for the run's θ. `options` are PulseLoCo's.
+        """A process for each name; it then waits for the run's θ. `options` are PulseLoCo's, or a `key`.
 
         "s1 again" is one more process of site s1.
         """
         for name in names:
             self._started += 1
+            key = options.pop("key", self._key)
             world = ranks or self.ranks
-            for key in self._ranks_of(name):
-                del self._running[key]
+            for rank in self._ranks_of(name):
+                del self._running[rank]
             for rank in range(world):
                 ours, theirs = context.Pipe()
                 own = _World(rank, world, f"{self._folder.name}/{self._started}", self.shards)
                 process = context.Process(
                     target=_site,
-                    args=(name.split()[0], own, self._meet, self.sites, self._key, theirs, options),
+                    args=(name.split()[0], own, self._meet, self.sites, key, theirs, options),
                     daemon=True,
                 )
                 process.start()

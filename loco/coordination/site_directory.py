@@ -114,7 +114,7 @@ class SiteDirectory:
     ) -> None:
         self._mine = mine
         self._dead_after = dead_after
-        self._gone: set[int] = set()  # processes
+        self._gone: dict[int, int] = {}  # processes, and how often they had asked by then
         seals = StoreSeals(key)
         try:
             self._client = StoreClient(store, limit=max(dead_after, _ANSWERS))
@@ -173,6 +173,9 @@ class SiteDirectory:
                     raise TransportError(f"{self._missing(listing)} after {patience:g} s", lasting=True)
                 else:
                     self._watch(listing.processes, deadline - time.monotonic(), partial(ne, listing))
+                    now = _Listing.of(self._entry.read())
+                    if self._mine not in (*now.waiting, *now.quorum):  # the others took this site for dead
+                        self._mine = replace(self._mine, asked=self._mine.asked + 1)
 
     def _entered(self, value: str, name: str) -> str | None:
         """Add this site, if it can be. `name`: of the quorum, if it is the last that was missing."""
@@ -197,14 +200,16 @@ class SiteDirectory:
         return None if waiting == listing.waiting else str(replace(listing, waiting=waiting))
 
     def _alive(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
-        return [one for one in arrivals if one.process not in self._gone]
+        """One that was only stopped, or cut off, asks once more when it is back."""
+        return [one for one in arrivals if one.asked > self._gone.get(one.process, -1)]
 
     def _latest(self, listing: _Listing) -> list[Arrival]:
         """Those of the latest quorum who are waited for."""
-        lost = [one for one in listing.quorum if one.process in self._gone]
-        if self._mine.can_lose_none and any(one.site == self._mine.site for one in lost):
+        latest = self._alive(listing.quorum)
+        lost = {one.site for one in listing.quorum} - {one.site for one in latest}
+        if self._mine.can_lose_none and self._mine.site in lost:
             return []  # without that one the others can't go on: they come anew, too
-        return self._alive(listing.quorum)
+        return latest
 
     def _obstacle(self, listing: _Listing) -> tuple[list[Arrival], str]:
         """Sites that live, and beside whom this one can't be added; and why."""
@@ -244,18 +249,17 @@ class SiteDirectory:
         for loss in lost:
             if loss.store:
                 raise RuntimeError(loss.store)
-            self._gone |= {*loss.silent, *loss.gone}
+            self._gone |= {
+                one.process: one.asked for one in arrivals if one.process in (*loss.silent, *loss.gone)
+            }
         return bool(lost) or is_over
 
     def _missing(self, listing: _Listing) -> str:
-        here = len(listing.waiting)
-        least = self._mine.at_least
-        if here < least or not listing.quorum:
-            how_many = "" if self._mine.can_lose_none else f", and {least} are needed"
-            return f"{here} of {self._mine.sites} sites are here ({_listed(listing.waiting)}){how_many}"
-        come = {one.process for one in listing.waiting}
-        missing = [one for one in self._alive(listing.quorum) if one.process not in come]
-        return f"{_listed(missing)} of them, alive and not here yet"
+        mine, come = self._mine, {one.process for one in listing.waiting}
+        if late := [one for one in self._alive(listing.quorum) if one.process not in come]:
+            return f"{_listed(late)}, alive and not here yet"
+        needed = "" if mine.can_lose_none else f", and {mine.at_least} are needed"
+        return f"{len(come)} of {mine.sites} sites are here ({_listed(listing.waiting)}){needed}"
 
 
 def _difference(here: Sequence[Arrival]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fleet import Fleet, Told, told_by
+from fleet import KEY, Fleet, Told, told_by
 from paper import Paper
 from selection import FLEETS
 from states import assert_same
@@ -324,3 +324,18 @@ def test_a_site_that_was_killed_in_the_quorum_may_come_back_at_once(by: str) -> 
         round = fleet.round(*ALL)
         assert round["s1"].sites == ALL
         run.check(round)
+
+
+@pytest.mark.check(FLEETS)
+@pytest.mark.parametrize("by", WAYS)
+def test_a_site_with_another_key_or_none_is_refused_and_the_others_go_on(by: str) -> None:
+    with Fleet(3, by=by) as fleet:
+        run = started(fleet)
+        run.check(fleet.round(*ALL))
+        for name, key in (("s3", None), ("s4", KEY[::-1])):
+            fleet.start(name, key=key)
+            while not fleet.has_told(name):
+                run.check(fleet.round(*ALL))
+            with pytest.raises(RuntimeError, match=r"AgreementError|AuthenticationError|no site of this run"):
+                fleet.hear(name)
+        run.check(fleet.round(*ALL))

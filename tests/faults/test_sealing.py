@@ -3,6 +3,9 @@
 import os
 import socket
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,8 @@ from loco.coordination.commit import ABORT, COMMIT, Verdicts, decide
 from loco.coordination.heartbeats import NoHeartbeats
 from loco.coordination.liveness import Liveness
 from loco.errors import AuthenticationError
+from loco.members.elastic.elastic_sites import ElasticSites
+from loco.members.elastic.quorum import Claim, Plan
 from loco.net.mesh import Parcel
 from loco.net.pending import PendingMessages
 from loco.net.transport import Transport
@@ -333,3 +338,40 @@ def test_a_message_counts_only_once_its_seal_is_checked() -> None:
     """Whoever changes this order makes the rest of this file worthless: `wait` checks before it returns."""
     names = PendingMessages.wait.__code__.co_names
     assert names.index("check_seal") < names.index("received_bytes")
+
+
+def test_messages_are_of_one_quorum_and_of_what_all_its_members_were_told() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    limits: dict[str, Any] = {"timeout": 20.0, "patience": 60.0, "dead_after": 5.0}
+    at = f"127.0.0.1:{store.port}"
+    sites = [ElasticSites(sites=2, name=name, at=at, at_least=2, key=KEY, **limits) for name in "ab"]
+    held = ""
+
+    def told(k: int, change: Callable[[Plan], Plan]) -> tuple[str, str]:
+        """What comes of one message from each to the other, on each."""
+        nonlocal held
+        plan = sites[k].gather(Claim(round=0, digest="", ready=True, links=held))
+        sites[k].link(plan)
+        link = sites[k].among(change(plan))
+        links = sites[k].links
+        assert links is not None
+        held = links.name
+        return error_of(lambda: link.swap_records(b"as it is", phase="saying"))
+
+    def another(plan: Plan) -> Plan:
+        """As a store tells it that is somebody else's."""
+        return replace(plan, attempt="of before")
+
+    with ThreadPoolExecutor(2) as pool:
+        for changes in ([same, same], [another, another], [same, same], [another, same]):
+            first, second = pool.map(told, range(2), changes)
+            genuine = changes[0] is changes[1]
+            for kind, text in (first, second):
+                assert (kind == "") == genuine, text
+                assert genuine or (kind == "AuthenticationError" and "is not genuine" in text)
+    for site in sites:
+        site.close()
+
+
+def same(plan: Plan) -> Plan:
+    return plan

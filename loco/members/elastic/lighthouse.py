@@ -60,6 +60,7 @@ class Lighthouse:
         may be started again; the heartbeats, a request each, tell the two apart, and log it.
 
         Raises:
+            AuthenticationError: at the start: another site has another key.
             TransportError: another run's sites ask the same lighthouse.
         """
         if self._ticker is None:  # a site that waits for nobody must not be waited for
@@ -88,17 +89,24 @@ class Lighthouse:
                 time.sleep(BEAT)
         # A lighthouse that was started again counts from the beginning, so the number alone is no name.
         name = f"{quorum.quorum_id}.{quorum.created.seconds}.{quorum.created.nanos:09d}"
-        members = [self._member(one.replica_id, one.data) for one in quorum.participants]
-        return name, [one for one in members if one is not None]
+        members: list[Member] = []
+        for one in quorum.participants:
+            try:
+                members.append(self._member(one.replica_id, one.data))
+            except AuthenticationError as error:
+                text = f"{one.replica_id} asks the same lighthouse with another key, or none"
+                if not claim.belongs:  # the wrong one may be this site's: it must not train alone
+                    raise AuthenticationError(text) from error
+                _logger.warning("%s, and is left out", text)
+        return name, members
 
-    def _member(self, id: str, data: Any) -> Member | None:
+    def _member(self, id: str, data: Any) -> Member:
         try:
             said = json.loads(self._seals.read(id, str(dict(data or {})["said"])))
             claim = Claim(**said.pop("claim"))
             return Member(id=id, claim=claim, **said)
         except AuthenticationError:
-            _logger.warning("%s asks the same lighthouse without this run's key, and is left out", id)
-            return None
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise TransportError(
                 f"{id} asks the same lighthouse and is no site of this run ({error}): "
