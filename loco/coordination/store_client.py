@@ -222,6 +222,16 @@ def check_reachable(host: str, port: int, limit: float) -> None:
     _connection(host, port, limit).close()
 
 
+def address_towards(host: str, port: int, limit: float) -> str:
+    """This machine's address on the way there: by it the others who go there reach this machine, too.
+
+    Raises:
+        RuntimeError: nobody listens there.
+    """
+    with _connection(host, port, limit) as connection:
+        return connection.getsockname()[0]
+
+
 def check_store(host: str, port: int, limit: float) -> None:
     """
     Raises:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..errors import AgreementError, LocoError, TransportError, first_line
 from ..logs import Waiting
-from ..net.linking import address_towards, link_ranks
+from ..net.linking import link_ranks
 from ..net.mesh import Mesh
 from .meeting import Meeting
 from .own_world import check_one_site, own_world
@@ -56,8 +56,7 @@ class JoinedWorlds:
             self.rank = self.names.index(site) * self.ranks_per_site + self._rank_in_site
             self.world = len(self.names) * self.ranks_per_site
             self.store = self._meeting.store()
-            # The machine's address on the way to the store is the one by which the others reach it, too.
-            self.address = address_towards(self.store.host, self.store.port)
+            self.address = self._meeting.own_address()
             self._all_ranks = link_ranks(
                 self.store,
                 f"all ranks {session}",

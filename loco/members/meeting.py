@@ -11,7 +11,7 @@ from typing import Any
 from ..coordination.authentication import StoreSeals
 from ..coordination.hosted_store import Guests, HostedStore, host_at
 from ..coordination.site_directory import BEATS, Arrival, SiteDirectory
-from ..coordination.store_client import RemoteStore, check_store, host_and_port
+from ..coordination.store_client import RemoteStore, address_towards, check_store, host_and_port
 from ..errors import LocoError, TransportError, no_store
 from ..logs import SAY_SOON, Waiting
 
@@ -87,6 +87,10 @@ class Meeting:
     def store(self) -> RemoteStore:
         """The store, once it answers there."""
         return _reached(self.at, self._patience)
+
+    def own_address(self) -> str:
+        """By which the other sites reach this machine."""
+        return address_towards(self._host, self._port, self._patience)
 
     def close(self) -> None:
         """From now on another process may take this site's name, and nobody waits for this one."""

@@ -147,16 +147,6 @@ def link_ranks(store: Any, name: str, rank: int, world: int, *, limit: float, ad
         raise TransportError(f"linking {world} ranks: {first_line(error)}", lasting=True) from error
 
 
-def address_towards(host: str, port: int, limit: float | None = None) -> str:
-    """This machine's address on the way there.
-
-    Raises:
-        OSError: nobody listens there.
-    """
-    with socket.create_connection((host, port), limit) as connection:
-        return connection.getsockname()[0]
-
-
 def _connections(
     store: PatientStore, name: str, member: int, size: int, address: str
 ) -> dict[int, socket.socket]:

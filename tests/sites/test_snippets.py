@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import lighthouse
 from pages import PAGES, code, named, page, sides
 from selection import FLEETS
-from sites import run_ranks
+from sites import free_port, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
@@ -105,7 +104,6 @@ def test_every_way_to_go_on_with_another_number_of_sites(line: str, ranks: int, 
 
 @pytest.mark.check(FLEETS)
 def test_the_training_loop_of_sites_that_come_and_go_is_the_readmes_and_runs(tmp_path: Path) -> None:
-    pytest.importorskip("torchft")
     ((_, of_readme),) = code(page("README.md"), "diff")
     ((_, diff),) = code(page("docs/elastic.md"), "diff")
     before, after = sides(diff)
@@ -114,10 +112,10 @@ def test_the_training_loop_of_sites_that_come_and_go_is_the_readmes_and_runs(tmp
     assert "optimizer.round < 1000" in after
     after = after.replace("optimizer.round < 1000", "optimizer.round < 3")
     (tmp_path / "train.py").write_text(after + "\nprint(optimizer.last_report)\n")
-    server, where = lighthouse(60_000)
+    where = f"127.0.0.1:{free_port()}"
     launch = next(text for _, text in code(page("docs/elastic.md"), "sh") if "SITE=" in text)
     launch = launch.replace("10.0.0.1:29510", where).replace("SITES=4", "SITES=2")
-    assert "127.0.0.1" in launch
+    assert f"LOCO_AT={where} LOCO_AT_LEAST=2 " in launch
     assert "LOCO_SITE=berlin " in launch
     assert "DATA=0 python" in launch
     sites = [
@@ -145,4 +143,3 @@ def test_the_training_loop_of_sites_that_come_and_go_is_the_readmes_and_runs(tmp
     finally:
         for site in sites:
             site.kill()
-        server.shutdown()

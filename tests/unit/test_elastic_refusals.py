@@ -19,13 +19,30 @@ from loco.members.elastic.quorum import Claim, of_site
         ({"sites": 2, "timeout": 0.0}, "timeout must be > 0 seconds, got 0.0"),
         ({"sites": 2, "dead_after": -1.0}, "dead_after must be > 0 seconds, got -1.0"),
         ({"sites": 2, "at": "here"}, "an address is host:port"),
-        ({"sites": 2, "key": bytes(16)}, "have no key: leave it out"),
+        ({"sites": 2, "key": bytes(15)}, "key must have at least 16 bytes"),
+        ({"sites": 2, "at_least": 1}, r"knows how many sites are enough .*: leave out at_least"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: dict, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCO_LIGHTHOUSE", "http://127.0.0.1:1")
     with pytest.raises(ValueError, match=said):
         loco.Sites(site="a", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("at_least", "said"),
+    [
+        ("3", r"at_least \(LOCO_AT_LEAST\) must be at most the 2 sites, got 3"),
+        ("0", r"at_least \(LOCO_AT_LEAST\) must be a whole number >= 1, got '0'"),
+        ("a few", r"at_least \(LOCO_AT_LEAST\) must be a whole number >= 1, got 'a few'"),
+    ],
+)
+def test_how_many_are_enough_is_a_number_of_sites(
+    at_least: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCO_AT_LEAST", at_least)
+    with pytest.raises(ValueError, match=said):
+        loco.Sites(2, site="a", at="127.0.0.1:1")
 
 
 def claim(ready: Any = True, **told: Any) -> Claim:
@@ -65,14 +82,15 @@ def differently_started(rank: int) -> tuple[str, str]:
 def test_ranks_of_one_world_that_were_given_different_names_are_told_so() -> None:
     for kind, said in run_ranks(2, differently_started):
         assert kind == "AgreementError"
-        assert "rank 1 with [2, 'b', 'http://127.0.0.1:1', None]: every site needs a world" in said
+        assert "rank 1 with [2, 'b', None, 1, 'http://127.0.0.1:1']: every site needs a world" in said
 
 
 def test_without_torchft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("torchft", "torchft.coordination"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        ImportError, match=r"need torchft, loco's extra `elastic` .*: pip install 'torchft>=0\.2'"
+        ImportError,
+        match=r"a lighthouse needs torchft, loco's extra `elastic` .*: pip install 'torchft>=0\.2'",
     ):
         loco.Sites(2, site="a", lighthouse="http://127.0.0.1:1")
 

@@ -306,7 +306,7 @@ def test_without_the_extras_all_works_but_what_names_its_extra(wheel: Path, tmp_
     assert entries == "1003"
     assert "the kernels for GPUs need triton, loco's extra `gpu` (" in kernels
     assert kernels.endswith("): pip install 'triton>=3.6'")
-    assert elastic.startswith("sites that come and go need torchft, loco's extra `elastic` (")
+    assert elastic.startswith("a lighthouse needs torchft, loco's extra `elastic` (")
 
 
 def test_every_public_name_is_found_when_it_is_first_used() -> None:

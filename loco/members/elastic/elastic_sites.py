@@ -13,9 +13,8 @@ from weakref import ref
 from ...coordination.authentication import MessageSeals
 from ...coordination.hosted_store import Guests, HostedStore, host_at_port
 from ...coordination.rendezvous import Agreement, Alone
-from ...coordination.store_client import host_and_port
+from ...coordination.store_client import address_towards, host_and_port
 from ...errors import AgreementError, TransportError
-from ...net.linking import address_towards
 from ...net.links import Links, beats_of, prefix_of
 from ...net.mesh import NoLinks, Subset
 from ...net.transport import Transport
@@ -124,8 +123,8 @@ class ElasticSites:
         if self.rank_in_site == 0:
             self._meeting, self._source = meeting, StoreQuorum(meeting, self.id)
             meeting.host()
-        store = meeting.store()
-        self._address = address_towards(store.host, store.port)
+        meeting.store()
+        self._address = meeting.own_address()
 
     def _ask_lighthouse(self, lighthouse: str, at: str | None) -> None:
         """Each site hosts a store, on which the others meet when it is the first of them."""
@@ -341,7 +340,7 @@ def _address_towards(lighthouse: str) -> str:
     url = urlsplit(lighthouse)
     try:
         return address_towards(url.hostname or "", url.port or 80, 5.0)
-    except (OSError, ValueError):
+    except (RuntimeError, ValueError):
         return socket.gethostname()
 
 

@@ -157,8 +157,7 @@ def _client(address: str, timeout: float) -> Any:
         from torchft.coordination import LighthouseClient  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
-            f"sites that come and go need torchft, loco's extra `elastic` ({error}): "
-            f"pip install 'torchft>=0.2'"
+            f"a lighthouse needs torchft, loco's extra `elastic` ({error}): pip install 'torchft>=0.2'"
         ) from error
     try:
         return LighthouseClient(address, timedelta(seconds=timeout))
