@@ -114,6 +114,7 @@ class SiteDirectory:
     ) -> None:
         self._mine = mine
         self._dead_after = dead_after
+        self._last: tuple[Arrival, ...] = ()  # its latest quorum, for a store that has been started again
         self._gone: dict[int, int] = {}  # processes, and how often they had asked by then
         seals = StoreSeals(key)
         try:
@@ -138,7 +139,7 @@ class SiteDirectory:
         Raises:
             AgreementError: they do not fit together, or this site's name is taken by one that is alive.
             TransportError: not all came within `patience`.
-            RuntimeError: the store is gone.
+            RuntimeError: the store is gone. It can be asked again, also if it was started again meanwhile.
         """
         self._mine = replace(self._mine, claim=claim, asked=self._mine.asked + 1)
         self._liveness.say("waiting for the other sites")
@@ -162,6 +163,7 @@ class SiteDirectory:
             while True:
                 listing = _Listing.of(self._entry.change(lambda value: self._entered(value, name)))
                 if self._mine in listing.quorum:
+                    self._last = listing.quorum
                     return listing.name, sorted(listing.quorum, key=lambda one: one.site)
                 if self._mine not in listing.waiting:
                     in_the_way, why = self._obstacle(listing)
@@ -179,7 +181,7 @@ class SiteDirectory:
 
     def _entered(self, value: str, name: str) -> str | None:
         """Add this site, if it can be. `name`: of the quorum, if it is the last that was missing."""
-        listing, mine = _Listing.of(value), self._mine
+        listing, mine = _Listing.of(value) if value else _Listing(quorum=self._last), self._mine
         if mine in listing.quorum or (mine in listing.waiting and listing.refused):
             return None
         if self._obstacle(listing)[0]:

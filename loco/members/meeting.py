@@ -65,16 +65,18 @@ class Meeting:
             AgreementError: the sites do not fit together.
             TransportError: not all came, or nobody hosts the store.
         """
-        deadline = time.monotonic() + self._patience
+        deadline, is_lost = time.monotonic() + self._patience, False
         while True:
             try:
-                if self._directory is None:
-                    self._directory = self._enter(max(deadline - time.monotonic(), 1.0))
+                if self._directory is None or is_lost:
+                    self.host()
+                    store = _reached(self.at, max(deadline - time.monotonic(), 1.0))
+                    self._directory = self._directory or self._enter(store)
                 return self._directory.ask(claim, max(deadline - time.monotonic(), 1.0))
             except LocoError:
                 raise
             except RuntimeError as error:
-                self._leave()
+                is_lost = True
                 if time.monotonic() > deadline:
                     raise no_store("meeting the other sites", error) from error
 
@@ -94,7 +96,9 @@ class Meeting:
 
     def close(self) -> None:
         """From now on another process may take this site's name, and nobody waits for this one."""
-        self._leave()
+        if self._directory is not None:
+            self._directory.close()
+        self._directory = None
 
     def host(self) -> None:
         """Host the store, if this machine has the address and nobody was quicker.
@@ -104,17 +108,10 @@ class Meeting:
         """
         self.hosted = host_at(self._host, self._port)
 
-    def _enter(self, patience: float) -> SiteDirectory:
-        self.host()
-        store = _reached(self.at, patience)
+    def _enter(self, store: RemoteStore) -> SiteDirectory:
         where = f"process {os.getpid()} on {socket.gethostname()}"
         mine = Arrival(process=secrets.randbits(48), where=where, **self._who)
         return SiteDirectory(store, mine, dead_after=self._dead_after, key=self._key)
-
-    def _leave(self) -> None:
-        if self._directory is not None:
-            self._directory.close()
-        self._directory = None
 
 
 def _reached(at: str, patience: float) -> RemoteStore:

@@ -1,9 +1,11 @@
 """A list in the store by which sites find each other: who belongs to a quorum, and who is refused."""
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +19,10 @@ KEY, DEAD_AFTER, PATIENCE = bytes(range(16)), 3.0, 60.0
 Quorum = tuple[str, list[Arrival]]
 
 
+def hosting(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
 class Run:
     """Sites of one run, each a thread when it asks."""
 
@@ -25,6 +31,12 @@ class Run:
         self._pool = pool
         self._numbers = iter(range(1, 100))
         self.places: dict[str, SiteDirectory] = {}
+
+    def restart(self) -> None:
+        port = self.store.port
+        del self.store
+        gc.collect()
+        self.store = hosting(port)
 
     def enter(self, name: str, sites: int = 3, at_least: int = 1, *, key: bytes | None = None) -> None:
         who: dict[str, Any] = {"site": name.split()[0], "sites": sites, "at_least": at_least, "ranks": 1}
@@ -50,9 +62,8 @@ class Run:
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ThreadPoolExecutor(8) as pool:
-        run = Run(store, pool)
+        run = Run(hosting(0), pool)
         yield run
         for place in run.places.values():
             place.close()
@@ -165,3 +176,17 @@ def test_without_the_key_nobody_gets_in(run: Run, other: bytes | None, said: str
     with pytest.raises(loco.LocoError, match=said):
         run.ask("x")["x"].result(PATIENCE)
     run.meet("a")
+
+
+def test_a_store_that_was_started_again_still_waits_for_all_who_live(run: Run) -> None:
+    for name in "ab":
+        run.enter(name, at_least=2)
+    run.meet("a", "b")
+    for place in run.places.values():
+        place._mine = replace(place._mine, at_least=1)  # so that nothing but the memory of b holds up a
+    run.restart()
+    waits = run.ask("a")["a"]
+    with pytest.raises(TimeoutError):
+        waits.result(2 * DEAD_AFTER)
+    run.ask("b")["b"].result(PATIENCE)
+    assert [one.site for one in waits.result(PATIENCE)[1]] == ["a", "b"]
