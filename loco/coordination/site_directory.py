@@ -25,7 +25,7 @@ from .liveness import Liveness
 from .store_client import RemoteStore, StoreClient
 
 BEATS = "sites"  # the name of the heartbeats that tell which sites on the list are alive
-_POLL = 0.02  # seconds
+_POLL = 0.001, 0.02  # seconds: at first, when a round may be about to begin, and later
 _ANSWERS = 30.0  # seconds: a store that looks up the name of each host that connects may take long at first
 _logger = logging.getLogger(__name__)
 
@@ -242,11 +242,11 @@ class SiteDirectory:
     def _watch(self, arrivals: Sequence[Arrival], seconds: float, until: Callable[[_Listing], bool]) -> bool:
         """-> whether, within some seconds, one of them was found dead, or the list is as it should be."""
         lost: list[Loss] = []
-        deadline, is_over = time.monotonic() + seconds, False
+        began, is_over = time.monotonic(), False
         others = [one.process for one in self._alive(arrivals) if one.process != self._mine.process]
         with self._liveness.watching(others, lost.append, left_may_return=True):
-            while not lost and not is_over and time.monotonic() < deadline:
-                time.sleep(_POLL)
+            while not lost and not is_over and (waited := time.monotonic() - began) < seconds:
+                time.sleep(min(_POLL[0] + waited / 10, _POLL[1]))
                 is_over = until(_Listing.of(self._entry.read()))
         for loss in lost:
             if loss.store:
