@@ -1,23 +1,19 @@
 """Sites that each have a world of their own, joined at an address at which one of them hosts a store."""
 
 import json
-import logging
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..errors import AgreementError, LocoError, TransportError, first_line
-from ..logs import Waiting
+from ..errors import AgreementError, LocoError, TransportError
 from ..net.linking import link_ranks
 from ..net.mesh import Mesh
+from ..net.transport import Transport
 from .meeting import Meeting
 from .own_world import check_one_site, own_world
 
-_logger = logging.getLogger(__name__)
-
-_joined = 0  # how many times this process has
+_PHASE = "waiting for this site's first rank, which meets the other sites"
 
 
 class JoinedWorlds:
@@ -82,41 +78,38 @@ class JoinedWorlds:
     def _same_in_site(self, told: list[Any], patience: float) -> tuple[str, tuple[str, ...]]:
         """A name that no other session has, and the sites' names. The first rank of a site meets the others,
         and tells those of its site what came of it."""
-        global _joined
-        _joined += 1
-        if self.ranks_per_site == 1:
+        own = self._own
+        if own is None or own.world == 1:
             return self._meet()
-        store, root = dist.distributed_c10d._get_default_store(), f"loco-joined/{_joined}"
-        keys = [f"{root}/{rank}" for rank in range(self.ranks_per_site)]
+        ranks = Transport(
+            own.all_ranks(),
+            range(own.world),
+            own.rank,
+            liveness=None,
+            timeout=2 * patience + 60,  # the first rank has to wait for the other sites
+            patience=patience,
+            member="rank of this site",
+        )
         try:
-            store.set(keys[self._rank_in_site], json.dumps(told))
-            if self._rank_in_site > 0:
-                with Waiting(_logger, lambda: "this site's first rank, which meets the other sites"):
-                    store.wait([root], timedelta(seconds=2 * patience + 60))
-                said = json.loads(store.get(root))
+            each = ranks.swap_blobs(json.dumps(told).encode(), phase="start of this site", limit=patience)
+            check_one_site([json.loads(one) for one in each], "sites, site, address")
+            if own.rank > 0:
+                said = json.loads(ranks.receive_blob(0, phase=_PHASE))
                 if "met" not in said:
                     raise AgreementError(f"this site's first rank: {said['why']}")
                 session, names = said["met"]
                 return session, tuple(names)
-            with Waiting(_logger, lambda: f"all {len(keys)} ranks of this site"):
-                store.wait(keys, timedelta(seconds=patience))
-            each = [json.loads(store.get(key)) for key in keys]
-        except RuntimeError as error:
-            if isinstance(error, LocoError):
+            try:
+                met = self._meet()
+            except BaseException as error:
+                why = str(error) if isinstance(error, LocoError) else "it was interrupted"
+                with suppress(TransportError):
+                    ranks.send_blob(json.dumps({"why": why}).encode(), ranks.peers, phase=_PHASE)
                 raise
-            text = f"not all ranks of this site came within {patience:g} s ({first_line(error)})"
-            raise TransportError(text, lasting=True) from error
-        outcome: dict[str, Any] = {"why": "it was interrupted"}
-        try:
-            check_one_site(each, "sites, site, address")
-            met = self._meet()
-            outcome = {"met": met}
+            ranks.send_blob(json.dumps({"met": met}).encode(), ranks.peers, phase=_PHASE)
             return met
-        except LocoError as error:
-            outcome = {"why": str(error)}
-            raise
         finally:
-            store.set(root, json.dumps(outcome))
+            own.close()
 
     def _meet(self) -> tuple[str, tuple[str, ...]]:
         session, quorum = self._meeting.ask({})

@@ -203,7 +203,7 @@ def test_the_store_outlives_its_hosts_program_as_long_as_others_need_it() -> Non
         time.sleep(0.5)
     ended = {}
     for name, process in running.items():
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=180)
         assert process.returncode == 0, errors
         ended[name] = said, errors
     assert ended["b"][0] == "done 3\n"
@@ -235,7 +235,7 @@ def test_sites_meet_at_a_store_that_none_of_them_hosts() -> None:
                     for name in ("a", "b")
                 ]
                 for process in running:
-                    errors = process.communicate(timeout=60)[1]
+                    errors = process.communicate(timeout=180)[1]
                     assert process.returncode == 0, errors
                     assert "serves the others" not in errors
             host.send_signal(signal.SIGINT)
