@@ -19,9 +19,9 @@ _WRONG, _INTERRUPTED = 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m loco.meet",
-        description="Host the store at which the sites of a run meet. It lies in memory: if this ends, so "
-        "does the run, and all sites resume from their checkpoints once it is back. Runs that overlap in "
-        "time need an address each.",
+        description="Host the store at which the sites of a run meet. It lies in memory: if this ends, "
+        "sites that come and go wait until it is back, and sites that stay the same end, to resume from "
+        "their checkpoints. Runs that overlap in time need an address each.",
     )
     parser.add_argument("address", metavar="HOST:PORT", help="where to listen, e.g. 0.0.0.0:29510")
     options = parser.parse_args(arguments)
