@@ -31,6 +31,7 @@ from loco.errors import TransportError
 from loco.exchange import EXCHANGES
 from loco.members.elastic import quorum_membership
 from loco.members.elastic.elastic_sites import ElasticSites
+from loco.members.repeats import Repeats
 from loco.round.joining import recovery
 from loco.round.round import Round
 
@@ -304,7 +305,7 @@ class _Site:
         self.gave_up: list[Snapshot] = []
         self.checkpoints: dict[str, loco.Checkpoints] = {}  # by folder
         self.saved_in_doubt: list[Any] = []
-        failed = quorum_membership.QuorumAttempts.failed
+        failed = Repeats.failed
 
         def failed_and_told(*args: Any, **kwargs: Any) -> None:
             with suppress(loco.LocoError):  # the round is applied, and not yet shared inside the site
@@ -313,7 +314,7 @@ class _Site:
                 self.gave_up.append(snapshot(self.optimizer))
             failed(*args, **kwargs)
 
-        quorum_membership.QuorumAttempts.failed = failed_and_told
+        Repeats.failed = failed_and_told
 
     def obey(self, parent: Connection) -> None:
         parent.send_bytes(pickle.dumps(Told(self.optimizer.round, after=snapshot(self.optimizer))))

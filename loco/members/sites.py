@@ -101,6 +101,7 @@ class Sites:
                 at=at,
                 at_least=least or 1,
                 lighthouse=lighthouse,
+                repeats=repeats,
                 key=key,
                 **limits,
             )

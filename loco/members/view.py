@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..coordination.rendezvous import Agreement, Reconnects
 from ..errors import TransportError
 from ..net.transport import Transport
+from .repeats import Repeats
 
 
 class VerdictLog(Protocol):
@@ -123,23 +124,6 @@ class Standing:
     doubt: str = ""
 
 
-class Attempts(Protocol):
-    """How often a round that failed is tried again."""
-
-    def failed(self, view: View | None, error: Exception, *, refused: bool, own_fault: bool) -> None:
-        """Return if the round is to be tried again.
-
-        Args:
-            view: None if none was formed.
-            refused: all ranks refused the round together; otherwise links were lost.
-            own_fault: this rank itself could not take part.
-
-        Raises:
-            Exception: the error, if it is not.
-        """
-        ...
-
-
 class Membership(Protocol):
     """Forms the views of one optimizer, one after the other.
 
@@ -172,7 +156,7 @@ class Membership(Protocol):
         """Hang up the links of the latest view, so that members who wait for this rank learn of it."""
         ...
 
-    def attempts(self) -> Attempts: ...
+    def attempts(self) -> Repeats: ...
 
     def reconnects_by(self, user: Reconnects) -> None:
         """`user` forms a new view when other ranks wait for one, though its own links may be whole: those of

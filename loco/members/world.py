@@ -1,17 +1,14 @@
 """Views of a fixed world: always all its ranks. If links break, the next view has new ones."""
 
-import logging
 import uuid
 
 import torch
 
 from ..coordination.rendezvous import Reconnects
-from ..errors import TransportError, WireError
-from ..logs import warn_once_per_machine
+from ..errors import TransportError
 from .fixed import FixedSites
+from .repeats import Repeats
 from .view import Standing, View
-
-_logger = logging.getLogger(__name__)
 
 
 class WorldMembership:
@@ -53,8 +50,8 @@ class WorldMembership:
             view.liveness.leave(why, view.across.link)
         self._topology.disconnect(view.across, view.inside)
 
-    def attempts(self) -> "_Repeats":
-        return _Repeats(self._topology.repeats)
+    def attempts(self) -> Repeats:
+        return Repeats(self._topology.repeats)
 
     def reconnects_by(self, user: Reconnects) -> None:
         """With one rank per site, intact links never need rebuilding for others."""
@@ -86,7 +83,7 @@ class WorldMembership:
                 return view
             if view is not None:
                 self._topology.disconnect(view.across, view.inside)
-            attempts.failed(None, failure, refused=False, own_fault=False)
+            attempts.failed(failure, linked=False, refused=False, own_fault=False)
             self._topology.liveness.say("connecting once more")
             number += 1
 
@@ -106,17 +103,3 @@ class WorldMembership:
         except BaseException as error:  # Ctrl-C, too: others may have their links, and wait on them
             topology.liveness.leave(f"it gave up connecting ({type(error).__name__})", name)
             raise
-
-
-class _Repeats:
-    """What lost its links, between ranks that live, is tried again over new ones, so many times."""
-
-    def __init__(self, left: int) -> None:
-        self._left = left
-
-    def failed(self, view: View | None, error: Exception, *, refused: bool, own_fault: bool) -> None:
-        lasts = isinstance(error, TransportError) and error.lasting
-        if refused or lasts or not isinstance(error, TransportError | WireError) or not self._left:
-            raise error from None
-        self._left -= 1
-        warn_once_per_machine(_logger, "%s. It is tried again over new links", error)

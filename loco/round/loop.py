@@ -143,7 +143,7 @@ class OuterLoop:
                 views.serve(view)
                 return self._done(report)
             own_fault = current is not None and current.failed_here
-            attempts.failed(view, error, refused=refused, own_fault=own_fault)
+            attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
 
     def _check_inner(self) -> None:
         self.state.parameters.check_unchanged(self.inner)

@@ -67,7 +67,7 @@ class Views:
                     await_site(view.inside, phase="starting to train")
                 return False
             except (TransportError, WireError) as error:
-                attempts.failed(view, error, refused=False, own_fault=False)
+                attempts.failed(error, linked=view is not None, refused=False, own_fault=False)
 
     def form(self, *, ready: bool, catches_up: bool = True) -> View:
         """The membership's view, once the ranks of a site hold the same weights in it."""

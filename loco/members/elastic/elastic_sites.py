@@ -7,13 +7,12 @@ import uuid
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 from weakref import ref
 
 from ...coordination.authentication import MessageSeals
 from ...coordination.hosted_store import Guests, HostedStore, host_at_port
 from ...coordination.rendezvous import Agreement, Alone
-from ...coordination.store_client import address_towards, host_and_port
+from ...coordination.store_client import host_and_port
 from ...errors import AgreementError, TransportError
 from ...net.links import Links, beats_of, prefix_of
 from ...net.mesh import NoLinks, Subset
@@ -21,7 +20,7 @@ from ...net.transport import Transport
 from ..fixed import CLOSED_BY_USER, FixedSites
 from ..meeting import Meeting
 from ..own_world import check_one_site, own_world
-from .lighthouse import Lighthouse
+from .lighthouse import Lighthouse, address_towards_lighthouse
 from .quorum import Claim, Plan, plan
 from .store_quorum import StoreQuorum
 
@@ -43,8 +42,8 @@ class ElasticSites:
         sites: how many a run starts with; fewer go on when some die, and more may join.
         name: of this site: the same when it comes back, and no other site's.
         at, at_least, lighthouse: as `loco.Sites`.
-        timeout, patience, dead_after, key: as `loco.Sites`. Whether the next quorum waits for a site that is
-            dead is up to the lighthouse (--heartbeat_timeout_ms), if there is one.
+        timeout, patience, dead_after, repeats, key: as `loco.Sites`. Whether the next quorum waits for a site
+            that is dead is up to the lighthouse (--heartbeat_timeout_ms), if there is one.
         connect_timeout: seconds for all sites of a quorum to link up.
 
     Attributes:
@@ -71,6 +70,7 @@ class ElasticSites:
         timeout: float,
         patience: float = 600.0,
         dead_after: float,
+        repeats: int = 2,
         key: bytes | None = None,
         connect_timeout: float = 30.0,
     ) -> None:
@@ -79,6 +79,7 @@ class ElasticSites:
         self.timeout = float(timeout)
         self.dead_after = float(dead_after)
         self.connect_timeout = float(connect_timeout)
+        self.repeats = repeats
         self._key = key
         self.num_sites, self.site = 1, 0
         world = own_world(patience)
@@ -129,7 +130,7 @@ class ElasticSites:
     def _ask_lighthouse(self, lighthouse: str, at: str | None) -> None:
         """Each site hosts a store, on which the others meet when it is the first of them."""
         if at is None:
-            self._address, port = _address_towards(lighthouse), 0
+            self._address, port = address_towards_lighthouse(lighthouse), 0
         else:
             self._address, port = host_and_port(at)
         if self.rank_in_site == 0:
@@ -143,7 +144,7 @@ class ElasticSites:
                 key=self._key,
             )
         elif not _is_local(self._address):
-            self._address = _address_towards(lighthouse)
+            self._address = address_towards_lighthouse(lighthouse)
 
     def _one_id(self, told: list[Any]) -> str:
         """A number that no other process has; the ranks of a site have one."""
@@ -333,15 +334,6 @@ def _is_local(host: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def _address_towards(lighthouse: str) -> str:
-    """This machine's address on the way there. An unreachable lighthouse is reported later."""
-    url = urlsplit(lighthouse)
-    try:
-        return address_towards(url.hostname or "", url.port or 80, 5.0)
-    except (RuntimeError, ValueError):
-        return socket.gethostname()
 
 
 def _difference(theirs: str, ours: str) -> str:

@@ -11,8 +11,10 @@ import socket
 import time
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...coordination.authentication import StoreSeals
+from ...coordination.store_client import address_towards
 from ...coordination.ticker import Ticker
 from ...errors import AuthenticationError, TransportError, first_line
 from .quorum import Claim, Member
@@ -163,3 +165,12 @@ def _client(address: str, timeout: float) -> Any:
         return LighthouseClient(address, timedelta(seconds=timeout))
     except (RuntimeError, TimeoutError, ValueError) as error:
         raise TransportError(f"no lighthouse answers at {address} ({error}): {HOW_TO_START}") from error
+
+
+def address_towards_lighthouse(lighthouse: str) -> str:
+    """This machine's address on the way there. An unreachable lighthouse is reported later."""
+    url = urlsplit(lighthouse)
+    try:
+        return address_towards(url.hostname or "", url.port or 80, 5.0)
+    except (RuntimeError, ValueError):
+        return socket.gethostname()

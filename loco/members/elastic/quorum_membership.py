@@ -13,15 +13,15 @@ from ...coordination.authentication import StoreSeals
 from ...coordination.commit import Verdicts
 from ...coordination.heartbeats import NoHeartbeats
 from ...coordination.rendezvous import Reconnects
-from ...errors import LocoError, NonFiniteError, PeerError, TransportError, WireError
+from ...errors import LocoError, TransportError
 from ...net.links import Links
+from ..repeats import Repeats
 from ..view import Standing, StatusReporter, VerdictLog, View
 from ..world import WorldMembership
 from .elastic_sites import ElasticSites
 from .first_rank import FirstRank
 from .quorum import Claim, Plan, of_site
 
-MOST = 3  # rounds that fail among the same sites before it is said: repeating mends only who is gone
 _PAUSE = 0.2  # seconds between two looks at whether all have come to the start
 _PATIENT = 5.0  # seconds until it is said that sites are missing at the start
 _REMIND = 60.0  # and said again
@@ -113,15 +113,16 @@ class QuorumMembership:
         if self._view is not None:
             self._view.is_whole = False
 
-    def attempts(self) -> "QuorumAttempts":
-        return QuorumAttempts(self)
+    def attempts(self) -> Repeats:
+        return Repeats(self._topology.repeats, self._leave)
 
     def reconnects_by(self, user: Reconnects) -> None:
         if self._own is not None:  # a site of one rank saves alone
             self._own.reconnects_by(user)
 
-    def members(self) -> list[str]:
-        """The ids of those in the latest quorum."""
+    def _leave(self) -> list[str]:
+        """-> the ids of those whom this site leaves."""
+        self.give_up("it left the links")
         plan = self._topology.plan
         return [] if plan is None else [member.id for member in plan.members]
 
@@ -228,23 +229,3 @@ class _InBoth:
     def leave(self, why: str, link: str = "") -> None:
         self._across.leave(why, link)
         self._site.liveness.leave(why, self._site.inside.link)
-
-
-class QuorumAttempts:
-    """A round that fails is tried again among those who are left, unless it keeps failing among the same."""
-
-    def __init__(self, membership: QuorumMembership) -> None:
-        self._membership = membership
-        self._failed: list[list[str]] = []  # ids of the members, by attempt
-
-    def failed(self, view: View | None, error: Exception, *, refused: bool, own_fault: bool) -> None:
-        is_repeatable = isinstance(error, TransportError | WireError | NonFiniteError | PeerError)
-        no_quorum = view is None and isinstance(error, TransportError) and error.lasting
-        if own_fault or no_quorum or not is_repeatable:
-            raise error from None
-        self._membership.give_up("it left the links")
-        self._failed.append(self._membership.members())
-        _logger.warning("%s; asking who is left", error)
-        latest = self._failed[-MOST:]
-        if len(latest) == MOST and latest.count(latest[0]) == MOST:
-            raise error from None
