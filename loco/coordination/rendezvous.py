@@ -172,7 +172,8 @@ class Rendezvous:
             raise no_store(phase, error) from error
         told = [json.loads(text) for text in texts]
         if any(came != phase for came, _ in told):
-            found = ", ".join(f"rank {rank} for {came!r}" for rank, (came, _) in enumerate(told))
+            named = self._context.named
+            found = ", ".join(f"{named([rank])} for {came!r}" for rank, (came, _) in enumerate(told))
             raise CheckpointError(f"save() and load() belong at one place on all ranks, but came {found}")
         return [theirs for _, theirs in told]
 

@@ -234,11 +234,10 @@ class FixedSites:
         mine = _OPENING.pack(key is not None, uuid.uuid4().bytes)
         records = self.all_ranks().swap_records(mine, phase="topology", limit=self.patience)
         keyed = [_OPENING.unpack(record)[0] for record in records]
-        world = self._ranks.world
-        for rank in range(world):
-            if keyed[rank] != keyed[0]:
+        for rank, has in enumerate(keyed):
+            if has != keyed[0]:
                 have, lack = (0, rank) if keyed[0] else (rank, 0)
-                raise AgreementError(f"rank {have} of {world} has a key, rank {lack} has none")
+                raise AgreementError(f"{self._named([have])} has a key, {self._named([lack])} has none")
         return hashlib.blake2b(self._ranks.told + b"".join(records), digest_size=16).digest()
 
     def _named(self, ranks: Sequence[int]) -> str:

@@ -148,7 +148,7 @@ def test_another_key_and_a_missing_key_are_refused_on_all_ranks() -> None:
         assert kind == "AuthenticationError"
         assert "its key is another one" in text
     for kind, text in run_ranks(3, other_keys, [KEY, KEY, None]):
-        assert (kind, text) == ("AgreementError", "rank 0 of 3 has a key, rank 2 has none")
+        assert (kind, text) == ("AgreementError", "site 0 has a key, site 2 has none")
 
 
 def short_key(rank: int) -> tuple[str, str]:

@@ -226,8 +226,8 @@ def test_ranks_that_come_for_different_things_are_told_so() -> None:
     assert (
         texts
         == [
-            "save() and load() belong at one place on all ranks, but came rank 0 for 'after saving 5', "
-            "rank 1 for 'saving 5', rank 2 for 'after saving 5'"
+            "save() and load() belong at one place on all ranks, but came site 0 for 'after saving 5', "
+            "site 1 for 'saving 5', site 2 for 'after saving 5'"
         ]
         * 3
     )
