@@ -40,7 +40,7 @@ def out_of_step(rank: int, folder: str) -> Any:
 def test_ranks_that_save_at_different_places_or_fail_all_learn_of_it(tmp_path: Path) -> None:
     for rank, (one, other, exists) in enumerate(run_ranks(2, out_of_step, str(tmp_path / "x"))):
         assert one[0] == "CheckpointError"
-        assert "rank 0 for 'saving round 0, step 1', rank 1 for 'saving round 0, step 2'" in one[1]
+        assert "site 0 for 'saving round 0, step 1', site 1 for 'saving round 0, step 2'" in one[1]
         assert other == (
             ("ZeroDivisionError", "division by zero")
             if rank
