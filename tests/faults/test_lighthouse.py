@@ -37,7 +37,7 @@ class Beacon:
         where = f"127.0.0.1:{self.port}"
         self._command = [*(LIGHTHOUSE if by == "lighthouse" else STORE), where]
         self.told: dict[str, Any] = {"at": where, "at_least": 1}
-        self.lost, self.found = f"still waiting after 4 s: the sites' store at {where}", ""
+        self.lost, self.found = f"s: the sites' store at {where}", ""
         if by == "lighthouse":
             self.told = {"lighthouse": f"http://{where}"}
             self.lost, self.found = f"the lighthouse at http://{where} has not answered for", "answers again"
@@ -88,7 +88,7 @@ def test_rounds_wait_for_who_says_who_is_there_and_say_so(
     def said(text: str) -> bool:
         return any(text in record.getMessage() for record in caplog.records)
 
-    topology = loco.Sites(1, site="a", dead_after=2.0, **beacon.told)
+    topology = loco.Sites(1, site="a", patience=PATIENCE, dead_after=2.0, **beacon.told)
     optimizer = loco.DiLoCo(torch.optim.SGD(small_model(0).parameters(), lr=0.1), topology=topology)
     optimizer.sync()
 
