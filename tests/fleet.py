@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from sites import context
@@ -66,9 +67,9 @@ def lighthouse(liveness: int) -> tuple[Any, str]:
 
     liveness: as a `Fleet`'s.
     """
-    from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
-
-    server = LighthouseServer(
+    needed = "needs torchft: pip install '.[elastic]'"
+    coordination = pytest.importorskip("torchft.coordination", reason=needed)
+    server = coordination.LighthouseServer(
         "127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=liveness
     )
     # It calls itself by the host's name, at which it may not listen.

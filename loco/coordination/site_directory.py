@@ -167,15 +167,15 @@ class SiteDirectory:
                     return listing.name, sorted(listing.quorum, key=lambda one: one.site)
                 if self._mine not in listing.waiting:
                     in_the_way, why = self._obstacle(listing)
-                    if in_the_way and not self._watch(in_the_way, self._dead_after, self._is_free):
+                    if in_the_way and self._watch(in_the_way, self._dead_after, self._is_free) is None:
                         raise AgreementError(why)
                 elif listing.refused:
                     raise AgreementError(listing.refused)
                 elif time.monotonic() > deadline:
                     raise TransportError(f"{self._missing(listing)} after {patience:g} s", lasting=True)
                 else:
-                    self._watch(listing.processes, deadline - time.monotonic(), partial(ne, listing))
-                    now = _Listing.of(self._entry.read())
+                    left = deadline - time.monotonic()
+                    now = self._watch(listing.processes, left, partial(ne, listing)) or listing
                     if self._mine not in (*now.waiting, *now.quorum):  # the others took this site for dead
                         self._mine = replace(self._mine, asked=self._mine.asked + 1)
 
@@ -239,22 +239,27 @@ class SiteDirectory:
     def _is_free(self, listing: _Listing) -> bool:
         return not self._obstacle(listing)[0]
 
-    def _watch(self, arrivals: Sequence[Arrival], seconds: float, until: Callable[[_Listing], bool]) -> bool:
-        """-> whether, within some seconds, one of them was found dead, or the list is as it should be."""
+    def _watch(
+        self, arrivals: Sequence[Arrival], seconds: float, until: Callable[[_Listing], bool]
+    ) -> _Listing | None:
+        """-> the list, once one of them is found dead or it is as it should be; None after some seconds."""
         lost: list[Loss] = []
-        began, is_over = time.monotonic(), False
         others = [one.process for one in self._alive(arrivals) if one.process != self._mine.process]
         with self._liveness.watching(others, lost.append, left_may_return=True):
-            while not lost and not is_over and (waited := time.monotonic() - began) < seconds:
+            began, now = time.monotonic(), _Listing.of(self._entry.read())
+            while not lost and not until(now):
+                waited = time.monotonic() - began
+                if waited >= seconds:
+                    return None
                 time.sleep(min(_POLL[0] + waited / 10, _POLL[1]))
-                is_over = until(_Listing.of(self._entry.read()))
+                now = _Listing.of(self._entry.read())
         for loss in lost:
             if loss.store:
                 raise RuntimeError(loss.store)
             self._gone |= {
                 one.process: one.asked for one in arrivals if one.process in (*loss.silent, *loss.gone)
             }
-        return bool(lost) or is_over
+        return now
 
     def _missing(self, listing: _Listing) -> str:
         mine, come = self._mine, {one.process for one in listing.waiting}

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 
 from ..errors import NonFiniteError, PeerError, TransportError, WireError
 from ..logs import warn_once_per_machine
@@ -24,7 +23,8 @@ class Repeats:
     def __init__(self, most: int, leave: Callable[[], Sequence[str]] | None = None) -> None:
         self._most = most
         self._leave = leave
-        self._failed: list[Sequence[str]] = []  # the members of each attempt, the latest first
+        self._members: Sequence[str] = ()  # of the latest attempt
+        self._failed = 0  # attempts in a row among these
 
     def failed(self, error: Exception, *, linked: bool, refused: bool, own_fault: bool) -> None:
         """Return if the round is to be tried again.
@@ -46,7 +46,8 @@ class Repeats:
         if not helps:
             raise error from None
         members = () if self._leave is None else self._leave()
-        self._failed.insert(0, members)
-        if len(list(takewhile(lambda those: those == members, self._failed))) > self._most:
+        self._failed = self._failed + 1 if members == self._members else 1
+        self._members = members
+        if self._failed > self._most:
             raise error from None
         warn_once_per_machine(_logger, "%s. It is tried again over new links", error)

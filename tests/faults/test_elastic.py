@@ -1,7 +1,6 @@
 """Sites die, come back and join while the others train on; what they do then is still the paper's round."""
 
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +9,6 @@ from fleet import KEY, Fleet, Told, told_by
 from paper import Paper
 from selection import FLEETS
 from states import assert_same
-
-if find_spec("torchft") is None:
-    pytest.skip("needs torchft: pip install '.[elastic]'", allow_module_level=True)
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
 WAYS = ("store", "lighthouse")  # to meet
@@ -62,14 +58,15 @@ def joined(fleet: Fleet, run: Survivors, name: str, *others: str) -> Told:
 
 
 # The first site hosts the store that the others meet by; the last one hosts nothing.
-@pytest.mark.check(FLEETS, sample=r"sending-s0")
+@pytest.mark.check(FLEETS, sample=r"store-sending-s0")
 @pytest.mark.parametrize("victim", ["s0", "s2"])
 @pytest.mark.parametrize("moment", ["sending", "voting"])
+@pytest.mark.parametrize("by", WAYS)
 def test_a_round_in_which_a_site_dies_changes_nothing_and_is_repeated_without_it(
-    victim: str, moment: str
+    by: str, victim: str, moment: str
 ) -> None:
     left = [name for name in ALL if name != victim]
-    with Fleet(3) as fleet:
+    with Fleet(3, by=by) as fleet:
         run = started(fleet)
         run.check(fleet.round(*ALL))
         run.check(fleet.round(*ALL))

@@ -1,7 +1,6 @@
 """Sites of two ranks come and go as one: what they do then is still the paper's round."""
 
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +9,6 @@ from fleet import Fleet, Told, told_by
 from selection import FLEETS
 from states import assert_same
 from test_elastic import Survivors, floats, joined
-
-if find_spec("torchft") is None:
-    pytest.skip("needs torchft: pip install '.[elastic]'", allow_module_level=True)
 
 BOTH: tuple[str, ...] = ("s0", "s1")
 

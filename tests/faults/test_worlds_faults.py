@@ -56,7 +56,6 @@ def run(
         if meets == "at least 1":
             where["LOCO_AT_LEAST"] = "1"
         if meets == "lighthouse":
-            pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
             server, address = lighthouse(HEARTBEAT)
             closing.callback(server.shutdown)
             where = {"LOCO_LIGHTHOUSE": f"http://{address}"}

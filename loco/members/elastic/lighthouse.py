@@ -107,8 +107,6 @@ class Lighthouse:
             said = json.loads(self._seals.read(id, str(dict(data or {})["said"])))
             claim = Claim(**said.pop("claim"))
             return Member(id=id, claim=claim, **said)
-        except AuthenticationError:
-            raise
         except (KeyError, TypeError, ValueError) as error:
             raise TransportError(
                 f"{id} asks the same lighthouse and is no site of this run ({error}): "
