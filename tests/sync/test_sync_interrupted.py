@@ -144,8 +144,10 @@ def test_a_signal_at_any_moment_leaves_one_version_or_the_other() -> None:
         previous = signal.signal(signal.SIGALRM, raises)
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2 * median(usual)))
+            began = time.perf_counter()
             engine.subscriber.update()
             engine.subscriber.rollback()
+            usual.append(time.perf_counter() - began)  # the first ones may have met a busy machine
             hits -= 1
             while not came:
                 pass
