@@ -25,7 +25,8 @@ class SyncReport:
         site_bytes: sent inside the site: digests, votes and this rank's slice of the new anchor.
         dense_bytes: what a ring all-reduce of FP32 would have sent: 2(R−1)/R · 4 · numel.
         update_norms: for each site, the L2 norm of what it would send.
-        left_out: the sites whose update was too large for `outlier_factor`.
+        left_out: the names of the sites whose update was too large for `outlier_factor`; their numbers, if
+            they have no names.
         residual_norm: the L2 norm of what this rank withholds after the round.
         seconds: how long each phase took: "encode", "exchange" and "apply"; or "rejoin".
     """
@@ -42,13 +43,13 @@ class SyncReport:
     site_bytes: int
     dense_bytes: int
     update_norms: tuple[float, ...]
-    left_out: tuple[int, ...]
+    left_out: tuple[str, ...]
     residual_norm: float
     seconds: Mapping[str, float]
 
     def __str__(self) -> str:
         share = f", {self.sent_bytes / self.dense_bytes:.1%} of dense" if self.dense_bytes else ""
-        left_out = f", without site {', '.join(map(str, self.left_out))}" if self.left_out else ""
+        left_out = f", without site {', '.join(self.left_out)}" if self.left_out else ""
         phases = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items())
         return (
             f"round {self.round}: sent {self.density:.2%} of {self.numel:,} entries in "

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..coordination.rendezvous import Agreement
 from ..errors import CheckpointError, ReplicaError
 from ..logs import warn_once_per_machine
+from ..members.view import Agreement
 from ..round.state import digest_of, identity
 from . import formats
 from .directory import CheckpointDirectory
@@ -48,7 +48,7 @@ def exchange_or_fail(
         raise failure
     for rank, theirs in enumerate(told):
         if theirs["failure"] is not None:
-            raise CheckpointError(f"{phase}: rank {rank} failed: {theirs['failure']}")
+            raise CheckpointError(f"{phase}: {rendezvous.called(rank)} failed: {theirs['failure']}")
     return told
 
 
@@ -130,10 +130,10 @@ class Load:
         for rank, note in enumerate(notes):
             if note["arguments"] != notes[0]["arguments"]:
                 raise ValueError(
-                    f"load() needs the same arguments on all ranks: rank 0 has sites, lost = "
-                    f"{notes[0]['arguments']}, rank {rank} has {note['arguments']}"
+                    f"load() needs the same arguments on all ranks: {rendezvous.called(0)} has sites, lost = "
+                    f"{notes[0]['arguments']}, {rendezvous.called(rank)} has {note['arguments']}"
                 )
-        saves, damaged = _all_saves(notes), any(note["damaged"] for note in notes)
+        saves, damaged = _all_saves(notes, rendezvous), any(note["damaged"] for note in notes)
         names = {save.name for save in saves}
         while selected := self._newest(saves):
             position = selected.save.position
@@ -256,10 +256,12 @@ def load_together(optimizer: Saveable, position: Position, make: Callable[[], An
         nonlocal is_asked, is_agreed
         is_asked = True
         notes = exchange_or_fail(optimizer.topology.rendezvous, note, failure, f"loading {position}")
+        each = optimizer.topology.ranks_per_site
         for rank, other in enumerate(notes):
-            expected = notes[rank % optimizer.topology.ranks_per_site]
+            expected = notes[rank % each]
             if other != expected:
-                raise ReplicaError(f"the files of rank {rank} hold {other}, those of site 0 {expected}")
+                here, there = map(optimizer.topology.rendezvous.called, (rank % each, rank))
+                raise ReplicaError(f"the files of {there} hold {other}, those of {here} {expected}")
         is_agreed = True
 
     failure = None
@@ -280,7 +282,7 @@ def load_together(optimizer: Saveable, position: Position, make: Callable[[], An
     return Resumed(round=optimizer.round, local_step=optimizer.local_step, extra=tree["extra"])
 
 
-def _all_saves(notes: list[dict[str, Any]]) -> list[Save]:
+def _all_saves(notes: list[dict[str, Any]], rendezvous: Agreement) -> list[Save]:
     """Every save that some rank sees, newest first."""
     saves: dict[str, Save] = {}
     for rank, note in enumerate(notes):
@@ -288,7 +290,7 @@ def _all_saves(notes: list[dict[str, Any]]) -> list[Save]:
             save = saves.setdefault(name, Save(name, Position(round, step), num_sites))
             save.visible.add((rank, old_rank))
             if refusal and not save.refusal:
-                save.refusal = f"rank {rank}: {refusal}"
+                save.refusal = f"{rendezvous.called(rank)}: {refusal}"
     return sorted(saves.values(), key=lambda save: (save.position, save.name), reverse=True)
 
 

@@ -46,11 +46,17 @@ class BarrierContext:
         """The ranks that have not come."""
         return self.named([rank for rank in range(self.world) if rank not in come])
 
-    def guarded(self, phase: str, *, raises: bool = True) -> AbstractContextManager[Guard]:
-        """Watch the other ranks."""
+    def guarded(self, phase: str, *, link: str = "", raises: bool = True) -> AbstractContextManager[Guard]:
+        """Watch the other ranks. `link`: a rank that gives it up is lost, too."""
         others = [other for other in range(self.world) if other != self.rank]
         return guarded(
-            self.liveness, others, phase=phase, named=self.named, left_may_return=True, raises=raises
+            self.liveness,
+            others,
+            phase=phase,
+            named=self.named,
+            link=link,
+            left_may_return=True,
+            raises=raises,
         )
 
 
@@ -70,8 +76,14 @@ class ReconnectBarrier:
         """Whether ranks wait to meet under this name."""
         return bool(_BarrierState.of(self._context.shared_key(f"reconnect/{name}").read()).waiting)
 
-    def meet(self, name: str) -> int:
+    def next_meeting(self, name: str) -> int:
+        """The number that the next meeting has, as far as this rank knows."""
+        return self._held.get(name, 0)
+
+    def meet(self, name: str, link: str = "") -> int:
         """Return once all ranks are here at the same time -> how many meetings under this name came before.
+
+        link: a rank that has given it up does not come.
 
         The numbers returned to a rank only grow, whatever happens to the store's key, so a name made from
         them is never used twice.
@@ -80,7 +92,7 @@ class ReconnectBarrier:
             TransportError: a rank is lost, not all came within `patience`, or the store does not answer.
         """
         try:
-            number = self._meet(self._context.shared_key(f"reconnect/{name}"), self._held.get(name, 0))
+            number = self._meet(self._context.shared_key(f"reconnect/{name}"), self.next_meeting(name), link)
         except LocoError:
             raise
         except RuntimeError as error:
@@ -89,7 +101,7 @@ class ReconnectBarrier:
         self._held[name] = number + 1
         return number
 
-    def _meet(self, shared_key: CompareAndSetKey, number: int) -> int:
+    def _meet(self, shared_key: CompareAndSetKey, number: int, link: str) -> int:
         """Args: number: the least that the meeting can have."""
         context, joined = self._context, False
         deadline = time.monotonic() + context.patience
@@ -110,7 +122,7 @@ class ReconnectBarrier:
             return f"{_PHASE}: {context.named_but(state.waiting)}"
 
         state = _BarrierState(number, set())
-        with context.guarded(_PHASE) as guard, Waiting(_logger, missing):
+        with context.guarded(_PHASE, link=link) as guard, Waiting(_logger, missing):
             try:
                 state = _BarrierState.of(shared_key.change(arrive), number)
                 # If nobody waits, this rank came last and has completed the meeting.

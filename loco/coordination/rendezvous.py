@@ -82,18 +82,6 @@ class NeededError(TransportError):
     """Other ranks wait to reconnect, and can't come before this rank has reconnected with them."""
 
 
-class Agreement(Protocol):
-    """How ranks agree outside of rounds: all of them (`Rendezvous`), or one that is alone (`Alone`)."""
-
-    def exchange_notes(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]: ...
-
-    def number_of(self, user: Any) -> int: ...
-
-    def missed(self, phase: str) -> bool: ...
-
-    def reconnect(self) -> None: ...
-
-
 class Reconnects(Protocol):
     """Builds new links together with the other ranks."""
 
@@ -109,7 +97,7 @@ class Rendezvous:
     ranks find each other again whatever one of them has missed; a rank refuses numbers of calls that it knows
     to be over. A rank that the store does not answer learns in its next call how this one ended.
 
-    They **meet** before they reconnect: see `ReconnectBarrier`.
+    They **meet** before they reconnect, at the `barrier`.
 
     A reconnection outranks an exchange: when ranks wait to reconnect under a name that this rank `answers`,
     the call in which it waits is called off, and every rank in it gets a `NeededError`: reconnect first.
@@ -128,11 +116,7 @@ class Rendezvous:
         self._users: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._known = 0
         self._answering: WeakKeyDictionary[Reconnects, str] = WeakKeyDictionary()
-        self._barrier = ReconnectBarrier(context)
-
-    def meet(self, name: str) -> int:
-        """As `ReconnectBarrier.meet`."""
-        return self._barrier.meet(name)
+        self.barrier = ReconnectBarrier(context)
 
     def answers(self, user: Reconnects, name: str) -> None:
         """While `user` exists, this rank leaves an exchange when others wait to meet under `name`."""
@@ -145,15 +129,18 @@ class Rendezvous:
             TransportError: a rank is lost or did not come, or the store does not answer.
         """
         try:
-            called = self._called()
+            awaited = self._awaited()
         except RuntimeError as error:
             raise no_store("reconnecting", error) from error
-        for user in called:
+        for user in awaited:
             user.reconnect()
 
-    def _called(self) -> list[Reconnects]:
+    def called(self, rank: int) -> str:
+        return self._context.named([rank])
+
+    def _awaited(self) -> list[Reconnects]:
         """The users whom others wait to meet."""
-        return [user for user, name in list(self._answering.items()) if self._barrier.is_called(name)]
+        return [user for user, name in list(self._answering.items()) if self.barrier.is_called(name)]
 
     def exchange_notes(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         """Every rank's note, by rank.
@@ -251,7 +238,7 @@ class Rendezvous:
                 confirm_by = min(confirm_by, now + 2 * context.liveness.dead_after) if is_full else math.inf
                 if guard.loss is not None:
                     state = self._call_off(number, _Off(phase, guard.sentence))
-                elif self._called():
+                elif self._awaited():
                     state = self._call_off(number, _Off(phase, "others wait for it elsewhere", True))
                 elif now > min(deadline, confirm_by):
                     state = self._call_off(number, _Off(phase, self._late(state)))
@@ -335,7 +322,7 @@ class Rendezvous:
 
 
 class Alone:
-    """The `Agreement` of a single rank."""
+    """The same for a single rank."""
 
     def number_of(self, user: Any) -> int:
         return 0
@@ -345,6 +332,9 @@ class Alone:
 
     def reconnect(self) -> None:
         pass
+
+    def called(self, rank: int) -> str:
+        return "this site"
 
     def exchange_notes(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
         return [json.loads(json.dumps(note))]

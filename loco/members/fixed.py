@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..coordination.authentication import MessageSeals, StoreSeals
 from ..coordination.commit import Verdicts
-from ..coordination.heartbeats import Heartbeats, guarded
+from ..coordination.heartbeats import guarded
 from ..coordination.liveness import Liveness
 from ..coordination.reconnect_barrier import BarrierContext
 from ..coordination.rendezvous import Rendezvous
@@ -100,6 +100,7 @@ class FixedSites:
         self.repeats = repeats
         self.num_sites = ranks.world // ranks.ranks_per_site
         self.site, self.rank_in_site = divmod(ranks.rank, ranks.ranks_per_site)
+        self._kind, self._called = _what_ranks_are_called(ranks)
         # Until all ranks are here nobody is missed, and until they have agreed nothing is sealed.
         self._liveness: Liveness | None = None
         self.closed = ""
@@ -146,7 +147,7 @@ class FixedSites:
         self.site_group = ranks.site_group
 
     @property
-    def liveness(self) -> Heartbeats:
+    def liveness(self) -> Liveness:
         assert self._liveness is not None
         return self._liveness
 
@@ -185,7 +186,7 @@ class FixedSites:
         self._forget_links_before(name, store.written)
         inside, across = meshes
         return (
-            self._transport(across, self._members(inside=False), "site", name),
+            self._transport(across, self._members(inside=False), "site", name, names=self._ranks.names),
             self._transport(inside, self._members(inside=True), "rank of this site", name),
         )
 
@@ -223,8 +224,9 @@ class FixedSites:
 
     def all_ranks(self) -> Transport:
         """The link to every rank of the world, for messages that fit any memory."""
+        every = list(range(self._ranks.world))
         return self._transport(
-            self._ranks.all_ranks(), list(range(self._ranks.world)), "rank", left_may_return=True
+            self._ranks.all_ranks(), every, self._kind, names=self._called, left_may_return=True
         )
 
     def _agree(self, key: bytes | None) -> bytes:
@@ -241,8 +243,7 @@ class FixedSites:
         return hashlib.blake2b(self._ranks.told + b"".join(records), digest_size=16).digest()
 
     def _named(self, ranks: Sequence[int]) -> str:
-        named = listed("site", {rank // self.ranks_per_site for rank in ranks}, self._ranks.names)
-        return named if self.ranks_per_site == 1 else f"{listed('rank', ranks)} of {named}"
+        return listed(self._kind, ranks, self._called)
 
     @property
     def _others(self) -> list[int]:
@@ -271,6 +272,7 @@ class FixedSites:
         member: str,
         link: str = "",
         *,
+        names: Sequence[str] = (),
         left_may_return: bool = False,
     ) -> Transport:
         rank = ranks.index(self._ranks.rank)
@@ -282,7 +284,7 @@ class FixedSites:
             timeout=self.timeout,
             patience=self.patience,
             member=member,
-            names=self._ranks.names if member == "site" else (),
+            names=names,
             link=link,
             seals=self._seals_of(mesh.name, rank) if mesh.takes_seals else None,
             left_may_return=left_may_return,
@@ -318,3 +320,15 @@ class FixedSites:
             others=self._others,
         )
         return self._verdicts[owner]
+
+
+def _what_ranks_are_called(ranks: Ranks) -> tuple[str, tuple[str, ...]]:
+    """-> what a rank is, and each one's name. A site of one rank has the site's name. loco numbers the ranks
+    of one world; where each site has a world of its own, a rank has its number in that.
+    """
+    each, names = ranks.ranks_per_site, ranks.names or tuple(map(str, range(ranks.world)))
+    if each == 1:
+        return "site", names
+    return "rank", tuple(
+        f"{rank % each if ranks.names else rank} of site {names[rank // each]}" for rank in range(ranks.world)
+    )

@@ -35,7 +35,7 @@ class JoinedWorlds:
     told = b""
 
     def __init__(self, sites: int, site: str, at: str, *, patience: float, dead_after: float) -> None:
-        own = self._own = own_world(patience)
+        own = self._own = own_world(patience, site)
         self.ranks_per_site, self._rank_in_site = (1, 0) if own is None else (own.world, own.rank)
         self.site_group = None if own is None else own.site_group
         self._meeting = Meeting(

@@ -17,17 +17,18 @@ class OwnWorld:
 
     Args:
         patience: seconds to wait for its other ranks.
+        site: its name.
 
     Raises:
         ValueError: neither a process group nor a launcher.
     """
 
     address = ""
-    names = ()
     told = b""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, site: str) -> None:
         ensure_process_group()
+        self.names = (site,)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.ranks_per_site = self.world
         self._patience = patience
@@ -62,12 +63,12 @@ class OwnWorld:
             self._all_ranks.close()
 
 
-def own_world(patience: float) -> OwnWorld | None:
+def own_world(patience: float, site: str) -> OwnWorld | None:
     """This site's; None if it is a process outside of torch.distributed, which no launcher started as one of
     several."""
     if not (dist.is_available() and dist.is_initialized()) and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
-    return OwnWorld(patience)
+    return OwnWorld(patience, site)
 
 
 def check_one_site(each: Sequence[object], what: str) -> None:

@@ -18,11 +18,19 @@ class Repeats:
     Args:
         most: times.
         leave: gives up the links of the latest attempt -> its members; None: they are always the same.
+        stop: called with the error before it is raised, if links were lost: others may go on trying.
     """
 
-    def __init__(self, most: int, leave: Callable[[], Sequence[str]] | None = None) -> None:
+    def __init__(
+        self,
+        most: int,
+        leave: Callable[[], Sequence[str]] | None = None,
+        *,
+        stop: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         self._most = most
         self._leave = leave
+        self._stop = stop
         self._members: Sequence[str] = ()  # of the latest attempt
         self._failed = 0  # attempts in a row among these
 
@@ -43,11 +51,12 @@ class Repeats:
         else:
             may_go = isinstance(error, TransportError | WireError | NonFiniteError | PeerError)
             helps = may_go and not own_fault and (linked or not lasts)
-        if not helps:
-            raise error from None
-        members = () if self._leave is None else self._leave()
-        self._failed = self._failed + 1 if members == self._members else 1
-        self._members = members
-        if self._failed > self._most:
+        if helps:
+            members = () if self._leave is None else self._leave()
+            self._failed = self._failed + 1 if members == self._members else 1
+            self._members = members
+        if not helps or self._failed > self._most:
+            if isinstance(error, TransportError | WireError) and not refused:
+                self._stop(error)
             raise error from None
         warn_once_per_machine(_logger, "%s. It is tried again over new links", error)

@@ -9,7 +9,6 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from ..coordination.rendezvous import Agreement
 from ..logs import warn_once_per_machine
 from ..net.transport import Transport
 from .elastic.elastic_sites import ElasticSites
@@ -17,7 +16,7 @@ from .elastic.quorum_membership import QuorumMembership
 from .fixed import FixedSites
 from .joined_worlds import JoinedWorlds
 from .topology import Topology, check_others, time_limits
-from .view import Membership, SiteTopology
+from .view import Agreement, Membership, SiteTopology
 from .world import WorldMembership
 
 _logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..coordination.rendezvous import Agreement, Reconnects
+from ..coordination.rendezvous import Reconnects
 from ..errors import TransportError
 from ..net.transport import Transport
 from .repeats import Repeats
@@ -162,6 +162,24 @@ class Membership(Protocol):
         """`user` forms a new view when other ranks wait for one, though its own links may be whole: those of
         a site of several ranks may, after a round that counts, if they lost each other before they had shared
         θ."""
+        ...
+
+
+class Agreement(Protocol):
+    """How ranks agree outside of rounds: all of them (`Rendezvous`), or one that is alone (`Alone`)."""
+
+    def exchange_notes(self, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+        """As `Rendezvous.exchange_notes`; so are the others."""
+        ...
+
+    def number_of(self, user: Any) -> int: ...
+
+    def missed(self, phase: str) -> bool: ...
+
+    def reconnect(self) -> None: ...
+
+    def called(self, rank: int) -> str:
+        """A rank, for errors."""
         ...
 
 

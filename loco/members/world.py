@@ -1,6 +1,7 @@
 """Views of a fixed world: always all its ranks. If links break, the next view has new ones."""
 
 import uuid
+from contextlib import suppress
 
 import torch
 
@@ -28,6 +29,7 @@ class WorldMembership:
         self._name = record.hex()
         self._view: View | None = None
         self._has_connected = False
+        self._given_up = ""  # the meeting to which this rank has said that it does not come
 
     def form(self, standing: Standing) -> View:
         return self.form_site()
@@ -51,7 +53,24 @@ class WorldMembership:
         self._topology.disconnect(view.across, view.inside)
 
     def attempts(self) -> Repeats:
-        return Repeats(self._topology.repeats)
+        return Repeats(self._topology.repeats, stop=self._stop)
+
+    def _stop(self, error: Exception) -> None:
+        """Tell ranks that wait to reconnect with this one that it does not come before it is called again: it
+        raises an error, and so do they."""
+        self._given_up = self._next_meeting()
+        self._topology.liveness.leave(str(error), self._given_up)
+
+    def _next_meeting(self) -> str:
+        return f"{self._name}/meeting {self._topology.rendezvous.barrier.next_meeting(self._name)}"
+
+    def _meet(self) -> int:
+        meeting = self._next_meeting()
+        if meeting == self._given_up:
+            meeting = ""  # others may have given up that one, too, and come back later than this rank
+            with suppress(RuntimeError):
+                self._topology.liveness.forget(self._given_up)
+        return self._topology.rendezvous.barrier.meet(self._name, meeting)
 
     def reconnects_by(self, user: Reconnects) -> None:
         """With one rank per site, intact links never need rebuilding for others."""
@@ -63,7 +82,7 @@ class WorldMembership:
             self._has_connected = True
             return self._connect_first()
         self._topology.liveness.say("reconnecting")  # it has left nothing that the others wait for now
-        return self._connect_as(f"{self._name}/{self._topology.rendezvous.meet(self._name) + 1}")
+        return self._connect_as(f"{self._name}/{self._meet() + 1}")
 
     def _connect_first(self) -> View:
         """All ranks are here and do the same, so a word of each tells whether to try again."""

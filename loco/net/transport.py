@@ -229,9 +229,13 @@ class Transport:
             return listed("rank", ranks)
         return listed(self.member, [self._ranks.index(rank) for rank in ranks], self._names)
 
-    def called(self, member: int) -> str:
-        """E.g. "site 1", or "site berlin"; −1: "another site"."""
-        return f"another {self.member}" if member < 0 else listed(self.member, [member], self._names)
+    def name_of(self, member: int) -> str:
+        """Its name, or its number if it has none."""
+        return self._names[member] if self._names else str(member)
+
+    def called(self, *members: int) -> str:
+        """E.g. "site 1", or "sites berlin, paris"; −1: "another site"."""
+        return f"another {self.member}" if -1 in members else listed(self.member, members, self._names)
 
     def not_here(self, peer: int, limit: float | None) -> str:
         """What to say of a member (−1: nobody knows which) that closed its connection, or did not answer

@@ -286,7 +286,7 @@ class Round:
             site_bytes=inside + self._inside_bytes_elsewhere,
             dense_bytes=2 * (sites - 1) * 4 * numel // sites,
             update_norms=self.norms,
-            left_out=self._left_out,
+            left_out=tuple(map(self.view.across.name_of, self._left_out)),
             residual_norm=self._residual_norm,
             seconds={what: end - began for (what, began), end in zip(self._began.items(), ends, strict=True)},
         )

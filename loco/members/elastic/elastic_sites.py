@@ -11,7 +11,7 @@ from weakref import ref
 
 from ...coordination.authentication import MessageSeals
 from ...coordination.hosted_store import Guests, HostedStore, host_at_port
-from ...coordination.rendezvous import Agreement, Alone
+from ...coordination.rendezvous import Alone
 from ...coordination.store_client import host_and_port
 from ...errors import AgreementError, TransportError
 from ...net.links import Links, beats_of, prefix_of
@@ -20,6 +20,7 @@ from ...net.transport import Transport
 from ..fixed import CLOSED_BY_USER, FixedSites
 from ..meeting import Meeting
 from ..own_world import check_one_site, own_world
+from ..view import Agreement
 from .lighthouse import Lighthouse, address_towards_lighthouse
 from .quorum import Claim, Plan, plan
 from .store_quorum import StoreQuorum
@@ -82,7 +83,7 @@ class ElasticSites:
         self.repeats = repeats
         self._key = key
         self.num_sites, self.site = 1, 0
-        world = own_world(patience)
+        world = own_world(patience, name)
         self.own: FixedSites | None = None
         if world is not None and world.world > 1:
             self.own = FixedSites(

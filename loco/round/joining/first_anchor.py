@@ -70,7 +70,8 @@ def agree_to_adopt(state: OuterState, *, others_may_be_ahead: bool, round_in_dou
         raise failure
     for rank, theirs in enumerate(told):
         if theirs["failure"] is not None:
-            raise PeerError(f"{phase}: rank {rank} can't: {theirs['failure']}. No state has changed")
+            who = state.topology.rendezvous.called(rank)
+            raise PeerError(f"{phase}: {who} can't: {theirs['failure']}. No state has changed")
 
 
 def _swap(topology: SiteTopology, note: dict[str, Any], phase: str) -> list[dict[str, Any]]:
@@ -88,6 +89,8 @@ def _non_finite(state: OuterState) -> ValueError | None:
             bad = first_nonfinite(weights)
             if bad >= 0:
                 name = state.parameters.name_at(position + bad)
-                return ValueError(f"parameter {name} is infinite or NaN on site 0: it can't be adopted")
+                return ValueError(
+                    f"parameter {name} is infinite or NaN on the first site: it can't be adopted"
+                )
             position += weights.numel()
     return None

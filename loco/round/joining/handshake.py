@@ -87,21 +87,18 @@ def agree_on_setup(
     blobs = all_ranks.swap_blobs(mine, phase="agreement at construction")
     setups = [json.loads(blob) for blob in blobs]
 
-    def where(rank: int) -> str:
-        site = f"site {rank // ranks_per_site}"
-        return site if ranks_per_site == 1 else f"{site} (rank {rank})"
-
     for rank, theirs in enumerate(setups):
         if "error" in theirs:
-            raise AgreementError(f"{where(rank)} could not be built: {theirs['error']}")
+            raise AgreementError(f"{all_ranks.called(rank)} could not be built: {theirs['error']}")
     for rank, theirs in enumerate(setups):
         peer = rank % ranks_per_site  # of site 0
         expected = setups[0] | {what: told for what, told in setups[peer].items() if what == "shards"}
         if theirs == expected:
             continue
         what, here, there = _difference(expected, theirs)
-        first = where(peer) if what.startswith("shards") else "site 0"
-        raise AgreementError(f"the sites differ in {what}: {first} has {here}, {where(rank)} has {there}")
+        first = all_ranks.called(peer if what.startswith("shards") else 0)
+        other = all_ranks.called(rank)
+        raise AgreementError(f"the sites differ in {what}: {first} has {here}, {other} has {there}")
     return setups
 
 
@@ -144,16 +141,18 @@ def check_first_anchor(all_ranks: Transport, state: OuterState) -> None:
     for rank, raw in enumerate(records):
         param = int.from_bytes(raw[:8], "little", signed=True)
         if param >= 0:
-            raise ValueError(f"parameter {layout.name_of(param)} is infinite or NaN on site 0")
+            name = layout.name_of(param)
+            raise ValueError(f"parameter {name} is infinite or NaN on {all_ranks.called(rank % each)}")
         if raw[:16] != records[rank % each][:16]:
-            raise ReplicaError(f"site {rank // each} did not receive the anchor that site 0 sent")
+            sender = all_ranks.called(rank % each)
+            raise ReplicaError(f"{all_ranks.called(rank)} did not receive the anchor that {sender} sent")
     for first in range(0, len(records), each):
         copies = differing_copies([raw[16:] for raw in records[first : first + each]], part)
         if copies is not None:
-            ranks = ", ".join(str(first + rank) for rank in copies.ranks)
+            ranks = all_ranks.called(*(first + rank for rank in copies.ranks))
             raise ReplicaError(
-                f"site {first // each}: its ranks {ranks} hold copies of parameter "
-                f"{layout.name_of(copies.params[0])} and others, and these differ: give all ranks of a site "
+                f"{ranks} hold copies of parameter {layout.name_of(copies.params[0])} and others, and these "
+                f"differ: give all ranks of a site "
                 f"the same weights (the same seed, or the same file) before you build the optimizer"
             )
 
