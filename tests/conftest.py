@@ -18,7 +18,7 @@ from hypothesis import settings
 from torch._C._distributed_c10d import HashStore
 
 # No test is about time: the first one to need the C kernels compiles them.
-EXAMPLES = 15  # of each property in `make test`
+EXAMPLES = 6  # of each property in `make test`
 settings.register_profile("test", deadline=None, max_examples=EXAMPLES)
 settings.register_profile("check", deadline=None)
 

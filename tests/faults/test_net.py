@@ -82,7 +82,7 @@ def announcing(rank: int, size: int) -> tuple[str, str]:
 def test_a_blob_that_fits_no_memory_is_refused_by_name(size: int) -> None:
     kind, text = run_ranks(2, announcing, size)[1]
     assert kind == "WireError"
-    assert text.startswith(f"state for sites that join: rank 0 announces {size:,} bytes; at most ")
+    assert text.startswith(f"state for sites that join: site 0 announces {size:,} bytes; at most ")
 
 
 @pytest.mark.parametrize(

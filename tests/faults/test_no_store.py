@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from scripted import Scripted, parameters
+from selection import COMMANDS
 from sites import free_port, hear, run_ranks, tell
 from test_repeats import kept_warnings
 from torch._C._distributed_c10d import TCPStore
@@ -73,6 +74,7 @@ ANSWERS: dict[str, Callable[[socket.socket], object]] = {
 }
 
 
+@pytest.mark.check(COMMANDS, sample="SSH")
 @pytest.mark.parametrize("what", list(ANSWERS))
 def test_another_program_at_the_sites_address_is_told_of_within_seconds(what: str) -> None:
     """By a warning, where a slow store or a tunnel may do the same; and torch says nothing of its own."""

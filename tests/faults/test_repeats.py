@@ -36,8 +36,9 @@ def kept_warnings(of: str = "loco") -> list[str]:
     return warnings
 
 
-def lost_links(rank: int, repeats: int, losses: int) -> dict[str, Any]:
-    """In the second round site 1 loses its links `losses` times, once entries have arrived."""
+def lost_links(rank: int, repeats: int, losses: int, hears: str = "") -> dict[str, Any]:
+    """In the second round site 1 loses its links `losses` times, once entries have arrived. Before it goes on
+    all that it `hears` have an error."""
     clean, hurt = build(rank), build(rank, repeats=repeats)
     for _ in range(6):
         clean.step()
@@ -58,6 +59,8 @@ def lost_links(rank: int, repeats: int, losses: int) -> dict[str, Any]:
         patch.setattr(FrameStream, "arrived", lose)
         error = error_of(hurt.step)
     failed_at = hurt.round
+    for other in hears:
+        tell(f"{rank} has an error") if rank != 1 else hear(f"{other} has an error")
     while hurt.round < 2:
         hurt.sync()
     for _ in range(2):
@@ -94,6 +97,20 @@ def test_a_link_that_is_lost_again_and_again_is_an_error(repeats: int, losses: i
         assert result["error"][0] == "TransportError"
         assert result["failed at"] == 1
         assert len(result["warnings"]) == repeats
+        assert_same(result["clean"], result["hurt"])
+
+
+def loses_its_links_and_gives_up(rank: int) -> dict[str, Any]:
+    return lost_links(rank, 0 if rank == 1 else 2, 1, hears="02")
+
+
+def test_who_tries_again_is_told_of_one_that_does_not() -> None:
+    """And does not wait for it as long as its patience lasts, which is ten minutes."""
+    for rank, result in enumerate(run_ranks(3, loses_its_links_and_gives_up)):
+        told = "" if rank == 1 else "reconnecting: site 1 has left: "
+        assert result["error"] == ("TransportError", f"{told}lost a link (injected)")
+        assert len(result["warnings"]) == (rank != 1)
+        assert result["failed at"] == 1
         assert_same(result["clean"], result["hurt"])
 
 

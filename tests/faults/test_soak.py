@@ -1,4 +1,4 @@
-"""The short version of `python tests/soak.py`; the long one's figures are in docs/failures.md."""
+"""The short version of the soak (`soak.py`); the long one's figures are in docs/failures.md."""
 
 from dataclasses import replace
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import world_site
 from fleet import HEARTBEAT, lighthouse
 from selection import FLEETS
 from sites import free_port
@@ -72,7 +73,7 @@ def _run(
     rounds: int,
     pause: float,
 ) -> list[Site]:
-    script = Path(__file__).parents[1] / "world_site.py"
+    script = world_site.__file__
     told = {"LOCO_SITES": "2", "OMP_NUM_THREADS": "1", "ROUNDS": str(rounds), "PAUSE": str(pause)} | where
     told |= {"VICTIM": victim, "PHASE": phase, "SIGNAL": signal_name}
     running = {}
@@ -176,7 +177,7 @@ def test_the_other_site_trains_on_and_takes_the_restarted_one_in(
     assert all(line.startswith("last round of 2 sites") for line in hurt.lasts)
 
 
-@pytest.mark.check(FLEETS, sample=r"b/0-at least 1-1")
+@pytest.mark.check(FLEETS)
 @pytest.mark.parametrize(
     ("slow", "meets", "ranks"),
     [

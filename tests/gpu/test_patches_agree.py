@@ -80,7 +80,7 @@ def check(home: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Changes:
     return changes
 
 
-@pytest.mark.check(ALL_VALUES, sample=r".*-(0|511|513|1536)-[^-]*-triton.*")
+@pytest.mark.check(ALL_VALUES, sample=r".*-(0|513)-[^-]*-triton.*")
 @pytest.mark.pairs
 @pytest.mark.parametrize("density", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize("n", [0, 1, 63, 511, 512, 513, 1003, 3 * 512])
@@ -127,6 +127,7 @@ def test_a_dense_class_and_an_empty_one(home: Any) -> None:
     check(home, [old], [new])
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*|.*unaligned.*bfloat.*|.*bfloat.*unaligned.*")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", [(16, 512, 1024), (1, 0, 254, 1000)], ids=["aligned", "unaligned"])
 def test_fp32_weights_are_cast_before_they_are_compared(

@@ -44,7 +44,7 @@ def test_ranks_that_save_at_different_places_or_fail_all_learn_of_it(tmp_path: P
         assert other == (
             ("ZeroDivisionError", "division by zero")
             if rank
-            else ("CheckpointError", "saving round 0, step 2: rank 1 failed: division by zero")
+            else ("CheckpointError", "saving round 0, step 2: site 1 failed: division by zero")
         )
         assert not exists
 
@@ -245,7 +245,7 @@ def test_a_folder_that_is_none_is_found_before_anything_is_trained(tmp_path: Pat
     assert other[0] == "CheckpointError"
     assert other[1].startswith("looking for checkpoints: [Errno 20] Not a directory: ")
     assert one[0] == "CheckpointError"
-    assert one[1].startswith("looking for checkpoints: rank 1 failed: [Errno 20] Not a directory: ")
+    assert one[1].startswith("looking for checkpoints: site 1 failed: [Errno 20] Not a directory: ")
 
 
 def saved_after_a_failed_round(rank: int, folder: Path) -> tuple[str, int]:
@@ -316,12 +316,12 @@ def test_if_one_rank_can_not_load_none_does(tmp_path: Path, how: str) -> None:
     for rank, (kind, text) in enumerate(errors):
         if how == "another anchor":
             assert kind == "ReplicaError"
-            assert text.startswith("the files of rank 1 hold {'round': 1, 'local_step': 0, 'digest': ")
+            assert text.startswith("the files of site 1 hold {'round': 1, 'local_step': 0, 'digest': ")
         elif rank == 1:
             assert (kind, text) == ("MemoryError", "no memory for the moments (injected)")
         else:
             assert kind == "CheckpointError"
-            assert text == "loading round 1: rank 1 failed: no memory for the moments (injected)"
+            assert text == "loading round 1: site 1 failed: no memory for the moments (injected)"
 
 
 def loaded_with_a_failing_hook(rank: int, folder: Path) -> tuple[str, str]:
@@ -341,4 +341,4 @@ def test_a_failure_after_all_ranks_have_loaded_is_told_to_all_of_them(tmp_path: 
     other, failing = run_ranks(2, loaded_with_a_failing_hook, tmp_path)
     assert failing == ("RuntimeError", "the user's hook (injected)")
     assert other[0] == "CheckpointError"
-    assert other[1] == "completing the load of round 0: rank 1 failed: the user's hook (injected)"
+    assert other[1] == "completing the load of round 0: site 1 failed: the user's hook (injected)"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from disks import failing_library, small_disk
+from processes import python_path
 from selection import CHECKPOINTS
 from sites import error_of, run_ranks
 from states import assert_same, snapshot, train
@@ -110,14 +111,12 @@ def assert_loads(rank: int, folder: str, kept: dict[int, Any], *, at_least: int)
 def test_an_input_output_error_costs_a_checkpoint_at_most_whenever_it_comes(
     tmp_path: Path, what: str, lasting: bool, every: int
 ) -> None:
-    tests = Path(__file__).parents[1]
-    path = [tests.parent, tests]
     done = subprocess.run(
         [sys.executable, __file__, what, str(tmp_path / "kept"), str(int(lasting)), str(every)],
         env={
             **os.environ,
             "LD_PRELOAD": str(failing_library(tmp_path)),
-            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "PYTHONPATH": python_path(),
         },
         capture_output=True,
         text=True,
@@ -130,7 +129,7 @@ def test_an_input_output_error_costs_a_checkpoint_at_most_whenever_it_comes(
         assert bool(hears) == bool(raises)
         if raises and "none that is whole on all ranks" not in raises:
             assert hears.startswith("CheckpointError: ")
-            assert "rank 1 failed: " in hears
+            assert "site 1 failed: " in hears
             assert "Input/output error" in hears
             assert "Input/output error" in raises
 

@@ -18,6 +18,7 @@ import torch
 from dcp_checkpoints import save_as_dcp
 from hypothesis import example, given
 from hypothesis import strategies as st
+from selection import CHECKPOINTS
 from sites import error_of, run_ranks
 from states import assert_same, snapshot, train
 from test_checkpoint import built
@@ -248,6 +249,7 @@ def resumed_after(rank: int, folder: str, format: str) -> Any:
     return found
 
 
+@pytest.mark.check(CHECKPOINTS, sample="torch")
 @pytest.mark.parametrize("format", ["torch", "dcp"])
 def test_all_ranks_go_on_from_the_checkpoint_before(tmp_path: Path, format: str) -> None:
     both = run_ranks(2, resumed_after, str(tmp_path), format, timeout=120)

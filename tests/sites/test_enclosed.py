@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from scripted import Scripted, parameters
+from selection import PRODUCTS
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, snapshot
 
@@ -62,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[float]]] = {
 }
 
 
+@pytest.mark.check(PRODUCTS, sample="default|a site is left out")
 @pytest.mark.parametrize("case", CASES)
 def test_what_follows_an_announcement_is_what_frames_bring(case: str) -> None:
     for enclosed, framed in run_ranks(SITES, both, *CASES[case]):

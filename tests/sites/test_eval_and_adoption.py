@@ -135,9 +135,12 @@ def not_adopted(rank: int) -> tuple[tuple[str, str], bool, int]:
 
 def test_weights_that_are_not_finite_are_adopted_by_no_site() -> None:
     (mine, same_0, rounds_0), (other, same_1, rounds_1) = run_ranks(2, not_adopted)
-    assert mine == ("ValueError", "parameter 2.bias is infinite or NaN on site 0: it can't be adopted")
+    assert mine == (
+        "ValueError",
+        "parameter 2.bias is infinite or NaN on the first site: it can't be adopted",
+    )
     assert other[0] == "PeerError"
-    assert "rank 0 can't: parameter 2.bias is infinite or NaN on site 0" in other[1]
+    assert "site 0 can't: parameter 2.bias is infinite or NaN on the first site" in other[1]
     assert (same_0, same_1, rounds_0, rounds_1) == (True, True, 2, 2)
 
 

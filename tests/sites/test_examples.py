@@ -27,7 +27,7 @@ def torchrun(nproc: int, script: Path, **environment: str) -> subprocess.Complet
     return run(*launcher, str(script), **environment)
 
 
-@pytest.mark.check(COMMANDS, sample="2")
+@pytest.mark.check(COMMANDS)
 @pytest.mark.parametrize("sites", [2, 4])
 def test_the_example_trains_several_sites_and_one_rank_prints(sites: int) -> None:
     done = torchrun(sites, EXAMPLE)

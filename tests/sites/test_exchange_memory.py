@@ -59,7 +59,7 @@ def memory_after_rounds(rank: int, exchange: str) -> list[float]:
     return [now - held[2] for now in held[3:]]
 
 
-@pytest.mark.check(MEMORY, sample="gather")
+@pytest.mark.check(MEMORY)
 @pytest.mark.parametrize("exchange", ["gather", "owner"])
 def test_rounds_hold_no_more_memory_as_they_go_on(exchange: str) -> None:
     """Each leaves its memory to the next. A tenth of a byte is for rounds that have some more entries."""

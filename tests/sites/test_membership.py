@@ -279,6 +279,7 @@ def dense(rank: int, folder: str, steps: int, load: bool) -> Any:
     return error, position
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_without_a_residual_a_site_can_leave_only_at_a_rounds_end(tmp_path: Path) -> None:
     run_ranks(3, dense, str(tmp_path / "inside"), 6, False)
     for (kind, text), _ in run_ranks(2, dense, str(tmp_path / "inside"), 0, True):
@@ -324,7 +325,7 @@ def test_a_leavers_update_that_is_not_finite_is_an_error_on_all_ranks_unless_it_
     sentence = "that site 2 left is infinite or NaN: lost=[2] discards that site's updates"
     assert reader[0] == "ValueError"
     assert other[0] == "CheckpointError"
-    assert other[1].startswith("reading round 1, step 2: rank 0 failed: the update of ")
+    assert other[1].startswith("reading round 1, step 2: site 0 failed: the update of ")
     assert reader[1].endswith(sentence)
     assert other[1].endswith(sentence)
     now = run_ranks(2, life, folders, 1, {"seed": 8, "at": 6}, {"lost": [2]})

@@ -1,4 +1,4 @@
-"""Multi-site runs through the library equal the specification (tests/paper.py) bit for bit."""
+"""Multi-site runs through the library equal the specification (`paper.py`) bit for bit."""
 
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -141,7 +141,7 @@ def test_rounds_on_a_gpu_equal_the_specification_bit_for_bit(offload: bool) -> N
     assert_equal_the_specification(run_ranks(3, run_library, CASES, "cuda", offload))
 
 
-@pytest.mark.check(PRODUCTS, sample=r"1|3")
+@pytest.mark.check(PRODUCTS, sample="3")
 @pytest.mark.parametrize("sites", [1, 2, 3, 4])
 def test_rounds_equal_the_specification_bit_for_bit(sites: int) -> None:
     assert_equal_the_specification(run_ranks(sites, run_library, CASES))

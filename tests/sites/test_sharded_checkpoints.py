@@ -177,7 +177,7 @@ def in_layout(rank: int, layout: str, how: str, folder: Path, steps: range, expe
     return state(optimizer)
 
 
-@pytest.mark.check(CHECKPOINTS, sample="1-.*-torch")
+@pytest.mark.check(CHECKPOINTS)
 @pytest.mark.parametrize(
     ("sites", "layouts", "how"),
     [

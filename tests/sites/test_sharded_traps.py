@@ -176,13 +176,13 @@ def test_what_cannot_be_exchanged_shard_by_shard_is_refused_with_what_to_do() ->
         assert {kind for kind, _ in errors[:5]} == {"ValueError"}
         assert errors[5][0] == errors[6][0] == "AgreementError"
         assert texts[5].startswith(
-            "the sites differ in parameters (number 0): site 0 has ['weight', [8, 16], "
+            "the sites differ in parameters (number 0): rank 0 of site 0 has ['weight', [8, 16], "
         )
         assert "['Shard', 0]" in texts[5]
         assert "['Shard', 1]" in texts[5]
         assert texts[6] == (
-            "the sites differ in shards (number 0): site 0 (rank 0) has [[[0, 0]], [1]], "
-            "site 1 (rank 2) has [[[0, 1]], [1]]"
+            "the sites differ in shards (number 0): rank 0 of site 0 has [[[0, 0]], [1]], "
+            "rank 2 of site 1 has [[[0, 1]], [1]]"
         )
         for text in texts[9:]:
             assert "is of FullyShardedDataParallel (FSDP1)" in text
@@ -214,7 +214,7 @@ def drift(rank: int, spoil: str) -> tuple[str, str]:
     return error_of(optimizer.sync)
 
 
-@pytest.mark.check(SHARDINGS, sample="replica|whole")
+@pytest.mark.check(SHARDINGS, sample="replica")
 @pytest.mark.parametrize("spoil", ["replica", "whole", "first", "nan"])
 def test_copies_inside_a_site_that_differ_stop_the_round_everywhere(spoil: str) -> None:
     for kind, text in run_ranks(4, drift, spoil):
@@ -223,7 +223,9 @@ def test_copies_inside_a_site_that_differ_stop_the_round_everywhere(spoil: str) 
             assert "the update of group0.up.weight" in text or "the update of up.weight" in text
         elif spoil == "first":
             assert kind == "ReplicaError"
-            assert text.startswith("site 0: its ranks 0, 1, 2, 3 hold copies of parameter scale and others")
+            assert text.startswith(
+                "ranks 0 of site 0, 1 of site 0, 2 of site 0, 3 of site 0 hold copies of parameter scale"
+            )
         else:
             assert kind == "ReplicaError"
             assert text.startswith("round 1, site 0: its ranks hold different weights.")

@@ -1,4 +1,4 @@
-"""Small sums stay with their owner: `sums_margin`, which tests/paper.py states bit for bit."""
+"""Small sums stay with their owner: `sums_margin`, which `paper.py` states bit for bit."""
 
 from fractions import Fraction
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scripted import Scripted, parameters
+from selection import PRODUCTS
 from sites import run_ranks
 from torch import Tensor
 
@@ -93,6 +94,7 @@ def test_no_bit_is_lost_and_only_the_owner_keeps_a_sum() -> None:
         assert not np.delete(site["kept"], range(mine.start, mine.stop)).any()
 
 
+@pytest.mark.check(PRODUCTS)
 def test_fewer_sums_come_back() -> None:
     every, some = run_ranks(SITES, run, None), run_ranks(SITES, run, 1.0)
     assert not any(site["kept"].any() for site in every)

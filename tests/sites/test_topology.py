@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from selection import PRODUCTS
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, snapshot
 from torch import nn
@@ -68,6 +69,7 @@ def one_rank_per_site(rank: int, kind: str) -> dict[str, Any]:
     return {"state": snapshot(optimizer), "report": optimizer.last_report}
 
 
+@pytest.mark.check(PRODUCTS, sample=r"PulseLoCo.*")
 @pytest.mark.parametrize(("kind", "chunk"), [("PulseLoCo", 1 << 20), ("DiLoCo", 7)])
 def test_two_sites_of_two_ranks_equal_two_sites_of_one(kind: str, chunk: int) -> None:
     sites = run_ranks(2, one_rank_per_site, kind)

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from processes import python_path
 from scripted import Scripted, parameters
-from selection import FLEETS
+from selection import CHECKPOINTS, FLEETS
 from sites import error_of, free_port, run_ranks, run_worlds
 from states import Snapshot, assert_same, snapshot
 
 import loco
+from loco.coordination import hosted_store
 
 NUMEL, STEPS, ROUNDS = 2003, 2, 4
 
@@ -158,6 +160,7 @@ def saves_and_goes_on(rank: int, folder: str, rounds: int, name: str) -> tuple[S
     return snapshot(optimizer), inner.count
 
 
+@pytest.mark.check(CHECKPOINTS, sample="2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_site_resumes_from_a_folder_of_its_own_bit_for_bit(ranks: int, tmp_path: Path) -> None:
     names = ["a", "b"]
@@ -170,8 +173,7 @@ def test_each_site_resumes_from_a_folder_of_its_own_bit_for_bit(ranks: int, tmp_
 
 
 PROGRAM = """
-import sys, time
-sys.path.insert(0, {tests!r})
+import time
 import torch, loco
 from scripted import Scripted, parameters
 torch.set_num_threads(1)
@@ -190,8 +192,9 @@ if topology.site == 1:
 @pytest.mark.check(FLEETS)
 def test_the_store_outlives_its_hosts_program_as_long_as_others_need_it() -> None:
     """Site a hosts it, and ends first."""
-    program = PROGRAM.format(tests=str(Path(__file__).parents[1]), late=1.5)
+    program = PROGRAM.format(late=1.5)
     told = {"LOCO_SITES": "2", "LOCO_AT": f"127.0.0.1:{free_port()}", "OMP_NUM_THREADS": "1"}
+    told["PYTHONPATH"] = python_path()
     running = {}
     for name in ("a", "b"):
         running[name] = subprocess.Popen(
@@ -211,8 +214,24 @@ def test_the_store_outlives_its_hosts_program_as_long_as_others_need_it() -> Non
     assert "no answer" not in ended["b"][1]
 
 
+def trains_and_hosts(rank: int) -> tuple[int, bool]:
+    hosted: list[bool] = []
+
+    def host_at(host: str, port: int) -> object:
+        store = hosted_store.host_at(host, port)
+        hosted.append(store is not None)
+        return store
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loco.members.meeting.host_at", host_at)
+        optimizer = optimizer_over(loco.Sites(dead_after=2.0), "PulseLoCo")[0]
+    for _ in range(STEPS * ROUNDS):
+        optimizer.step()
+    return optimizer.round, any(hosted)
+
+
 def test_sites_meet_at_a_store_that_none_of_them_hosts() -> None:
-    """The first to end serves nobody and so ends at once, and a second run meets there."""
+    """So none has to serve the others when it ends; and a second run meets there."""
     at = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "loco.meet", at]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as host:
@@ -222,23 +241,8 @@ def test_sites_meet_at_a_store_that_none_of_them_hosts() -> None:
             again = subprocess.run(command, capture_output=True, text=True, check=False)
             assert (again.returncode, again.stdout) == (2, "")
             assert "is not an address of this machine, or is in use" in again.stderr
-            program = PROGRAM.format(tests=str(Path(__file__).parents[1]), late=0.0)
             for _ in range(2):
-                told = {"LOCO_SITES": "2", "LOCO_AT": at, "OMP_NUM_THREADS": "1"}
-                running = [
-                    subprocess.Popen(
-                        [sys.executable, "-c", program],
-                        env=os.environ | told | {"LOCO_SITE": name},
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                    for name in ("a", "b")
-                ]
-                for process in running:
-                    errors = process.communicate(timeout=180)[1]
-                    assert process.returncode == 0, errors
-                    assert "serves the others" not in errors
+                assert run_worlds(["a", "b"], 1, trains_and_hosts, at=at) == [[(ROUNDS, False)]] * 2
             host.send_signal(signal.SIGINT)
             assert host.wait(timeout=30) == 130
         finally:
@@ -274,6 +278,7 @@ def joins_twice(rank: int, closes: bool) -> tuple[int, Snapshot]:
     return again.site, snapshot(optimizer)
 
 
+@pytest.mark.check(FLEETS, sample="True")
 @pytest.mark.parametrize("closes", [True, False])
 def test_sites_come_together_again_in_the_same_processes(closes: bool) -> None:
     twice = run_worlds(["a", "b"], 2, joins_twice, closes)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from faulty_store import WHOLE
+from selection import SCHEDULES
 from test_server import DATA, LONG, until
 
 from experiments.processes.orphans import through
@@ -102,6 +103,7 @@ def cpu_seconds(process: subprocess.Popen[str]) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.check(SCHEDULES, sample="versions")
 @pytest.mark.parametrize("folder", ["no%d", "versions"])
 def test_long_polls_beyond_a_number_are_answered_at_once(tmp_path: Path, folder: str) -> None:
     """Of folders that are not there, too, and by anybody, as the server has no token."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from published import cast, same_bits
+from selection import SHARDINGS
 from sharded import Tied
 from sites import run_ranks
 from torch import nn
@@ -73,6 +74,7 @@ def publishing(rank: int, layout: str, folder: str) -> list[int]:
     return sizes
 
 
+@pytest.mark.check(SHARDINGS, sample="fsdp|fsdp over tp")
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_every_rank_publishes_its_own_shards(layout: str, tmp_path: Path) -> None:
     world = torch.tensor(LAYOUTS[layout][0]).prod().item()

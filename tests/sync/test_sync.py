@@ -11,7 +11,7 @@ import pytest
 import torch
 from faulty_store import MemoryStore, held_of, publisher_at, step, subscriber_at, zeros
 from published import blank, chain, held, model, publish, same_bits, train, weights_of
-from selection import CHECKPOINTS
+from selection import CHECKPOINTS, SCHEDULES
 
 from loco import kernels
 from loco.sync import (
@@ -101,6 +101,7 @@ def test_who_takes_every_version_reads_one_manifest_and_one_patch_for_each(tmp_p
         train(trained, generator)
 
 
+@pytest.mark.check(SCHEDULES, sample="63")
 @pytest.mark.parametrize("missed", [7, 63, 126, 127])
 def test_who_missed_versions_reads_few_patches_and_as_few_manifests(missed: int) -> None:
     """Manifests of all versions that it might have gone by were read, about log₂(n)² of them."""

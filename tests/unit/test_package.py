@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from pages import code, page
+from selection import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 # What each package may import of the others; `kernels` is imported as `loco.kernels`.
@@ -299,6 +300,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.check(COMMANDS)
 def test_without_the_extras_all_works_but_what_names_its_extra(wheel: Path, tmp_path: Path) -> None:
     done = run_installed(wheel, WITHOUT_EXTRAS, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -91,7 +91,7 @@ def forget_newest(folder: Path, keep: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.check(COMMANDS, sample=r"2-round-00000003-arguments1")
+@pytest.mark.check(COMMANDS)
 @pytest.mark.parametrize(
     ("ranks", "keep", "arguments"),
     [

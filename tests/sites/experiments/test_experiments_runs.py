@@ -198,6 +198,7 @@ def site_of_two(rank: int, folder: str) -> None:
     train.work(load(TrainConfig, arguments), torch.device("cpu"))
 
 
+@pytest.mark.check(COMMANDS)
 def test_two_sites_of_two_ranks_train(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     run_ranks(4, site_of_two, str(tmp_path))

@@ -1,6 +1,8 @@
 """The rows of `fault_rows`, played.
 
-PYTHONPATH=. python tests/fault_cases.py        plays all of them and prints the table of docs/failures.md
+This plays all of them and prints the table of docs/failures.md:
+
+    PYTHONPATH=.:tests/support/running python tests/support/failing/fault_cases.py
 """
 
 import signal

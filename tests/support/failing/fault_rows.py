@@ -302,7 +302,7 @@ ROWS = (
         afterwards=SAVED_AGAIN,
         who="all",
         kind="CheckpointError",
-        says="rank 1 failed: … could not be written",
+        says="site 1 failed: … could not be written",
         text=r".*could not be written .*No space left on device",
         by=(0, 1, 2),
     ),

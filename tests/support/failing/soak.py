@@ -1,12 +1,13 @@
 """Thousands of rounds of a small model under random faults, and then: is every bit where it belongs, and did
 nothing grow?
 
-    python tests/soak.py rounds=5000 sites=3 seed=1 faults=0.2
+    export PYTHONPATH=.:tests/support/running
+    python tests/support/failing/soak.py rounds=5000 sites=3 seed=1 faults=0.2
 
-    python tests/soak.py rounds=600 faults=0 kills=0 stops=242
-    python tests/soak.py rounds=400 faults=0 kills=0 stops=0 saving_kills=90
-    python tests/soak.py rounds=400 faults=0 kills=0 stops=0 interrupts=200
-    python tests/soak.py rounds=500 faults=0 kills=0 stops=0 lies=1
+    python tests/support/failing/soak.py rounds=600 faults=0 kills=0 stops=242
+    python tests/support/failing/soak.py rounds=400 faults=0 kills=0 stops=0 saving_kills=90
+    python tests/support/failing/soak.py rounds=400 faults=0 kills=0 stops=0 interrupts=200
+    python tests/support/failing/soak.py rounds=500 faults=0 kills=0 stops=0 lies=1
 
 Sites are real processes. In a share `faults` of the rounds something happens to one of them; a kill restarts
 all from their checkpoints. Every round is checked for conservation, and the end is compared, bit for bit,

@@ -1,10 +1,17 @@
 """Processes that a test has started, or that those have."""
 
+import os
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 _LONG = 30.0  # seconds
+
+
+def python_path() -> str:
+    """A PYTHONPATH with which a new process finds all that this one finds."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 def children(pid: int) -> list[int]:

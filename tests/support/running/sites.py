@@ -56,10 +56,18 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 
 
 def run_worlds(
-    names: Sequence[str], ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0
+    names: Sequence[str],
+    ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    at: str = "",
+    timeout: float = 180.0,
 ) -> list[list[Any]]:
     """`function(rank, *args)` on every rank of every site, each site a world of its own with variables for
-    `loco.Sites` -> results by site and rank. A site of one rank needs no process group, and has none."""
+    `loco.Sites` -> results by site and rank. A site of one rank needs no process group, and has none.
+
+    at: where they meet; by default at a free port.
+    """
     with tempfile.TemporaryDirectory() as folder:
         starts = [
             _Start(
@@ -68,7 +76,7 @@ def run_worlds(
                 f"file://{folder}/rendezvous-{name}" if ranks > 1 else None,
                 (rank, *args),
             )
-            for name, site in _as_sites(names)
+            for name, site in _as_sites(names, at)
             for rank in range(ranks)
         ]
         return _by_site(_run(starts, function, timeout), ranks)
@@ -115,8 +123,8 @@ def _as_one_of(rank: int, world: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(world)}
 
 
-def _as_sites(names: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
-    told = {"LOCO_SITES": str(len(names)), "LOCO_AT": f"127.0.0.1:{free_port()}"}
+def _as_sites(names: Sequence[str], at: str = "") -> list[tuple[str, dict[str, str]]]:
+    told = {"LOCO_SITES": str(len(names)), "LOCO_AT": at or f"127.0.0.1:{free_port()}"}
     return [(name, told | {"LOCO_SITE": name}) for name in names]
 
 

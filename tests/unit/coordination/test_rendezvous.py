@@ -167,7 +167,7 @@ class Reconnecting:
 
     def __init__(self, notes: Rendezvous) -> None:
         self.met: list[int] = []
-        self._meet = lambda: self.met.append(notes.meet("optimizer"))
+        self._meet = lambda: self.met.append(notes.barrier.meet("optimizer"))
         notes.answers(self, "optimizer")
 
     def reconnect(self) -> None:
@@ -203,11 +203,11 @@ def test_a_user_that_is_gone_answers_no_more() -> None:
     del users[0]
     gc.collect()
     with ThreadPoolExecutor(3) as pool:
-        late = pool.submit(ranks.notes[1].meet, "optimizer")
+        late = pool.submit(ranks.notes[1].barrier.meet, "optimizer")
         assert ranks.ears[1].listening.wait(LONG)
         ranks.notes[0].reconnect()  # it has nobody to do so
         for rank in (0, 2):
-            pool.submit(ranks.notes[rank].meet, "optimizer")
+            pool.submit(ranks.notes[rank].barrier.meet, "optimizer")
         assert late.result(LONG) == 0
 
 
@@ -422,7 +422,7 @@ def test_a_failure_of_one_is_all_ranks(own: Exception) -> None:
         assert errors[1] is own
     for error in (errors[0], errors[2]):
         assert isinstance(error, CheckpointError)
-        assert str(error) == f"saving: rank 1 failed: {own}"
+        assert str(error) == f"saving: site 1 failed: {own}"
 
 
 def test_a_rank_that_is_alone_reads_its_own_note() -> None:

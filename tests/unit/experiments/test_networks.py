@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import gone
-from selection import INTERRUPTIONS
+from processes import gone, python_path
+from selection import COMMANDS, INTERRUPTIONS
 
 from experiments.processes.namespaces import Network, why_not
 from experiments.processes.sites import Sites
@@ -48,6 +48,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.check(COMMANDS)
 @pytest.mark.root
 @needs_networks
 def test_nothing_is_left_after_a_run() -> None:
@@ -80,10 +81,9 @@ def test_nothing_is_left_after_an_error() -> None:
 def test_nothing_is_left_after_a_signal(how: signal.Signals, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    path = os.pathsep.join(str(Path(__file__).parents[k]) for k in (0, 2, 3))
     with subprocess.Popen(
         [sys.executable, str(program)],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": python_path()},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

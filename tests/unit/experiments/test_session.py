@@ -89,6 +89,7 @@ def test_a_changed_setting_or_a_damaged_file_is_trained_anew(
     assert read(path).evaluations == read(path.with_name("whole.json")).evaluations
 
 
+@pytest.mark.check(COMMANDS)
 def test_only_rank_0_has_to_have_the_files(kept: tuple[Path, dict[str, int]], tmp_path: Path) -> None:
     """The others may be on other machines: they must neither train alone nor stay away."""
     folder, _ = kept

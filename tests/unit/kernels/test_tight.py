@@ -59,6 +59,7 @@ def test_sizes_around_a_part(n: int) -> None:
     check(*case(n, 3e-4, momentum=n % 2 == 0, seed=n), read_slowly=n > 2 * PART)
 
 
+@pytest.mark.check(ALL_VALUES, sample="2048-momentum|32768-plain")
 @pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "plain"])
 @pytest.mark.parametrize("count", [2047, 2048, 8192, 32768])
 def test_the_more_entries_the_more_contexts(count: int, momentum: bool) -> None:

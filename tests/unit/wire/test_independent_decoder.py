@@ -48,6 +48,7 @@ def check(entries: Entries, known: Known) -> None:
     assert read_independently(frame, len(sent), known) == sent
 
 
+@pytest.mark.check(ALL_VALUES, sample="(63|1003)-momentum|20000-plain")
 @pytest.mark.parametrize("outer_momentum", [0.9, 0.0], ids=["momentum", "plain"])
 @pytest.mark.parametrize("numel", [1, 63, 256, 1003, 20_000])
 def test_frames_of_noise(numel: int, outer_momentum: float) -> None:
