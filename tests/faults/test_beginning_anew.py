@@ -67,7 +67,7 @@ def begins_again(method: str, struck_at: str) -> tuple[str, str, str, Tensor]:
     return raised, repeated, error_of(first.sync)[1], theta
 
 
-@pytest.mark.check(INTERRUPTIONS, sample="attach-received")
+@pytest.mark.check(INTERRUPTIONS)
 @pytest.mark.parametrize("struck_at", ["inner step", "received", "voted"])
 @pytest.mark.parametrize("method", ["PulseLoCo", "attach"])
 def test_both_sites_begin_again_in_the_same_processes(method: str, struck_at: str) -> None:

@@ -24,14 +24,13 @@ from experiments.processes.namespaces import why_not
 MARGIN = 5.0
 # For `make test`: of each flow one fault, of sites of one rank and of two, in a round and in its repeat.
 SAMPLE = {
+    "connections closed, announcement",
+    "the store's host stopped, inner step",
     "stopped (SIGSTOP), payload",
-    "stopped in the repeat, linking",
     "killed (SIGKILL), vote",
     "a rank of a site of two killed, apply",
     "loco.Sites: that rank killed at the end of a round, voted",
-    "connections closed, announcement",
     "link cut, payload",
-    "the store's host stopped, inner step",
     "other hyperparameters, construction",
     "steps a million times too large, inner step",
 }

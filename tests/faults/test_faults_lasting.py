@@ -56,7 +56,8 @@ def failing_often(rank: int, rounds: int) -> list[tuple[int, int]]:
     return counts
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(50, marks=pytest.mark.check(INTERRUPTIONS))])
+@pytest.mark.check(INTERRUPTIONS)
+@pytest.mark.parametrize("rounds", [20, 50])
 def test_rounds_that_fail_and_are_repeated_leave_no_file_and_no_thread_behind(rounds: int) -> None:
     for counts in run_ranks(3, failing_often, rounds):
         files, threads = zip(*counts, strict=True)

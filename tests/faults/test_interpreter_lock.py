@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selection import INTERRUPTIONS
 from sites import error_of, launch_worlds
 from torch import Tensor, nn
 
@@ -47,6 +48,7 @@ def trains(key: bytes | None, holder: str) -> Tensor:
     return optimizer.outer_state.anchor.clone()
 
 
+@pytest.mark.check(INTERRUPTIONS, sample="berlin-plain")
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "keyed"])
 @pytest.mark.parametrize("holder", ["berlin", "paris"])
 def test_who_holds_the_lock_is_waited_for(holder: str, key: bytes | None) -> None:

@@ -337,6 +337,7 @@ def test_the_first_non_finite_update(home: Any, position: int, value: float, whe
     check_encode(home, anchor, whole(weights), residual, None)
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*")
 def test_more_entries_than_the_sample_promised(home: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile that is counted beforehand is empty, and all the others are not."""
     for package in ("loco.kernels.interpreted", "loco.kernels.triton"):

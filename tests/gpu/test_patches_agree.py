@@ -98,7 +98,7 @@ def test_every_format_size_and_piece(
         assert (changes.positions.numel() > 0) == (density > 0 and n > 0) or n < 100
 
 
-@pytest.mark.check(ALL_VALUES, sample=r"(?!409[67]-triton).*")
+@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*")
 @pytest.mark.parametrize("n", [4 * 1024, 4 * 1024 + 1, 5 * 1024 - 3])
 def test_several_parts_of_which_some_do_not_change(
     home: Any, n: int, monkeypatch: pytest.MonkeyPatch

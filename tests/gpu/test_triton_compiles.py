@@ -150,7 +150,7 @@ def test_zero_is_added_where_there_is_no_residual(target: str) -> None:
     assert single + 2 * paired == 16  # one for each element of a thread; Δ itself is a subtraction
 
 
-@pytest.mark.check(GPU_TARGETS, sample=ON_ONE)
+@pytest.mark.check(GPU_TARGETS, sample="(encode-both-economies|apply-mixed)-sm_90")
 @pytest.mark.parametrize(("name", "target"), CUDA)
 def test_cuda_kernels_fit_their_registers(name: str, target: str) -> None:
     code = sass(compiled(name, target))

@@ -88,6 +88,7 @@ def test_reported_bytes_are_what_the_interface_counted(
         assert -0.001 * received <= carried - received <= 0.02 * received + repeated_by_all
 
 
+@pytest.mark.check(MESSAGES)
 def test_all_that_was_sent_was_received(sites: Sites) -> None:
     found = sites.call("rounds", "PulseLoCo", {"exchange": "owner", "wire": "tight"})
     reports = [report for of_site, *_ in found for report in of_site]

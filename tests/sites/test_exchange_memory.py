@@ -29,7 +29,7 @@ def peak_of_a_round(rank: int, options: dict[str, Any]) -> tuple[float, float]:
     return peak / NUMEL, 5 * optimizer.last_report.entries / NUMEL
 
 
-@pytest.mark.check(MEMORY, sample=r"owner-tight")
+@pytest.mark.check(MEMORY)
 @pytest.mark.parametrize("wire", ["fast", "tight"])
 @pytest.mark.parametrize("exchange", ["gather", "owner"])
 def test_an_exchange_holds_entries_and_frames(exchange: str, wire: str) -> None:

@@ -141,7 +141,7 @@ def test_rounds_on_a_gpu_equal_the_specification_bit_for_bit(offload: bool) -> N
     assert_equal_the_specification(run_ranks(3, run_library, CASES, "cuda", offload))
 
 
-@pytest.mark.check(PRODUCTS, sample="3")
+@pytest.mark.check(PRODUCTS, sample="2")
 @pytest.mark.parametrize("sites", [1, 2, 3, 4])
 def test_rounds_equal_the_specification_bit_for_bit(sites: int) -> None:
     assert_equal_the_specification(run_ranks(sites, run_library, CASES))

@@ -127,7 +127,7 @@ def other_sharding(rank: int, folder: Path, per_site: int, divided: bool) -> tup
     return error
 
 
-@pytest.mark.check(CHECKPOINTS, sample="2-.*")
+@pytest.mark.check(CHECKPOINTS)
 @pytest.mark.parametrize(
     ("world", "per_site", "divided", "differs"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pages import PAGES, code, named, page, sides
-from selection import FLEETS
+from selection import COMMANDS, FLEETS
 from sites import free_port, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +56,7 @@ def snippets() -> list[Any]:
     ]
 
 
+@pytest.mark.check(COMMANDS, sample=r"(README|docs/(sites|attach|sharded))\.md.*")
 @pytest.mark.parametrize(("said", "source"), snippets())
 def test_every_snippet_runs(said: str, source: str, tmp_path: Path) -> None:
     assert not said or re.fullmatch(r"on \d ranks", said)

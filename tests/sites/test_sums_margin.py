@@ -81,6 +81,7 @@ def run(rank: int, margin: float | None) -> dict[str, Any]:
     }
 
 
+@pytest.mark.check(PRODUCTS)
 def test_no_bit_is_lost_and_only_the_owner_keeps_a_sum() -> None:
     found = run_ranks(SITES, run, 1.0)
     total = [exact(torch.zeros(NUMEL))] * 2

@@ -44,6 +44,7 @@ def in_one_world(rank: int, kind: str, ranks: int) -> tuple[int, Snapshot]:
     return trained(loco.Topology(ranks_per_site=ranks), kind)
 
 
+@pytest.mark.check(FLEETS, sample="PulseLoCo-2-2")
 @pytest.mark.parametrize(
     ("kind", "sites", "ranks"), [("PulseLoCo", 3, 1), ("PulseLoCo", 2, 2), ("DiLoCo", 2, 1)]
 )
@@ -160,7 +161,7 @@ def saves_and_goes_on(rank: int, folder: str, rounds: int, name: str) -> tuple[S
     return snapshot(optimizer), inner.count
 
 
-@pytest.mark.check(CHECKPOINTS, sample="2")
+@pytest.mark.check(CHECKPOINTS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_site_resumes_from_a_folder_of_its_own_bit_for_bit(ranks: int, tmp_path: Path) -> None:
     names = ["a", "b"]

@@ -3,8 +3,10 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from scripted import bits
+from selection import SHARDINGS
 from sharded import Tied, assert_equal, batch, build, divide, shard_of_whole, site_mesh, state, step_of
 from sites import run_ranks, run_worlds
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,6 +67,7 @@ def evaluated(rank: int, shows: bool) -> Any:
     return state(optimizer), seen
 
 
+@pytest.mark.check(SHARDINGS)
 def test_an_evaluation_shows_one_theta_on_all_sites_and_costs_a_sharded_training_nothing() -> None:
     told, undisturbed = run_ranks(4, evaluated, True), run_ranks(4, evaluated, False)
     for (found, seen), (expected, _) in zip(told, undisturbed, strict=True):

@@ -14,6 +14,7 @@ import pytest
 from disks import small_disk
 from faulty_store import WHOLE
 from http_proxy import Proxy
+from selection import SCHEDULES
 from sites import free_port
 from test_server import LONG, until
 
@@ -203,6 +204,7 @@ def upstream_process(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]
         process.kill()
 
 
+@pytest.mark.check(SCHEDULES)
 def test_a_relay_outlives_its_upstream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, port = tmp_path / "upstream", free_port()
     for name in ("versions/1", "versions/2", "state/latest"):

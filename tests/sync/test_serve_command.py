@@ -55,6 +55,7 @@ def test_a_server_serves_until_it_is_told_to_end_and_ends_quietly(
         assert process.returncode == status
 
 
+@pytest.mark.check(COMMANDS)
 def test_with_a_certificate_it_speaks_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl, which makes a certificate")
@@ -95,6 +96,7 @@ def test_with_a_certificate_it_speaks_https(tmp_path: Path, monkeypatch: pytest.
         assert process.communicate(timeout=60) == ("", "")
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_server_that_is_killed_while_it_is_written_to_leaves_no_half_file(tmp_path: Path) -> None:
     with started(tmp_path, "--writable") as (process, url):
         parts = urlsplit(url)

@@ -80,6 +80,7 @@ def test_a_client_is_answered_while_380_others_send_half_a_request(tmp_path: Pat
         assert all(ended(connection) for connection in connections[:200])  # at once, as there was no room
 
 
+@pytest.mark.check(SCHEDULES)
 def test_a_process_that_can_open_no_more_files_answers_and_does_not_spin(tmp_path: Path) -> None:
     with limited(tmp_path, 1024, TOKEN) as (process, url), ExitStack() as open_ones:
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (64, 64))  # it has counted on more
@@ -103,7 +104,7 @@ def cpu_seconds(process: subprocess.Popen[str]) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.check(SCHEDULES, sample="versions")
+@pytest.mark.check(SCHEDULES)
 @pytest.mark.parametrize("folder", ["no%d", "versions"])
 def test_long_polls_beyond_a_number_are_answered_at_once(tmp_path: Path, folder: str) -> None:
     """Of folders that are not there, too, and by anybody, as the server has no token."""

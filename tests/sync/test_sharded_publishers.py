@@ -74,7 +74,7 @@ def publishing(rank: int, layout: str, folder: str) -> list[int]:
     return sizes
 
 
-@pytest.mark.check(SHARDINGS, sample="fsdp|fsdp over tp")
+@pytest.mark.check(SHARDINGS, sample="fsdp")
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_every_rank_publishes_its_own_shards(layout: str, tmp_path: Path) -> None:
     world = torch.tensor(LAYOUTS[layout][0]).prod().item()

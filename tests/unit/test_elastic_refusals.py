@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import pytest
+from selection import FLEETS
 from sites import error_of, run_ranks
 
 import loco
@@ -79,6 +80,7 @@ def differently_started(rank: int) -> tuple[str, str]:
     return error_of(lambda: loco.Sites(2, lighthouse="http://127.0.0.1:1"))
 
 
+@pytest.mark.check(FLEETS)
 def test_ranks_of_one_world_that_were_given_different_names_are_told_so() -> None:
     for kind, said in run_ranks(2, differently_started):
         assert kind == "AgreementError"

@@ -260,6 +260,7 @@ def test_the_package_asks_for_torch_and_numpy_and_leaves_the_rest_to_extras(whee
     )
 
 
+@pytest.mark.check(COMMANDS)
 def test_an_installed_wheel_leaves_the_name_kernels_to_others(wheel: Path, tmp_path: Path) -> None:
     program = (
         "import sys, loco, loco.kernels, torch\n"
@@ -311,6 +312,7 @@ def test_without_the_extras_all_works_but_what_names_its_extra(wheel: Path, tmp_
     assert elastic.startswith("a lighthouse needs torchft, loco's extra `elastic` (")
 
 
+@pytest.mark.check(COMMANDS)
 def test_every_public_name_is_found_when_it_is_first_used() -> None:
     program = "import loco; print([name for name in loco.__all__ if getattr(loco, name) is None])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"

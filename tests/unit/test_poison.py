@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import poison
+import pytest
 import torch
+from selection import C_BUILDS
 from sites import run_ranks
 
 TUNABLES = re.findall(r"GLIBC_TUNABLES=(\S+)", (Path(__file__).parents[2] / "Makefile").read_text())
@@ -18,6 +20,7 @@ def first_is_nan(_: int) -> bool:
     return math.isnan(float(torch.empty(64)[0]))
 
 
+@pytest.mark.check(C_BUILDS)
 def test_malloc_returns_negative_numbers_in_a_child() -> None:
     program = "import torch; print(float(torch.empty(1 << 16).max()), int(torch.empty(8, dtype=int).max()))"
     child = subprocess.run(

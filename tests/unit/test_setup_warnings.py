@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import PRODUCTS
 from test_optimizer import loss_of, model, train
 from torch import nn
 
@@ -162,6 +163,7 @@ def test_an_outer_step_that_becomes_too_long_is_told_then(caplog: pytest.LogCapt
     assert text.startswith("round 3: outer_lr 224 is 4e+03 times the longest ")
 
 
+@pytest.mark.check(PRODUCTS)
 def test_what_was_withheld_for_long_is_no_long_step(caplog: pytest.LogCaptureFixture) -> None:
     net = model()
     optimizer = loco.PulseLoCo(torch.optim.SGD(net.parameters(), lr=1e-6), sync_every=1, **loco.SMALLEST)

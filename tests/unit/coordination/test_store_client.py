@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 import pytest
+from selection import INTERRUPTIONS
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from loco.coordination import store_client as line
@@ -187,6 +188,7 @@ time.sleep(0.3)
 """
 
 
+@pytest.mark.check(INTERRUPTIONS)
 def test_a_program_that_ends_waits_for_the_thread_to_leave_the_store() -> None:
     """A thread that comes back from torch's C++ while the interpreter ends aborts the process."""
     ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)

@@ -424,7 +424,7 @@ KEPT = Path(__file__).parents[3] / "experiments/results/rl"
 DIGIT, CELL, WINDOW = 7.2, 13.4, 800 - 40
 
 
-@pytest.mark.check(PAGES, sample="ablations")
+@pytest.mark.check(PAGES)
 @pytest.mark.parametrize("folder", sorted(path.name for path in KEPT.iterdir()))
 def test_no_table_of_results_is_wider_than_a_small_window(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ def test_the_forward_pass_is_the_librarys_with_rounded_weights(source: Any, mode
     assert torch.equal(logits, on_the_grid(source)(TOKENS).logits)
 
 
+@pytest.mark.check(LANGUAGES)
 def test_the_forward_pass_sees_only_the_bf16_cast_of_every_weight(model: HuggingFaceModel) -> None:
     on_the_grid(model)
     with torch.no_grad():

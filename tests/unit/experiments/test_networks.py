@@ -58,6 +58,7 @@ def test_nothing_is_left_after_a_run() -> None:
     assert gone(pids)
 
 
+@pytest.mark.check(COMMANDS)
 @pytest.mark.root
 @needs_networks
 def test_nothing_is_left_after_an_error() -> None:

@@ -52,6 +52,7 @@ def kept(trained_once: tuple[Path, dict[str, int]], tmp_path: Path) -> tuple[Pat
     return tmp_path / "kept", times
 
 
+@pytest.mark.check(COMMANDS)
 def test_what_is_there_is_kept_and_what_is_missing_trained(
     kept: tuple[Path, dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -294,6 +294,7 @@ def test_what_a_rank_learns_from_is_a_pure_function_of_seed_rank_and_round(
     assert all(a != b for a, b in pairwise(others))
 
 
+@pytest.mark.check(BASELINES)
 def test_no_held_out_problem_is_ever_asked(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts, it = watched(monkeypatch), task()
     held_out = {problem.prompt for problem in it._problems.held_out}
@@ -344,6 +345,7 @@ def one_rank_learns_nothing(rank: int, weights: dict[str, torch.Tensor]) -> torc
     return gradient(model)
 
 
+@pytest.mark.check(BASELINES)
 def test_ddp_goes_on_when_all_groups_of_one_rank_are_of_one_mind(
     weights: dict[str, torch.Tensor], model: nn.Module
 ) -> None:

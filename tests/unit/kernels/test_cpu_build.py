@@ -71,12 +71,14 @@ def works(flags: tuple[str, ...] = ("-O0",)) -> bool:
     return torch.equal(mine.entries.indices(), theirs.entries.indices()) and mine.digest == theirs.digest
 
 
+@pytest.mark.check(C_BUILDS)
 def test_a_library_is_compiled_once(compiles: list[Path]) -> None:
     assert works()
     assert works()
     assert len(compiles) == 1
 
 
+@pytest.mark.check(C_BUILDS)
 def test_who_begin_at_once_compile_once(compiles: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     compile_files = build.compile_files
 
@@ -345,7 +347,7 @@ def test_a_default_device_changes_nothing(device: str) -> None:
         assert not torch.equal(theta, anchor)
 
 
-@pytest.mark.check(C_BUILDS, sample=r"default-1")
+@pytest.mark.check(C_BUILDS)
 @pytest.mark.parametrize(("capability", "builds"), [("default", 1), ("avx2", 2)])
 def test_a_users_choice_against_newer_instructions_is_kept(capability: str, builds: int) -> None:
     if len(build.builds_for_this_cpu()) < builds:

@@ -18,7 +18,7 @@ def threads_again() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.check(ALL_VALUES, sample=r"1.0-.*|.*-3")
+@pytest.mark.check(ALL_VALUES, sample=r"1\.0-(1|3)")
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("gain", [0.1, 1.0, 1e6])
 def test_any_number_of_threads_gives_the_same_bits(threads: int, gain: float) -> None:

@@ -247,6 +247,7 @@ def test_a_patch_that_promises_much_takes_no_more_memory_than_it_has_changes(cod
 VARIANTS = build.builds_for_this_cpu()
 
 
+@pytest.mark.check(HOSTILE)
 @pytest.mark.parametrize(
     ("variant", "cases", "more"),
     [

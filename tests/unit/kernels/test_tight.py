@@ -7,7 +7,7 @@ import pytest
 import tight_cases
 import torch
 from homes import builds, same_bits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from selection import ALL_VALUES
 from tight_cases import THETAS, VALUES, after_rounds, case
@@ -73,7 +73,7 @@ def test_the_most_contexts() -> None:
     assert frame[9:11].tolist() == [0, 3]  # all levels, all pulls
 
 
-@pytest.mark.check(ALL_VALUES, sample=r".*(bfloat16.*|gain=1\.0, margin=0\.0.*)")
+@pytest.mark.check(ALL_VALUES, sample=r".*(bfloat16.*gain=1\.0, margin=0\.0.*|bfloat16.*gain=3\.5.*)")
 @pytest.mark.parametrize("gate", [*GATES, *MARGINS], ids=str)
 @pytest.mark.parametrize("values", VALUES)
 def test_any_values_beside_any_weights(gate: Gate, values: str) -> None:
@@ -90,7 +90,6 @@ def test_parts_of_larger_vectors() -> None:
             check(entries.part(at), part)
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_any_bits_come_back(data: st.DataObject) -> None:
     n, seed = data.draw(st.integers(1, 1300)), data.draw(st.integers(0, 10**6))

@@ -104,7 +104,7 @@ def link_with_few_descriptors(port: int, more: int, done: Any) -> None:
     done.recv()
 
 
-@pytest.mark.check(MESSAGES, sample="4")
+@pytest.mark.check(MESSAGES)
 @pytest.mark.parametrize("more", [4, 250], ids=lambda more: f"{more}")
 def test_a_member_gets_in_however_many_strangers_keep_their_connections(more: int) -> None:
     """600 of them, before it comes: more than the process can open, and more than it keeps."""
