@@ -4,7 +4,7 @@ import atexit
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -109,17 +109,21 @@ def host_at(host: str, port: int) -> HostedStore | None:
     return _hosted[port]
 
 
-def host_at_port(port: int) -> HostedStore:
-    """Host a store at all addresses of this machine; 0: at any port.
+def host_at_port(ports: Sequence[int]) -> HostedStore:
+    """Host a store at all addresses of this machine, at the first of these ports that is free; none: at any.
 
     Raises:
-        ValueError: the port is in use.
+        ValueError: all are in use.
     """
-    if port not in _hosted:
+    failed = ""
+    for port in ports or [0]:
+        if port in _hosted:
+            return _hosted[port]
         try:
             store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
         except RuntimeError as error:
-            text = f"port {port} can't be used for this site's store: {first_line(error)}"
-            raise ValueError(text) from error
+            failed = failed or f"port {port} can't be used for this site's store: {first_line(error)}"
+            continue
         _hosted[port] = HostedStore(store)
-    return _hosted[port]
+        return _hosted[port]
+    raise ValueError(failed)

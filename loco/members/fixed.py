@@ -20,7 +20,9 @@ from ..coordination.rendezvous import Rendezvous
 from ..coordination.store_client import StoreClient
 from ..errors import AgreementError, TransportError, first_line, no_store
 from ..logs import warn_once_per_machine
-from ..net.linking import PatientStore, link
+from ..net.introductions import PatientStore
+from ..net.linking import link
+from ..net.listening import Endpoint
 from ..net.mesh import Mesh, NoLinks
 from ..net.transport import Transport, listed
 
@@ -36,7 +38,7 @@ class Ranks(Protocol):
         rank: this one, of 0 … world−1.
         store: by which all agree; each of its clients clones it.
         told: what all ranks have told each other by now, the same on all.
-        address: by which the other ranks reach this machine; "": as `link` finds it.
+        endpoint: where this rank listens.
         names: of the sites, in their order, if they have names.
         site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
     """
@@ -45,7 +47,7 @@ class Ranks(Protocol):
     world: int
     ranks_per_site: int
     told: bytes
-    address: str
+    endpoint: Endpoint
     names: tuple[str, ...]
 
     @property
@@ -263,7 +265,14 @@ class FixedSites:
         name += f"/site {self.site}" if inside else f"/rank {self.rank_in_site}"
         if inside and (mesh := self._ranks.group_mesh(device)) is not None:
             return mesh
-        return link(store, name, ranks.index(self._ranks.rank), len(ranks), address=self._ranks.address)
+        return link(
+            store,
+            name,
+            ranks.index(self._ranks.rank),
+            len(ranks),
+            endpoint=self._ranks.endpoint,
+            called=lambda other: self._named([ranks[other]]),
+        )
 
     def _transport(
         self,

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import AgreementError, LocoError, TransportError
 from ..net.linking import link_ranks
+from ..net.listening import Endpoint
 from ..net.mesh import Mesh
 from ..net.transport import Transport
 from .meeting import Meeting
@@ -23,6 +24,7 @@ class JoinedWorlds:
         sites: how many.
         site: this one's name.
         at: host:port. The site whose machine has this address hosts the store there.
+        endpoint: where this rank listens.
         patience: seconds to wait for the others.
         dead_after: as `loco.Topology`.
 
@@ -34,8 +36,10 @@ class JoinedWorlds:
 
     told = b""
 
-    def __init__(self, sites: int, site: str, at: str, *, patience: float, dead_after: float) -> None:
-        own = self._own = own_world(patience, site)
+    def __init__(
+        self, sites: int, site: str, at: str, *, endpoint: Endpoint, patience: float, dead_after: float
+    ) -> None:
+        own = self._own = own_world(patience, site, endpoint)
         self.ranks_per_site, self._rank_in_site = (1, 0) if own is None else (own.world, own.rank)
         self.site_group = None if own is None else own.site_group
         self._meeting = Meeting(
@@ -44,6 +48,7 @@ class JoinedWorlds:
             sites=sites,
             at_least=sites,
             ranks=self.ranks_per_site,
+            endpoint=endpoint,
             patience=patience,
             dead_after=dead_after,
         )
@@ -52,18 +57,23 @@ class JoinedWorlds:
             self.rank = self.names.index(site) * self.ranks_per_site + self._rank_in_site
             self.world = len(self.names) * self.ranks_per_site
             self.store = self._meeting.store()
-            self.address = self._meeting.own_address()
+            self.endpoint = self._meeting.own_endpoint()
             self._all_ranks = link_ranks(
                 self.store,
                 f"all ranks {session}",
                 self.rank,
                 self.world,
                 limit=max(2 * dead_after, 60.0),  # all have met, but some processes are slow to start
-                address=self.address,
+                endpoint=self.endpoint,
+                called=self._called,
             )
         except BaseException:  # a traceback that is kept holds this object: it must not count as here
             self._meeting.close()
             raise
+
+    def _called(self, rank: int) -> str:
+        site, rank_in_site = divmod(rank, self.ranks_per_site)
+        return f"{self.names[site]}" + (f" (rank {rank_in_site})" if self.ranks_per_site > 1 else "")
 
     def all_ranks(self) -> Mesh:
         return self._all_ranks

@@ -14,6 +14,7 @@ from ..coordination.site_directory import BEATS, Arrival, SiteDirectory
 from ..coordination.store_client import RemoteStore, address_towards, check_store, host_and_port
 from ..errors import LocoError, TransportError, no_store
 from ..logs import SAY_SOON, Waiting
+from ..net.listening import Endpoint
 
 _PREFIX = "sites"  # of the keys in the store
 _POLL = 0.2  # seconds
@@ -30,6 +31,7 @@ class Meeting:
         sites: how many.
         at_least: how many are enough when others are lost.
         ranks: how many this site has.
+        endpoint: where this rank listens. A machine that is advertised as the address's host has it, too.
         patience: seconds to wait for the others, or for the store.
         dead_after: as `loco.Topology`.
         key: as of `SiteDirectory`.
@@ -46,12 +48,16 @@ class Meeting:
         sites: int,
         at_least: int,
         ranks: int,
+        endpoint: Endpoint,
         patience: float,
         dead_after: float,
         key: bytes | None = None,
     ) -> None:
         self.at = at
         self._host, self._port = host_and_port(at)
+        self._endpoint = endpoint
+        self._is_behind = endpoint.advertised == self._host  # the address leads here, through another machine
+        self.own_at = f"127.0.0.1:{self._port}" if self._is_behind else at
         self._who: dict[str, Any] = {"site": site, "sites": sites, "at_least": at_least, "ranks": ranks}
         self._patience, self._dead_after, self._key = patience, dead_after, key
         self._directory: SiteDirectory | None = None
@@ -70,7 +76,7 @@ class Meeting:
             try:
                 if self._directory is None or is_lost:
                     self.host()
-                    store = _reached(self.at, max(deadline - time.monotonic(), 1.0))
+                    store = _reached(self.own_at, max(deadline - time.monotonic(), 1.0))
                     self._directory = self._directory or self._enter(store)
                 return self._directory.ask(claim, max(deadline - time.monotonic(), 1.0))
             except LocoError:
@@ -88,11 +94,13 @@ class Meeting:
 
     def store(self) -> RemoteStore:
         """The store, once it answers there."""
-        return _reached(self.at, self._patience)
+        return _reached(self.own_at, self._patience)
 
-    def own_address(self) -> str:
-        """By which the other sites reach this machine."""
-        return address_towards(self._host, self._port, self._patience)
+    def own_endpoint(self) -> Endpoint:
+        """At the address by which this machine reaches the store: so others reach it by that one, too."""
+        if self._endpoint.advertised:
+            return self._endpoint
+        return self._endpoint.at(address_towards(self._host, self._port, self._patience))
 
     def close(self) -> None:
         """From now on another process may take this site's name, and nobody waits for this one."""
@@ -106,7 +114,7 @@ class Meeting:
         Raises:
             ValueError: the address can't be looked up.
         """
-        self.hosted = host_at(self._host, self._port)
+        self.hosted = host_at("0.0.0.0" if self._is_behind else self._host, self._port)
 
     def _enter(self, store: RemoteStore) -> SiteDirectory:
         where = f"process {os.getpid()} on {socket.gethostname()}"
@@ -125,8 +133,8 @@ def _reached(at: str, patience: float) -> RemoteStore:
 
     def what() -> str:
         return (
-            f"the sites' store at {at} (LOCO_AT), which another site hosts; {why}. If another program uses "
-            f"that port, choose another one"
+            f"the sites' store at {at} (LOCO_AT), which another site hosts; {why}. Is that port open on the "
+            f"way there? If another program uses it, choose another one"
         )
 
     with Waiting(_logger, what, first=SAY_SOON):

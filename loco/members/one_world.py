@@ -14,13 +14,16 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from ..coordination.store_client import address_towards
 from ..net.linking import link_ranks
+from ..net.listening import Endpoint
 from ..net.mesh import GroupMesh, Mesh, Subset, group_device
 from ..net.transport import Transport
 from .arrangement import NO_REPORT, PeerReport, arrange, consecutive_peers, peers_in_mesh
 
 _SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _worlds = itertools.count()
+_MASTER = 5.0  # seconds, to reach the world's store
 _GROUP = 60.0  # seconds at least, of torch's groups: a loaded machine may need them to build one
 
 
@@ -51,11 +54,22 @@ def ensure_process_group() -> None:
     dist.init_process_group(store=PrefixStore(f"start {start}", store), rank=rank, world_size=world)
 
 
-def link_world(patience: float) -> Mesh:
+def in_world(endpoint: Endpoint) -> Endpoint:
+    """At the address by which this machine reaches the world's store: that of its name may lead nowhere."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        return endpoint
+    try:
+        return endpoint.at(address_towards(host, int(port), _MASTER))
+    except RuntimeError:  # the store may be elsewhere
+        return endpoint
+
+
+def link_world(patience: float, endpoint: Endpoint) -> Mesh:
     """Links between all ranks of the default process group, which all call it equally often."""
     name = f"loco: all ranks {next(_worlds)}"
     store = dist.distributed_c10d._get_default_store()
-    return link_ranks(store, name, dist.get_rank(), dist.get_world_size(), limit=patience)
+    return link_ranks(store, name, dist.get_rank(), dist.get_world_size(), limit=patience, endpoint=endpoint)
 
 
 class OneWorld:
@@ -67,6 +81,7 @@ class OneWorld:
     Args:
         ranks_per_site: consecutive ranks form a site; None: as `mesh` says, or one.
         mesh: of the ranks of the same number in each site.
+        endpoint: where this rank listens.
         timeout: seconds, of the groups that torch builds.
         patience: seconds to wait for the other ranks.
 
@@ -76,17 +91,23 @@ class OneWorld:
         TransportError: a rank did not come.
     """
 
-    address = ""
     names = ()
 
     def __init__(
-        self, ranks_per_site: int | None, mesh: DeviceMesh | None, *, timeout: float, patience: float
+        self,
+        ranks_per_site: int | None,
+        mesh: DeviceMesh | None,
+        *,
+        endpoint: Endpoint,
+        timeout: float,
+        patience: float,
     ) -> None:
         ensure_process_group()
+        self.endpoint = in_world(endpoint)
         self.world = dist.get_world_size()
         self._timeout = timedelta(seconds=max(timeout, _GROUP))
         self._site_group: dist.ProcessGroup | None = None
-        self._all_ranks = link_world(patience)
+        self._all_ranks = link_world(patience, self.endpoint)
         try:
             told = self._tell(ranks_per_site, mesh, timeout, patience)
         except BaseException:  # a traceback that is kept holds this object

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import AgreementError
+from ..net.listening import Endpoint
 from ..net.mesh import GroupMesh, Mesh, group_device
-from .one_world import ensure_process_group, link_world
+from .one_world import ensure_process_group, in_world, link_world
 
 
 class OwnWorld:
@@ -18,16 +19,17 @@ class OwnWorld:
     Args:
         patience: seconds to wait for its other ranks.
         site: its name.
+        endpoint: where this rank listens.
 
     Raises:
         ValueError: neither a process group nor a launcher.
     """
 
-    address = ""
     told = b""
 
-    def __init__(self, patience: float, site: str) -> None:
+    def __init__(self, patience: float, site: str, endpoint: Endpoint) -> None:
         ensure_process_group()
+        self.endpoint = in_world(endpoint)
         self.names = (site,)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.ranks_per_site = self.world
@@ -46,7 +48,7 @@ class OwnWorld:
 
     def all_ranks(self) -> Mesh:
         if self._all_ranks is None:
-            self._all_ranks = link_world(self._patience)
+            self._all_ranks = link_world(self._patience, self.endpoint)
         return self._all_ranks
 
     def group_mesh(self, device: torch.device) -> Mesh | None:
@@ -63,12 +65,12 @@ class OwnWorld:
             self._all_ranks.close()
 
 
-def own_world(patience: float, site: str) -> OwnWorld | None:
+def own_world(patience: float, site: str, endpoint: Endpoint) -> OwnWorld | None:
     """This site's; None if it is a process outside of torch.distributed, which no launcher started as one of
     several."""
     if not (dist.is_available() and dist.is_initialized()) and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
-    return OwnWorld(patience, site)
+    return OwnWorld(patience, site, endpoint)
 
 
 def check_one_site(each: Sequence[object], what: str) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..logs import warn_once_per_machine
+from ..net.listening import Endpoint
 from ..net.transport import Transport
 from .elastic.elastic_sites import ElasticSites
 from .elastic.quorum_membership import QuorumMembership
@@ -50,7 +51,7 @@ class Sites:
             LOCO_AT_LEAST says, or else all, so that the sites stay the same.
         lighthouse: where torchft's lighthouse listens, such as "http://10.0.0.1:29510", which then says who
             is there instead of a store; by default what LOCO_LIGHTHOUSE says.
-        timeout, dead_after, repeats, key: as `loco.Topology`.
+        timeout, dead_after, repeats, ports, key: as `loco.Topology`.
         patience: seconds to wait for the other sites at the start, and at the start of a round; by default
             what LOCO_PATIENCE says, or 600.
 
@@ -80,8 +81,10 @@ class Sites:
         patience: float | None = None,
         dead_after: float | None = None,
         repeats: int = 2,
+        ports: str | None = None,
         key: bytes | None = None,
     ) -> None:
+        endpoint = Endpoint.of(ports)
         limits = time_limits(timeout=timeout, patience=patience, dead_after=dead_after)
         check_others(repeats=repeats, key=key)
         count = _number(sites if sites is not None else _told("LOCO_SITES", "how many sites there are", "2"))
@@ -101,12 +104,15 @@ class Sites:
                 at_least=least or 1,
                 lighthouse=lighthouse,
                 repeats=repeats,
+                endpoint=endpoint,
                 key=key,
                 **limits,
             )
         else:
             patience, dead_after = limits["patience"], limits["dead_after"]
-            joined = JoinedWorlds(count, name, where, patience=patience, dead_after=dead_after)
+            joined = JoinedWorlds(
+                count, name, where, endpoint=endpoint, patience=patience, dead_after=dead_after
+            )
             try:
                 self._as = FixedSites(joined, **limits, repeats=repeats, key=key)
             except BaseException:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..coordination.authentication import LEAST_KEY_BYTES
+from ..net.listening import Endpoint
 from .fixed import FixedSites
 from .one_world import OneWorld
 from .world import WorldMembership
@@ -52,6 +53,8 @@ class Topology(FixedSites):
         repeats: how often a round whose links were lost, between ranks that live, is tried again over new
             ones before it fails; and so the first links. A link that is idle for minutes may be cut by
             whatever it passes through.
+        ports: at which this rank listens for others, such as "29511-29520", where a firewall lets only these
+            through; by default what LOCO_PORTS says, or any. Give as many as a machine has ranks, or more.
         key: at least 16 bytes that all ranks share and nobody else knows: every message then proves that it
             is genuine. For links that others can write to; it hides nothing (SECURITY.md).
 
@@ -77,12 +80,19 @@ class Topology(FixedSites):
         patience: float | None = None,
         dead_after: float | None = None,
         repeats: int = 2,
+        ports: str | None = None,
         key: bytes | None = None,
     ) -> None:
         limits = time_limits(timeout=timeout, patience=patience, dead_after=dead_after)
         check_others(repeats=repeats, key=key)
         super().__init__(
-            OneWorld(ranks_per_site, mesh, timeout=limits["timeout"], patience=limits["patience"]),
+            OneWorld(
+                ranks_per_site,
+                mesh,
+                endpoint=Endpoint.of(ports),
+                timeout=limits["timeout"],
+                patience=limits["patience"],
+            ),
             **limits,
             repeats=repeats,
             key=key,

@@ -8,9 +8,7 @@ Nothing here waits without a limit: all sockets are non-blocking, and every wait
 """
 
 import errno
-import fcntl
 import hmac
-import ipaddress
 import logging
 import os
 import selectors
@@ -19,112 +17,63 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from ..coordination.store_client import KeyValueStore, StoreClient
+from ..coordination.store_client import StoreClient
 from ..errors import TransportError, first_line
 from ..logs import Waiting
+from .introductions import TOKEN, Card, PatientStore
+from .listening import Endpoint
 from .mesh import Mesh, NoLinks
 from .tcp import TcpLinks
 
 _POLL = 0.01  # seconds
+_REACHED = 8.0  # seconds in which a member that listens has been reached, or a firewall is in the way
+_ASKS = 0.5  # seconds between two looks at whether this one can't be reached
 _ANSWER = 60.0  # seconds that a store may take at a start, when all ranks ask it at once
-_TOKEN = 16  # bytes
 _MEMBER = struct.Struct("<I")
-_SIOCGIFADDR = 0x8915
 _STRANGERS = 64  # connections that have not said who they are, beside one for each member that is missing
 _logger = logging.getLogger(__name__)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class PatientStore:
-    """A store by which members find each other, and how long they look.
-
-    Args:
-        store: answers at once.
-        limit: seconds for all waits together.
-        may_still_come: whether no rank that is waited for is lost.
-    """
-
-    def __init__(self, store: KeyValueStore, *, limit: float, may_still_come: Callable[[], bool]) -> None:
-        self._store = store
-        self._deadline = time.monotonic() + limit
-        self._may_still_come = may_still_come
-        self.written: list[str] = []  # keys
-
-    def set(self, key: str, value: str) -> None:
-        self.written.append(key)
-        self._store.set(key, value)
-
-    def wait(self, keys: list[str]) -> list[str]:
-        """-> what they hold, once all are set
-
-        Raises:
-            RuntimeError: somebody will not set one any more.
-        """
-        with Waiting(_logger, lambda: f"the ranks that are to set {', '.join(keys)} in the store"):
-            while keys and not self._store.check(keys):
-                self.check()
-                time.sleep(_POLL)
-        return [self._store.get(key).decode() for key in keys]
-
-    def check(self) -> None:
-        """
-        Raises:
-            RuntimeError: there is nothing left to wait for.
-        """
-        if not self._may_still_come() or time.monotonic() > self._deadline:
-            raise RuntimeError("another rank did not come to build its links")
-
-
-class _Card(NamedTuple):
-    """What a member says in the store: where it listens, what it asks for there, and what it will answer."""
-
-    host: str
-    port: int
-    asked: bytes
-    promised: bytes
-
-    @staticmethod
-    def read(key: str, said: str) -> "_Card":
-        """
-        Raises:
-            RuntimeError: it is malformed.
-        """
-        try:
-            host, port, asked, promised = said.split(" ")
-            card = _Card(str(ipaddress.ip_address(host)), int(port), *map(bytes.fromhex, (asked, promised)))
-            if 0 < card.port < 65536 and len(card.asked) == len(card.promised) == _TOKEN:
-                return card
-        except ValueError:
-            pass
-        raise RuntimeError(
-            f"{key} in the store must hold an IP address, a port and two tokens of {_TOKEN} bytes, got "
-            f"{said[:80]!r} ({len(said):,} characters): somebody else writes to the store"
-        )
-
-
-def link(store: PatientStore, name: str, member: int, size: int, *, address: str = "") -> TcpLinks:
+def link(
+    store: PatientStore,
+    name: str,
+    member: int,
+    size: int,
+    *,
+    endpoint: Endpoint | None = None,
+    called: Callable[[int], str] = "member {}".format,
+) -> TcpLinks:
     """Connect all members of a group with each other; all do it at once.
 
     Args:
         store: by which they find each other.
         name: of these links, and of no others that were ever built.
         member: this one, of 0 … size−1.
-        address: by which the others reach this machine; by default that of its name, or that of the interface
-            that GLOO_SOCKET_IFNAME names.
+        endpoint: where this one listens; by default at any port of the address of this machine's name.
+        called: names members in errors.
 
     Raises:
         RuntimeError: a member was lost or can't be reached, or this machine can't listen there.
     """
     try:
-        return TcpLinks(name, _connections(store, name, member, size, address))
+        return TcpLinks(name, _connections(store, name, member, size, endpoint or Endpoint(), called))
     except OSError as error:  # a member that was lost has hung up, too
         raise RuntimeError(f"links to other ranks: {error}") from error
 
 
-def link_ranks(store: Any, name: str, rank: int, world: int, *, limit: float, address: str = "") -> Mesh:
+def link_ranks(
+    store: Any,
+    name: str,
+    rank: int,
+    world: int,
+    *,
+    limit: float,
+    endpoint: Endpoint,
+    called: Callable[[int], str] = "rank {}".format,
+) -> Mesh:
     """`link` for all ranks of a run, before they have heartbeats.
 
     Args:
@@ -140,7 +89,7 @@ def link_ranks(store: Any, name: str, rank: int, world: int, *, limit: float, ad
         client = StoreClient(store, limit=_ANSWER)
         try:
             by = PatientStore(client, limit=limit, may_still_come=lambda: True)
-            return link(by, name, rank, world, address=address)
+            return link(by, name, rank, world, endpoint=endpoint, called=called)
         finally:
             client.close()
     except RuntimeError as error:
@@ -148,76 +97,65 @@ def link_ranks(store: Any, name: str, rank: int, world: int, *, limit: float, ad
 
 
 def _connections(
-    store: PatientStore, name: str, member: int, size: int, address: str
+    store: PatientStore, name: str, member: int, size: int, endpoint: Endpoint, called: Callable[[int], str]
 ) -> dict[int, socket.socket]:
+    def listed(members: Iterable[int]) -> str:
+        return ", ".join(called(other) for other in sorted(members))
+
+    def give_up(other: int, why: str) -> None:
+        """Tell it, which waits for this member."""
+        card = cards[other]
+        said = (
+            f"{called(member)} can't reach {called(other)} at {card.host}:{card.port} ({why}): open that "
+            f"port to {called(member)}. LOCO_PORTS=29511-29520 chooses the ports that a machine uses, "
+            f"LOCO_ADVERTISE the address that others are told"
+        )
+        store.set(f"{name}/{other}/unreachable", said)
+        raise RuntimeError(said)
+
     with ExitStack() as opened:
-        listener = opened.enter_context(_listener(address))
-        host, port = listener.getsockname()[:2]
-        asked, promised = os.urandom(_TOKEN), os.urandom(_TOKEN)
+        listener, host, port = endpoint.listen()
+        opened.enter_context(listener)
+        asked, promised = os.urandom(TOKEN), os.urandom(TOKEN)
         store.set(f"{name}/{member}", f"{host} {port} {asked.hex()} {promised.hex()}")
         keys = [f"{name}/{other}" for other in range(member)]
-        cards = [_Card.read(*one) for one in zip(keys, store.wait(keys), strict=True)]
+        cards = [Card.read(*one) for one in zip(keys, store.wait(keys), strict=True)]
         ends: dict[int, socket.socket] = {}
-        for other, end in _departures(cards, store):
+        for other, end in _departures(cards, store, listed, give_up):
             ends[other] = opened.enter_context(end)
             _write(end, cards[other].asked + _MEMBER.pack(member), store)
-        for other, end in _arrivals(listener, asked, range(member + 1, size), store):
+        told = f"{name}/{member}/unreachable"
+        for other, end in _arrivals(listener, asked, range(member + 1, size), store, listed, told):
             ends[other] = opened.enter_context(end)
             _write(end, promised, store)
         for other, card in enumerate(cards):
-            with Waiting(_logger, lambda other=other: f"an answer of {_listed([other])}"):
-                answer = _read(ends[other], _TOKEN, store)
+            with Waiting(_logger, lambda other=other: f"an answer of {called(other)}"):
+                answer = _read(ends[other], TOKEN, store)
             if answer != card.promised:
-                raise RuntimeError(f"what listens at the address of member {other} is not that member")
+                raise RuntimeError(f"what listens at {card.host}:{card.port} is not {called(other)}")
         listener.close()
         opened.pop_all()
         return ends
 
 
-def _listener(address: str) -> socket.socket:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if interface:
-        address = _address_of(interface)
-    failed: list[str] = []
-    for host in [address] if address else [socket.gethostname(), "127.0.0.1"]:
-        try:
-            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        except OSError as error:
-            failed.append(f"{host} ({error})")
-            continue
-        for family, _, _, _, at in found:
-            try:
-                return socket.create_server(cast(tuple[str, int], at), family=family, backlog=1024)
-            except OSError as error:
-                failed.append(f"{at[0]} ({error})")
-    raise OSError(f"can't listen at {' or '.join(failed)}")
-
-
-def _address_of(interface: str) -> str:
-    """Raises: OSError: it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
-        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            address, _, _, scope, _, name = line.split()
-            if (name, scope) == (interface, "00"):  # one that is not of this link only
-                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-    raise OSError(f"GLOO_SOCKET_IFNAME: interface {interface!r} has no address")
-
-
-def _connecting(card: _Card) -> socket.socket:
+def _connecting(card: Card) -> socket.socket:
     end = socket.socket(socket.AF_INET6 if ":" in card.host else socket.AF_INET, socket.SOCK_STREAM)
     end.setblocking(False)
     end.connect_ex((card.host, card.port))  # what comes of it is asked for later
     return end
 
 
-def _departures(cards: Sequence[_Card], store: PatientStore) -> Iterator[tuple[int, socket.socket]]:
-    """Connections to the members that listen there, as each is made. They are tried again and again: a try
-    that fails may say little."""
+def _departures(
+    cards: Sequence[Card],
+    store: PatientStore,
+    listed: Callable[[Iterable[int]], str],
+    give_up: Callable[[int, str], None],
+) -> Iterator[tuple[int, socket.socket]]:
+    """Connections to the members that listen there, as each is made. They are tried again and again for a
+    while: a try that fails may say little."""
+    deadline = time.monotonic() + _REACHED
     missing = dict.fromkeys(range(len(cards)), "it does not answer")
-    with _selector() as selector, Waiting(_logger, lambda: f"connections to {_listed(missing)}"):
+    with _selector() as selector, Waiting(_logger, lambda: f"connections to {listed(missing)}"):
         for other, card in enumerate(cards):
             selector.register(_connecting(card), selectors.EVENT_WRITE, other)
         while missing:
@@ -227,6 +165,8 @@ def _departures(cards: Sequence[_Card], store: PatientStore) -> Iterator[tuple[i
                 other = min(missing)
                 where = f"{cards[other].host}:{cards[other].port}"
                 raise RuntimeError(f"{error}: it listens at {where}, and {missing[other]}") from error
+            if time.monotonic() > deadline:
+                give_up(other := min(missing), missing[other])
             for key, _ in selector.select(_POLL):
                 end, other = cast(socket.socket, key.fileobj), cast(int, key.data)
                 selector.unregister(end)
@@ -251,22 +191,32 @@ def _is_connected(end: socket.socket) -> bool:
 
 
 def _arrivals(
-    listener: socket.socket, asked: bytes, members: range, store: PatientStore
+    listener: socket.socket,
+    asked: bytes,
+    members: range,
+    store: PatientStore,
+    listed: Callable[[Iterable[int]], str],
+    told: str,
 ) -> Iterator[tuple[int, socket.socket]]:
     """Members that connect and prove it. Others are hung up on. Those that say nothing hold up nobody: there
-    are so many of them at most, and the one that came first goes first."""
+    are so many of them at most, and the one that came first goes first. `told`: the key of the store under
+    which a member says that it can't reach this one."""
     missing = set(members)
     said: dict[socket.socket, bytes] = {}  # by those who have not said all
     listener.setblocking(False)
-    with _selector() as selector, Waiting(_logger, lambda: f"connections of {_listed(missing)}"):
+    with _selector() as selector, Waiting(_logger, lambda: f"connections of {listed(missing)}"):
         selector.register(listener, selectors.EVENT_READ)
 
         def take(end: socket.socket) -> bytes:
             selector.unregister(end)
             return said.pop(end)
 
+        asks = time.monotonic() + _ASKS
         while missing:
             store.check()
+            if time.monotonic() > asks:
+                store.refuse(told)
+                asks = time.monotonic() + _ASKS
             is_full = False
             for key, _ in selector.select(_POLL):
                 end = cast(socket.socket, key.fileobj)
@@ -281,17 +231,17 @@ def _arrivals(
                     said[end] = b""
                     continue
                 try:
-                    heard = end.recv(_TOKEN + _MEMBER.size - len(said[end]))
+                    heard = end.recv(TOKEN + _MEMBER.size - len(said[end]))
                 except BlockingIOError:
                     continue
                 except OSError:
                     heard = b""
                 said[end] += heard
-                if heard and len(said[end]) < _TOKEN + _MEMBER.size:
+                if heard and len(said[end]) < TOKEN + _MEMBER.size:
                     continue
                 hello = take(end)
-                (member,) = _MEMBER.unpack(hello[_TOKEN:]) if heard else (-1,)
-                if member in missing and hmac.compare_digest(hello[:_TOKEN], asked):
+                (member,) = _MEMBER.unpack(hello[TOKEN:]) if heard else (-1,)
+                if member in missing and hmac.compare_digest(hello[:TOKEN], asked):
                     missing.remove(member)
                     yield member, end
                 else:
@@ -301,10 +251,6 @@ def _arrivals(
                 oldest.close()
             elif is_full:  # of what this process has opened elsewhere
                 time.sleep(_POLL)
-
-
-def _listed(members: Iterable[int]) -> str:
-    return f"members {', '.join(map(str, sorted(members)))} of these links"
 
 
 def _write(end: socket.socket, data: bytes, store: PatientStore) -> None:

@@ -15,7 +15,9 @@ from ..coordination.liveness import Liveness
 from ..coordination.store_client import RemoteStore, StoreClient
 from ..errors import TransportError, first_line
 from ..logs import Waiting
-from .linking import PatientStore, link
+from .introductions import PatientStore
+from .linking import link
+from .listening import Endpoint
 from .mesh import NoLinks
 from .tcp import TcpLinks
 from .transport import Transport, listed
@@ -32,7 +34,7 @@ class Links:
         store: host:port of the store they meet by.
         member, names: this one's number, and what all are called.
         rank: in its site; those of one number are linked.
-        address: by which the other members reach this one.
+        endpoint: where this one listens.
         timeout: seconds within which all members must have come.
         dead_after: as `Topology`.
         key: of the run, if it has one.
@@ -52,7 +54,7 @@ class Links:
         member: int,
         names: Sequence[str],
         rank: int = 0,
-        address: str,
+        endpoint: Endpoint,
         timeout: float,
         dead_after: float,
         key: bytes | None = None,
@@ -85,7 +87,14 @@ class Links:
                 self.liveness, range(size), phase=f"linking {size} sites", named=self._called
             ) as guard:
                 by = PatientStore(self.store, limit=timeout, may_still_come=lambda: guard.loss is None)
-                self.mesh = link(by, f"{name}/rank {rank}", member, size, address=address)
+                self.mesh = link(
+                    by,
+                    f"{name}/rank {rank}",
+                    member,
+                    size,
+                    endpoint=endpoint,
+                    called=lambda other: self._called([other]),
+                )
             if key is not None:
                 self._session = self._agree(timeout)
         except TransportError as error:

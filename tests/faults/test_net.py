@@ -21,6 +21,7 @@ import loco
 from loco.coordination.hosted_store import host_at_port
 from loco.errors import TransportError, WireError
 from loco.net.links import Links
+from loco.net.listening import Endpoint
 from loco.round.joining.recovery import MOST_HEAD_BYTES, take_head
 
 _HOST = """
@@ -119,7 +120,7 @@ def first_of_two(port: int, *, timeout: float, dead_after: float) -> Links:
         store=f"127.0.0.1:{port}",
         member=0,
         names=["a", "b"],
-        address="127.0.0.1",
+        endpoint=Endpoint("127.0.0.1"),
         timeout=timeout,
         dead_after=dead_after,
     )

@@ -301,3 +301,23 @@ def test_sites_with_one_key_train_and_others_are_refused() -> None:
         told = run_worlds(["a", "b"], 1, with_a_key, dict(zip("ab", keys, strict=True)))
         assert error in {site[0][0] for site in told}
         assert all(site[0][0] for site in told)
+
+
+def trains_behind_an_address_of_another_machine(rank: int, host: str) -> tuple[int, bool]:
+    os.environ["LOCO_ADVERTISE"] = host
+    return trains_and_hosts(rank)
+
+
+def test_who_is_advertised_as_the_meetings_host_hosts_it_and_reaches_it_without_that_address() -> None:
+    """203.0.113.5 is nobody's."""
+    at = f"203.0.113.5:{free_port()}"
+    assert run_worlds(["a"], 1, trains_behind_an_address_of_another_machine, "203.0.113.5", at=at) == [
+        [(ROUNDS, True)]
+    ]
+
+
+def test_sites_meet_and_link_by_ipv6() -> None:
+    at = f"[::1]:{free_port()}"
+    found = run_worlds(["a", "b"], 1, trains_and_hosts, at=at)
+    assert sorted(hosts for [(_, hosts)] in found) == [False, True]
+    assert all(rounds == ROUNDS for [(rounds, _)] in found)

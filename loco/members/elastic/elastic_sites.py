@@ -2,7 +2,6 @@
 
 import json
 import logging
-import socket
 import uuid
 from dataclasses import replace
 from functools import partial
@@ -15,13 +14,14 @@ from ...coordination.rendezvous import Alone
 from ...coordination.store_client import host_and_port
 from ...errors import AgreementError, TransportError
 from ...net.links import Links, beats_of, prefix_of
+from ...net.listening import Endpoint
 from ...net.mesh import NoLinks, Subset
 from ...net.transport import Transport
 from ..fixed import CLOSED_BY_USER, FixedSites
 from ..meeting import Meeting
 from ..own_world import check_one_site, own_world
 from ..view import Agreement
-from .lighthouse import Lighthouse, address_towards_lighthouse
+from .lighthouse import Lighthouse, address_towards_lighthouse, is_local
 from .quorum import Claim, Plan, plan
 from .store_quorum import StoreQuorum
 
@@ -43,6 +43,7 @@ class ElasticSites:
         sites: how many a run starts with; fewer go on when some die, and more may join.
         name: of this site: the same when it comes back, and no other site's.
         at, at_least, lighthouse: as `loco.Sites`.
+        endpoint: where this rank listens.
         timeout, patience, dead_after, repeats, key: as `loco.Sites`. Whether the next quorum waits for a site
             that is dead is up to the lighthouse (--heartbeat_timeout_ms), if there is one.
         connect_timeout: seconds for all sites of a quorum to link up.
@@ -68,6 +69,7 @@ class ElasticSites:
         at: str | None = None,
         at_least: int = 1,
         lighthouse: str | None = None,
+        endpoint: Endpoint,
         timeout: float,
         patience: float = 600.0,
         dead_after: float,
@@ -82,8 +84,9 @@ class ElasticSites:
         self.connect_timeout = float(connect_timeout)
         self.repeats = repeats
         self._key = key
+        self._endpoint = endpoint
         self.num_sites, self.site = 1, 0
-        world = own_world(patience, name)
+        world = own_world(patience, name, endpoint)
         self.own: FixedSites | None = None
         if world is not None and world.world > 1:
             self.own = FixedSites(
@@ -98,6 +101,7 @@ class ElasticSites:
         self.id = f"{self.name}:{process}"
         self._source: Lighthouse | StoreQuorum | None = None  # of the first rank
         self._meeting: Meeting | None = None
+        self._store_at = ""  # as this machine reaches the meeting's
         self._hosted: HostedStore | None = None
         if lighthouse is None:
             assert at is not None
@@ -118,6 +122,7 @@ class ElasticSites:
             sites=self.sites,
             at_least=at_least,
             ranks=self.ranks_per_site,
+            endpoint=self._endpoint,
             patience=patience,
             dead_after=self.dead_after,
             key=self._key,
@@ -126,26 +131,29 @@ class ElasticSites:
             self._meeting, self._source = meeting, StoreQuorum(meeting, self.id)
             meeting.host()
         meeting.store()
-        self._address = meeting.own_address()
+        self._endpoint, self._store_at = meeting.own_endpoint(), meeting.own_at
 
     def _ask_lighthouse(self, lighthouse: str, at: str | None) -> None:
         """Each site hosts a store, on which the others meet when it is the first of them."""
+        given = self._endpoint
         if at is None:
-            self._address, port = address_towards_lighthouse(lighthouse), 0
+            host, ports = given.advertised or address_towards_lighthouse(lighthouse), given.ports
         else:
-            self._address, port = host_and_port(at)
+            host, port = host_and_port(at)
+            ports = range(port, port + 1)
         if self.rank_in_site == 0:
-            self._hosted = host_at_port(port)
+            self._hosted = host_at_port(ports)
             self._source = Lighthouse(
                 lighthouse,
                 id=self.id,
                 name=self.name,
-                store=f"{self._address}:{self._hosted.port}",
+                store=f"{host}:{self._hosted.port}",
                 timeout=self.connect_timeout,
                 key=self._key,
             )
-        elif not _is_local(self._address):
-            self._address = address_towards_lighthouse(lighthouse)
+        elif not is_local(host):
+            host = address_towards_lighthouse(lighthouse)
+        self._endpoint = given if given.advertised else given.at(host)
 
     def _one_id(self, told: list[Any]) -> str:
         """A number that no other process has; the ranks of a site have one."""
@@ -212,11 +220,11 @@ class ElasticSites:
         if len(members) > 1:
             self._links = Links(
                 decided.attempt,
-                store=members[0].store,
+                store=self._store_at or members[0].store,
                 member=decided.index_of(self.id),
                 names=[one.name for one in members],
                 rank=self.rank_in_site,
-                address=self._address,
+                endpoint=self._endpoint,
                 timeout=self.connect_timeout,
                 dead_after=self.dead_after,
                 key=self._key,
@@ -325,16 +333,6 @@ def _leave(source: "ref[Lighthouse | StoreQuorum]") -> None:
     left = source()
     if left is not None:
         left.close()
-
-
-def _is_local(host: str) -> bool:
-    """Whether it is an address of this machine."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-    return True
 
 
 def _difference(theirs: str, ours: str) -> str:

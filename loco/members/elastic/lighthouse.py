@@ -172,3 +172,13 @@ def address_towards_lighthouse(lighthouse: str) -> str:
         return address_towards(url.hostname or "", url.port or 80, 5.0)
     except (RuntimeError, ValueError):
         return socket.gethostname()
+
+
+def is_local(host: str) -> bool:
+    """Whether it is an address of this machine."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True

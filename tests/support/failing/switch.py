@@ -30,6 +30,7 @@ from experiments.processes.orphans import die_with_parent
 _DEVICE = "/dev/net/tun"
 _SET_INTERFACE, _PLAIN_IP = 0x400454CA, 0x1001  # TUNSETIFF; IFF_TUN | IFF_NO_PI
 _NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
+_TCP, _SYN, _ACK = 6, 2, 16  # of an IPv4 header; of a TCP header
 _HELD_BACK = 0.02  # seconds, in which others overtake
 
 Cut = tuple[int, int]  # no packet of the first process reaches the second
@@ -41,12 +42,14 @@ class Conditions:
 
     loss, duplication, reordering: shares of the packets.
     delay: seconds that each takes in one direction.
+    open_ports: where connections may be made to, as a firewall has them; None: everywhere.
     """
 
     loss: float = 0.0
     duplication: float = 0.0
     reordering: float = 0.0
     delay: float = 0.0
+    open_ports: frozenset[int] | None = None
 
 
 @cache
@@ -64,6 +67,9 @@ def why_not() -> str | None:
 
 class Switch:
     """Enter it, `attach` processes that have called `leave_network`, and `cut` what is between them.
+
+    What it counts of packets: "passed", "lost", "repeated", "held back", "cut", and "filtered" for those of
+    connections to closed ports.
 
     Args:
         conditions: of every packet.
@@ -108,7 +114,6 @@ class Switch:
         self._ask("cut", set() if back else self._cuts(self._attached, place))
 
     def counts(self) -> Counter[str]:
-        """Of packets: "passed", "lost", "repeated", "held back", "cut"."""
         return self._ask("count", None)
 
     def _ask(self, what: str, value: object) -> Counter[str]:
@@ -158,6 +163,8 @@ def _relay(link: Connection, conditions: Conditions, seed: int) -> None:
                 continue  # what IPv6 says to all
             if (source, target) in cuts:
                 counts["cut"] += 1
+            elif _is_filtered(packet, conditions.open_ports):
+                counts["filtered"] += 1
             elif chance.random() < conditions.loss:
                 counts["lost"] += 1
             else:
@@ -169,6 +176,13 @@ def _relay(link: Connection, conditions: Conditions, seed: int) -> None:
                     counts["passed"] += 1
                     due = time.monotonic() + conditions.delay + held_back * _HELD_BACK
                     heappush(on_their_way, (due, counts["passed"], target, packet))
+
+
+def _is_filtered(packet: bytes, open_ports: frozenset[int] | None) -> bool:
+    """Whether it is the first of a TCP connection to a closed port."""
+    header = packet[4 * (packet[0] & 15) :]
+    is_first = packet[9] == _TCP and header[13] & (_SYN | _ACK) == _SYN
+    return is_first and open_ports is not None and int.from_bytes(header[2:4], "big") not in open_ports
 
 
 def _port_in(pid: int, number: int) -> int:

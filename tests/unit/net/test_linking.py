@@ -16,7 +16,9 @@ from selection import MESSAGES
 from sites import context
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from loco.net.linking import PatientStore, link
+from loco.net.introductions import PatientStore
+from loco.net.linking import link
+from loco.net.listening import Endpoint
 from loco.net.mesh import Parcel
 from loco.net.tcp import TcpLinks
 
@@ -230,7 +232,7 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
 
 def test_an_address_that_is_not_this_machines_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"can't listen at 192\.0\.2\.1"):
-        link(patient(HashStore()), "a", 0, 2, address="192.0.2.1")
+        link(patient(HashStore()), "a", 0, 2, endpoint=Endpoint("192.0.2.1"))
 
 
 def test_a_host_that_can_not_be_reached_is_named() -> None:
