@@ -23,7 +23,7 @@ from ..coordination.store_client import StoreClient
 from ..errors import TransportError, first_line
 from ..logs import Waiting
 from .introductions import TOKEN, Card, PatientStore
-from .listening import Endpoint
+from .listening import ANYWHERE, Endpoint
 from .mesh import Mesh, NoLinks
 from .tcp import TcpLinks
 
@@ -43,7 +43,7 @@ def link(
     member: int,
     size: int,
     *,
-    endpoint: Endpoint | None = None,
+    endpoint: Endpoint = ANYWHERE,
     called: Callable[[int], str] = "member {}".format,
 ) -> TcpLinks:
     """Connect all members of a group with each other; all do it at once.
@@ -59,7 +59,7 @@ def link(
         RuntimeError: a member was lost or can't be reached, or this machine can't listen there.
     """
     try:
-        return TcpLinks(name, _connections(store, name, member, size, endpoint or Endpoint(), called))
+        return TcpLinks(name, _connections(store, name, member, size, endpoint, called))
     except OSError as error:  # a member that was lost has hung up, too
         raise RuntimeError(f"links to other ranks: {error}") from error
 

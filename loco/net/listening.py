@@ -82,6 +82,9 @@ class Endpoint:
         return listener, *listener.getsockname()[:2]
 
 
+ANYWHERE = Endpoint()
+
+
 def _ports(said: str) -> range:
     first, dash, last = said.partition("-")
     last = last if dash else first

@@ -26,7 +26,6 @@ from loco.coordination.liveness import Liveness
 from loco.errors import AuthenticationError
 from loco.members.elastic.elastic_sites import ElasticSites
 from loco.members.elastic.quorum import Claim, Plan
-from loco.net.listening import Endpoint
 from loco.net.mesh import Parcel
 from loco.net.pending import PendingMessages
 from loco.net.transport import Transport
@@ -345,7 +344,6 @@ def test_messages_are_of_one_quorum_and_of_what_all_its_members_were_told() -> N
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     limits: dict[str, Any] = {"timeout": 20.0, "patience": 60.0, "dead_after": 5.0}
     at = f"127.0.0.1:{store.port}"
-    limits["endpoint"] = Endpoint()
     sites = [ElasticSites(sites=2, name=name, at=at, at_least=2, key=KEY, **limits) for name in "ab"]
     held = ""
 

@@ -11,7 +11,6 @@ from sites import error_of, run_ranks
 import loco
 from loco.members.elastic.elastic_sites import ElasticSites
 from loco.members.elastic.quorum import Claim, of_site
-from loco.net.listening import Endpoint
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,6 @@ def test_a_lighthouse_that_is_not_there_is_named() -> None:
             sites=2,
             name="a",
             lighthouse="http://127.0.0.1:1",
-            endpoint=Endpoint(),
             timeout=60.0,
             dead_after=5.0,
             connect_timeout=1.0,

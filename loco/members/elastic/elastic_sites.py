@@ -14,7 +14,7 @@ from ...coordination.rendezvous import Alone
 from ...coordination.store_client import host_and_port
 from ...errors import AgreementError, TransportError
 from ...net.links import Links, beats_of, prefix_of
-from ...net.listening import Endpoint
+from ...net.listening import ANYWHERE, Endpoint
 from ...net.mesh import NoLinks, Subset
 from ...net.transport import Transport
 from ..fixed import CLOSED_BY_USER, FixedSites
@@ -69,7 +69,7 @@ class ElasticSites:
         at: str | None = None,
         at_least: int = 1,
         lighthouse: str | None = None,
-        endpoint: Endpoint,
+        endpoint: Endpoint = ANYWHERE,
         timeout: float,
         patience: float = 600.0,
         dead_after: float,
