@@ -101,7 +101,7 @@ def _run(config: LinksConfig, folder: Path) -> dict[str, Any]:
         ]
         first, weights = machines[0].pid, Path(temporary) / "weights"
         weights.mkdir()
-        store = [sys.executable, "-m", "loco.sync", "serve", str(weights), "--writable"]
+        store = [sys.executable, "-m", "loco", "sync", "serve", str(weights), "--writable"]
         store += ["--host", "10.0.0.1", "--port", str(_STORE)]
         closing.enter_context(_inside(first, store, folder / "store.log", environment))
         network.shape(config.mbit * MBIT)

@@ -24,7 +24,7 @@ def meeting(log: Path, *, host: str = "127.0.0.1") -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind((host, 0))
         port = int(probe.getsockname()[1])
-    command = through([sys.executable, "-m", "loco.meet", f"{host}:{port}"])
+    command = through([sys.executable, "-m", "loco", "meet", f"{host}:{port}"])
     with log.open("a", encoding="utf-8") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said)
     try:

@@ -43,7 +43,7 @@ class WeightTransfer:
         url: where the versions go, as of `loco.sync.Publisher`. A new training takes a new folder.
         server: the vLLM server's address.
         read_url: where the server reads the versions, if not at `url`; as the address of
-            `python -m loco.sync serve`. A path must lead there on the server's machine.
+            `python -m loco sync serve`. A path must lead there on the server's machine.
         key_file: a file with the key that seals the versions, on this machine and on the server's.
         timeout: seconds that the server may take for each call.
         options: as of `loco.sync.Publisher`.

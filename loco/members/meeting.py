@@ -1,4 +1,4 @@
-"""The address at which sites that each have a world of their own meet. One of them, or `python -m loco.meet`,
+"""The address at which sites that each have a world of their own meet. One of them, or `python -m loco meet`,
 hosts a store there."""
 
 import logging

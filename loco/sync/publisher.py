@@ -49,7 +49,7 @@ class Publisher:
         source: a model, tensors by name, or a function that returns them (`fp8_checkpoint`); read anew for
             each version. Of a DTensor the part that this process holds is published: no shard is gathered.
         url: where versions go: a path, any URL of fsspec's (s3://, gs://, …), or the http:// address of
-            `python -m loco.sync serve DIR --writable`. Nothing else may lie there.
+            `python -m loco sync serve DIR --writable`. Nothing else may lie there.
         dtype: what receivers hold for FP32 tensors, or a function of name and tensor that says it. Other
             tensors are published as they are.
         stream: (k, n) for the k-th of n publishers that share the work, each with shards of its own. Tensors

@@ -83,7 +83,7 @@ class Subscriber:
             tensors that are published, in their shapes and dtypes. One name may stand for several that share
             memory. For a tensor of which only parts are here, a list of these parts (`EngineSlice`): all of
             it is then kept in host memory, too.
-        url: where the versions are: as of `Publisher`, or the http:// address of `python -m loco.sync serve`.
+        url: where the versions are: as of `Publisher`, or the http:// address of `python -m loco sync serve`.
         training: the publishers' name for it; no other training's weights are taken. None: of the training
             whose version is the first that is held.
         key: the publishers'.

@@ -25,7 +25,7 @@ PATIENCE = 60.0  # seconds; no test is about time
 
 
 LIGHTHOUSE = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--min_replicas", "1", "--bind"]
-STORE = [sys.executable, "-m", "loco.meet"]
+STORE = [sys.executable, "-m", "loco", "meet"]
 
 
 class Beacon:

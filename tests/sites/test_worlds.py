@@ -234,7 +234,7 @@ def trains_and_hosts(rank: int) -> tuple[int, bool]:
 def test_sites_meet_at_a_store_that_none_of_them_hosts() -> None:
     """So none has to serve the others when it ends; and a second run meets there."""
     at = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "loco.meet", at]
+    command = [sys.executable, "-m", "loco", "meet", at]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as host:
         try:
             assert host.stdout is not None

@@ -196,7 +196,7 @@ def test_a_full_relay_says_so(chain: Chain, tmp_path: Path) -> None:
 
 @contextmanager
 def upstream_process(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "loco.sync", "serve", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "loco", "sync", "serve", str(folder), "--port", str(port)]
     with subprocess.Popen(through(command), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == f"serving {folder} at http://127.0.0.1:{port}\n"

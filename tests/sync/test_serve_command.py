@@ -1,4 +1,4 @@
-"""`python -m loco.sync serve`, as it is run."""
+"""`python -m loco sync serve`, as it is run."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from selection import COMMANDS
 from test_server import until
 
 from experiments.processes.orphans import through
-from loco.sync.__main__ import main
+from loco.commands.sync import main
 from loco.sync.storage.folder_store import FolderStore
 from loco.sync.storage.http_store import HttpStore
 
@@ -26,7 +26,7 @@ from loco.sync.storage.http_store import HttpStore
 @contextmanager
 def started(folder: Path, *options: str, token: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process of a server and its URL."""
-    command = through([sys.executable, "-m", "loco.sync", "serve", str(folder), "--port", "0", *options])
+    command = through([sys.executable, "-m", "loco", "sync", "serve", str(folder), "--port", "0", *options])
     variables = os.environ | {"LOCO_SYNC_TOKEN": token}
     with subprocess.Popen(
         command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -134,7 +134,7 @@ def test_what_can_not_be_served_is_a_sentence_and_status_2(
             assert main(["serve", *arguments]) == 2
             printed, said = capsys.readouterr()
             assert printed == ""
-            assert said.startswith("python -m loco.sync: ")
+            assert said.startswith("python -m loco sync: ")
             assert sentence in said
             assert said.count("\n") == 1
 
@@ -143,4 +143,4 @@ def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2
-    assert "usage: python -m loco.sync" in capsys.readouterr().err
+    assert "usage: python -m loco sync" in capsys.readouterr().err

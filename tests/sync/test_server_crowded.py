@@ -35,7 +35,7 @@ def limited(folder: Path, files: int, token: str) -> Iterator[tuple[subprocess.P
     """The process of a server under `ulimit -n`, and its URL."""
     (folder / "versions").mkdir()
     (folder / "versions/1").write_bytes(DATA)
-    serving = shlex.join([sys.executable, "-m", "loco.sync", "serve", str(folder), "--port", "0"])
+    serving = shlex.join([sys.executable, "-m", "loco", "sync", "serve", str(folder), "--port", "0"])
     command = through(["bash", "-c", f"ulimit -n {files}; exec {serving}"])
     variables = os.environ | {"LOCO_SYNC_TOKEN": token}
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:

@@ -27,8 +27,9 @@ FLOORS = (
     *("errors", "logs", "config", "presets", "report", "version"),
     *("sync", "coordination", "net", "wire", "members", "exchange", "parameters", "inner", "setup_warnings"),
     *("round", "checkpoints"),
-    *("meet", "surface", "optimizer", "attached"),
+    *("surface", "optimizer", "attached"),
     *("integrations",),
+    *("commands", "__main__"),
 )
 
 
@@ -146,7 +147,7 @@ def wing_of(module: str) -> str:
         return first if first == "experiments" else "kernels" if "kernels" in (first, room) else ""
     if room in FLOORS[FLOORS.index("surface") : FLOORS.index("integrations")]:
         return "surface"
-    if room in ("errors", "logs", "config", "presets", "report", "version", "setup_warnings", "meet"):
+    if room in ("errors", "logs", "config", "presets", "report", "version", "setup_warnings", "__main__"):
         return ""
     return room if room in FLOORS else "public" if room != "__version__" else ""
 

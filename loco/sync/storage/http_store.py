@@ -1,4 +1,4 @@
-"""A store behind an HTTP server: `python -m loco.sync serve`, or a relay of one.
+"""A store behind an HTTP server: `python -m loco sync serve`, or a relay of one.
 
 GET versions/a.bin       the file; with Range a part of it
 PUT versions/a.bin       write it; with If-None-Match: * create it, or 412

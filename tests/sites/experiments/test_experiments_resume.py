@@ -218,7 +218,7 @@ def test_what_cannot_be_saved_is_refused(arguments: list[str], sentence: str) ->
 @pytest.mark.check(COMMANDS)
 def test_under_torchrun_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> None:
     """SIGKILL in the middle of the training; torchrun restarts all ranks, and they go on by themselves."""
-    long = [*SMALL, "steps=800", "eval_every=400", "name=mine"]
+    long = [*SMALL, "steps=240", "eval_every=120", "name=mine"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     whole, broken = fresh(tmp_path / "whole"), fresh(tmp_path / "broken")
     done = run([*torchrun, "-m", "experiments.train", *long], whole)
@@ -241,7 +241,7 @@ def test_under_torchrun_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> 
             started.kill()
             started.wait()
     assert comparable(only(broken)) == comparable(only(whole))
-    one, other = final_weights(broken, 800), final_weights(whole, 800)
+    one, other = final_weights(broken, 240), final_weights(whole, 240)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     log = (broken / "runs/mine/logs/rank-0.log").read_text()
     assert "restart 0" in log

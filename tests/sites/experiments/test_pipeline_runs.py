@@ -110,7 +110,7 @@ def test_a_run_goes_on_when_its_store_is_gone_for_a_while(tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (tmp_path / "served").mkdir()
-    serve = [sys.executable, "-m", "loco.sync", "serve", str(tmp_path / "served"), "--writable"]
+    serve = [sys.executable, "-m", "loco", "sync", "serve", str(tmp_path / "served"), "--writable"]
     serve += ["--port", str(port)]
 
     def server() -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""The command line: python -m loco.sync serve DIR [--host HOST] [--port PORT] [--upstream URL] [--writable]
+"""The command line: python -m loco sync serve DIR [--host HOST] [--port PORT] [--upstream URL] [--writable]
                                               [--certfile PEM [--keyfile PEM]]
 
 Ends with 0 when it is stopped by SIGTERM, 130 by Ctrl-C, and 2 with a sentence if it can't start.
@@ -11,27 +11,19 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from .storage.bearer import TOKEN_VARIABLE
-from .storage.server import DEFAULT_PORT, serve
+from ..sync.storage.bearer import TOKEN_VARIABLE
+from ..sync.storage.server import DEFAULT_PORT, serve
+from .ended import ended
 
-_WRONG, _INTERRUPTED = 2, 130
 _FILES = 4096  # open at once: connections and what they read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m loco.sync", description="Weights for inference workers.")
+    parser = argparse.ArgumentParser(prog="python -m loco sync", description="Weights for inference workers.")
     commands = parser.add_subparsers(metavar="command", required=True)
     _add_serve(commands.add_parser("serve", help="serve a store over HTTP, or relay another one"))
     options = parser.parse_args(arguments)
-    try:
-        return options.run(options)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except (ValueError, OSError) as error:
-        where = getattr(error, "filename", None)
-        sentence = f"{where}: {error.strerror}" if isinstance(error, OSError) and where else str(error)
-        print(f"{parser.prog}: {sentence}", file=sys.stderr)
-        return _WRONG
+    return ended(parser.prog, lambda: options.run(options))
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +60,3 @@ def _serve(options: argparse.Namespace) -> int:
         print(f"serving {options.folder} at {server.url}", flush=True)
         threading.Event().wait()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
