@@ -5,6 +5,7 @@ import os
 import sys
 from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..coordination.store_client import address_towards
 from ..net.linking import link_ranks
-from ..net.listening import Endpoint
+from ..net.listening import Endpoint, outward_address
 from ..net.mesh import GroupMesh, Mesh, Subset, group_device
 from ..net.transport import Transport
 from .arrangement import NO_REPORT, PeerReport, arrange, consecutive_peers, peers_in_mesh
@@ -60,9 +61,13 @@ def in_world(endpoint: Endpoint) -> Endpoint:
     if not host or not port.isdecimal():
         return endpoint
     try:
-        return endpoint.at(address_towards(host, int(port), _MASTER))
+        found = address_towards(host, int(port), _MASTER)
     except RuntimeError:  # the store may be elsewhere
         return endpoint
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ip_address(found).is_loopback and os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks:
+        return endpoint.at(outward_address() or found)  # the store's own machine, for those on others
+    return endpoint.at(found)
 
 
 def link_world(patience: float, endpoint: Endpoint) -> Mesh:

@@ -139,3 +139,12 @@ def _address_of(interface: str) -> str:
             if (name, scope) == (interface, "00"):  # one that is not of this link only
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
     raise OSError(f"GLOO_SOCKET_IFNAME: interface {interface!r} has no address")
+
+
+def outward_address() -> str:
+    """That of this machine on the way to the internet, to which nothing is sent; "": there is no way."""
+    for family, there in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect((there, 9))
+            return str(probe.getsockname()[0])
+    return ""

@@ -7,6 +7,7 @@ import pytest
 from sites import free_port
 from torch._C._distributed_c10d import HashStore
 
+from loco.members.one_world import in_world
 from loco.net import linking
 from loco.net.introductions import PatientStore
 from loco.net.linking import link
@@ -123,3 +124,16 @@ def test_who_cant_be_reached_is_told_why_it_waits_in_vain(monkeypatch: pytest.Mo
     assert said[0].startswith(
         f"paris can't reach berlin at 127.0.0.1:{closed} (Connection refused): open that"
     )
+
+
+@pytest.mark.parametrize(("of_this_machine", "leads_here"), [("2", True), ("1", False)])
+def test_the_stores_own_machine_tells_others_no_loopback_address(
+    of_this_machine: str, leads_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a machine's own name is 127.0.1.1 to itself."""
+    monkeypatch.setattr("loco.members.one_world.outward_address", lambda: "203.0.113.7")
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1]), "WORLD_SIZE": "2"}
+        for name, value in (told | {"LOCAL_WORLD_SIZE": of_this_machine}).items():
+            monkeypatch.setenv(name, value)
+        assert in_world(Endpoint()).host == ("127.0.0.1" if leads_here else "203.0.113.7")
