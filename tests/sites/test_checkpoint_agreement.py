@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import CHECKPOINTS
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, snapshot, train
 from test_checkpoint import built
@@ -310,6 +311,7 @@ def another_anchor(folder: Path) -> None:
     rewrite(folder, tree)
 
 
+@pytest.mark.check(CHECKPOINTS, sample="whole optimizer")
 @pytest.mark.parametrize("how", ["inner optimizer", "whole optimizer", "another anchor"])
 def test_if_one_rank_can_not_load_none_does(tmp_path: Path, how: str) -> None:
     errors = run_ranks(3, loaded_when_one_rank_can_not, tmp_path, how)

@@ -76,6 +76,7 @@ def defended(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.check(PRODUCTS, sample="options0")
 @pytest.mark.parametrize(
     "options", [{"exchange": "gather"}, {"exchange": "owner", "wire": "tight"}, {"exchange": "dense"}]
 )

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
+from selection import CHECKPOINTS
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, small_model, snapshot, train
 from torch import nn
@@ -45,6 +46,7 @@ def resumed(rank: int, kind: str, stop_at: int) -> tuple[Snapshot, Snapshot, int
     return snapshot(whole[1]), snapshot(second[1]), second[1].round
 
 
+@pytest.mark.check(CHECKPOINTS, sample="4-PulseLoCo|6-DiLoCo")
 @pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
 @pytest.mark.parametrize("stop_at", [4, 6])
 def test_resuming_equals_never_stopping_also_inside_a_round(kind: str, stop_at: int) -> None:

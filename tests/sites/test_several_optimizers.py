@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import PRODUCTS
 from sites import run_ranks
 from states import Snapshot, assert_same, inner_state, small_model, snapshot, train
 
@@ -43,6 +44,7 @@ def split(rank: int, how: str, kind: str) -> tuple[Snapshot, tuple[int, int]]:
     return snapshot(rounds), (rounds.round, rounds.local_step)
 
 
+@pytest.mark.check(PRODUCTS, sample="PulseLoCo")
 @pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
 def test_one_sgd_and_two_over_a_split_give_the_same_bits(kind: str) -> None:
     one = run_ranks(2, split, "one", kind)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pages import PAGES, code, named, page, sides
-from selection import COMMANDS, FLEETS
+from selection import CHECKPOINTS, COMMANDS, FLEETS
 from sites import free_port, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,7 +56,7 @@ def snippets() -> list[Any]:
     ]
 
 
-@pytest.mark.check(COMMANDS, sample=r"(README|docs/(sites|attach|sharded))\.md.*")
+@pytest.mark.check(COMMANDS, sample=r"(README|docs/sites)\.md.*")
 @pytest.mark.parametrize(("said", "source"), snippets())
 def test_every_snippet_runs(said: str, source: str, tmp_path: Path) -> None:
     assert not said or re.fullmatch(r"on \d ranks", said)
@@ -97,6 +97,7 @@ def resizing() -> list[tuple[str, int]]:
     return [(line, int(comment.split()[0])) for line, _, comment in lines]
 
 
+@pytest.mark.check(CHECKPOINTS, sample=r".*load\(optimizer\)-3")
 @pytest.mark.parametrize(("line", "ranks"), resizing())
 def test_every_way_to_go_on_with_another_number_of_sites(line: str, ranks: int, tmp_path: Path) -> None:
     assert run_ranks(4, trained, str(tmp_path)) == [1] * 4

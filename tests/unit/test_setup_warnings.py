@@ -88,6 +88,7 @@ def test_an_outer_step_that_is_far_too_long_is_told_once(
     assert re.fullmatch(rf"{step}were at the start\. [^\n]*", said)
 
 
+@pytest.mark.check(PRODUCTS, sample=r"preset[0-3]-.*")
 @pytest.mark.parametrize(
     ("preset", "lr", "steps", "times"),
     [
@@ -134,6 +135,7 @@ WIDE = [
 ]
 
 
+@pytest.mark.check(PRODUCTS, sample="wide0-512")
 @pytest.mark.parametrize(("wide", "width"), WIDE)
 def test_a_presets_step_for_a_wider_model_is_told_before_it_is_taken(
     wide: nn.Module, width: int, caplog: pytest.LogCaptureFixture

@@ -9,6 +9,7 @@ import torch
 from homes import builds, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from selection import ALL_VALUES
 from torch import Tensor
 
 from loco import kernels
@@ -40,6 +41,7 @@ def some(n: int, kind: str, seed: int) -> Entries:
     return Entries.at(where, torch.tensor(values.tolist()), n)
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(.*-)?\d+-3-.*")
 @homes
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("n", SIZES)
@@ -53,6 +55,7 @@ def test_a_sum_has_the_references_bits(home: cpu.Compiled, n: int, threads: int)
             same_bits(home.add_up(whole, n), reference_entries.add_up(whole, n))
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(.*-)?\d+-3-.*")
 @pytest.mark.pairs
 @homes
 @pytest.mark.parametrize("threads", [1, 3])
@@ -125,6 +128,7 @@ def test_tensors_in_host_memory_go_to_the_compiled_home() -> None:
     assert kernels._entries_home(torch.zeros(1, device="meta")) is reference_entries
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(.*-)?\d+-3-.*")
 @homes
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("n", SIZES)
@@ -172,6 +176,7 @@ def body_of(counts: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
     return torch.cat([part.contiguous().view(torch.uint8) for part in (values, offsets, counts)])
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(.*-)?\d+-3-.*")
 @homes
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("n", SIZES)
