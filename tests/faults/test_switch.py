@@ -25,7 +25,11 @@ SILENT = r"round [23], .*: no heartbeat from site 1 within 2 s"
 # The last: what it needs of the round had come before the cut, and only the verdict is missing.
 NO_STORE = rf"round [23], .*: {STORE} for 2 s|the sites' store does not answer"
 # Who waits for the sites that lack something is told so by them when they give up.
-LATE = r"round 2, .*: (no answer from site [12] within 4 s, which is alive|lost|site \d has left)"
+# Or it has tried again while they gave up.
+LATE = (
+    r"(reconnecting: site \d has left: )?"
+    r"round 2, .*: (no answer from site [12] within 4 s, which is alive|lost|site \d has left)"
+)
 
 
 def assert_same_as_without(told: Told, setup: Setup) -> None:
