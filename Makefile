@@ -19,7 +19,7 @@ BIN := .venv/bin
 install: .venv/installed
 
 demo: .venv/installed
-	$(BIN)/python -m experiments.compare steps=120 eval_every=40
+	$(BIN)/python -m experiments.compare steps=96 eval_every=48
 
 # Sites that train and workers that sample, two of each; a report at the end.
 pipeline: .venv/installed

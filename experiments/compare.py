@@ -1,6 +1,6 @@
 """Run methods side by side: equal steps, prompts, seeds and start; a table, plots and a report to send on.
 
-    python -m experiments.compare                          what `make demo` runs
+    python -m experiments.compare                          what `make demo` runs, for more steps
     python -m experiments.compare preset=paper             the full one, behind docs/results.md
     python -m experiments.compare steps=320 lr=1e-6 name=slower
     torchrun --nproc-per-node 4 -m experiments.compare     the same, launched by torchrun
