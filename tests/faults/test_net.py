@@ -128,7 +128,7 @@ def first_of_two(port: int, *, timeout: float, dead_after: float) -> Links:
 
 def test_a_member_that_dies_while_links_are_built_is_one_less_in_the_next_quorum() -> None:
     """Its silence does not end the run, as that of a rank of this site would."""
-    hosted = host_at_port(0)
+    hosted = host_at_port([])
     hosted.store.set("loco/a/here/0/1", "")
     with pytest.raises(TransportError, match="linking 2 sites: no heartbeat from site b") as raised:
         first_of_two(hosted.port, timeout=60.0, dead_after=0.5)
