@@ -4,6 +4,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from .commands.ended import WRONG
+
 # Imported when it is asked for: a machine that serves weights needs nothing of rounds.
 _COMMANDS = {
     "meet": (
@@ -24,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given[0] not in _COMMANDS:
         print(f"python -m loco: there is no command {given[0]!r}\n{_USAGE}", file=sys.stderr)
-        return 2
+        return WRONG
     module, _ = _COMMANDS[given[0]]
     return importlib.import_module(module).main(given[1:])
 

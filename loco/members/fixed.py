@@ -102,7 +102,7 @@ class FixedSites:
         self.repeats = repeats
         self.num_sites = ranks.world // ranks.ranks_per_site
         self.site, self.rank_in_site = divmod(ranks.rank, ranks.ranks_per_site)
-        self._kind, self._called = _what_ranks_are_called(ranks)
+        self._kind, self._called = what_ranks_are_called(ranks.names, ranks.world, ranks.ranks_per_site)
         # Until all ranks are here nobody is missed, and until they have agreed nothing is sealed.
         self._liveness: Liveness | None = None
         self.closed = ""
@@ -331,13 +331,17 @@ class FixedSites:
         return self._verdicts[owner]
 
 
-def _what_ranks_are_called(ranks: Ranks) -> tuple[str, tuple[str, ...]]:
+def what_ranks_are_called(names: Sequence[str], world: int, each: int) -> tuple[str, tuple[str, ...]]:
     """-> what a rank is, and each one's name. A site of one rank has the site's name. loco numbers the ranks
     of one world; where each site has a world of its own, a rank has its number in that.
+
+    Args:
+        names: of the sites, if they have names.
+        each: ranks of a site.
     """
-    each, names = ranks.ranks_per_site, ranks.names or tuple(map(str, range(ranks.world)))
+    sites = names or tuple(map(str, range(world)))
     if each == 1:
-        return "site", names
+        return "site", tuple(sites)
     return "rank", tuple(
-        f"{rank % each if ranks.names else rank} of site {names[rank // each]}" for rank in range(ranks.world)
+        f"{rank % each if names else rank} of site {sites[rank // each]}" for rank in range(world)
     )

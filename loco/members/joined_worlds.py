@@ -11,6 +11,7 @@ from ..net.linking import link_ranks
 from ..net.listening import Endpoint
 from ..net.mesh import Mesh
 from ..net.transport import Transport
+from .fixed import what_ranks_are_called
 from .meeting import Meeting
 from .own_world import check_one_site, own_world
 
@@ -58,6 +59,7 @@ class JoinedWorlds:
             self.world = len(self.names) * self.ranks_per_site
             self.store = self._meeting.store()
             self.endpoint = self._meeting.own_endpoint()
+            kind, called = what_ranks_are_called(self.names, self.world, self.ranks_per_site)
             self._all_ranks = link_ranks(
                 self.store,
                 f"all ranks {session}",
@@ -65,15 +67,11 @@ class JoinedWorlds:
                 self.world,
                 limit=max(2 * dead_after, 60.0),  # all have met, but some processes are slow to start
                 endpoint=self.endpoint,
-                called=self._called,
+                called=lambda rank: called[rank] if kind == "site" else f"{kind} {called[rank]}",
             )
         except BaseException:  # a traceback that is kept holds this object: it must not count as here
             self._meeting.close()
             raise
-
-    def _called(self, rank: int) -> str:
-        site, rank_in_site = divmod(rank, self.ranks_per_site)
-        return f"{self.names[site]}" + (f" (rank {rank_in_site})" if self.ranks_per_site > 1 else "")
 
     def all_ranks(self) -> Mesh:
         return self._all_ranks

@@ -153,7 +153,7 @@ class ElasticSites:
             )
         elif not is_local(host):
             host = address_towards_lighthouse(lighthouse)
-        self._endpoint = given if given.advertised else given.at(host)
+        self._endpoint = given.at(host)
 
     def _one_id(self, told: list[Any]) -> str:
         """A number that no other process has; the ranks of a site have one."""
