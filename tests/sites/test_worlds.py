@@ -183,9 +183,9 @@ optimizer = loco.PulseLoCo(Scripted(parameters(7, 2003), 3, topology.site), sync
 for _ in range(3):
     optimizer.step()
 if topology.site == 1:
-    time.sleep({late})
+    time.sleep(1.5)
     optimizer.settle()
-    topology.rendezvous.exchange_notes({{}}, "asks the store") if topology.num_sites == 1 else None
+    topology.rendezvous.exchange_notes({}, "asks the store") if topology.num_sites == 1 else None
     print("done", optimizer.round, flush=True)
 """
 
@@ -193,13 +193,12 @@ if topology.site == 1:
 @pytest.mark.check(FLEETS)
 def test_the_store_outlives_its_hosts_program_as_long_as_others_need_it() -> None:
     """Site a hosts it, and ends first."""
-    program = PROGRAM.format(late=1.5)
     told = {"LOCO_SITES": "2", "LOCO_AT": f"127.0.0.1:{free_port()}", "OMP_NUM_THREADS": "1"}
     told["PYTHONPATH"] = python_path()
     running = {}
     for name in ("a", "b"):
         running[name] = subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", PROGRAM],
             env=os.environ | told | {"LOCO_SITE": name},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
