@@ -28,7 +28,7 @@ NO_STORE = rf"round [23], .*: {STORE} for 2 s|the sites' store does not answer"
 # Or it has tried again while they gave up.
 LATE = (
     r"(reconnecting: site \d has left: )?"
-    r"round 2, .*: (no answer from site [12] within 4 s, which is alive|lost|site \d has left)"
+    r"round 2, .*: (no answer from site \d within 4 s, which is alive|lost|site \d has left)"
 )
 
 
@@ -80,7 +80,8 @@ def to_one_other(size: int, place: int) -> set[Cut]:
         # It may hear that another rank has hung up before it knows that nobody hears it: it tries again, and
         # finds no store then.
         pytest.param(sent, SILENT, rf"{NO_STORE}|reconnecting: {STORE} for 2 s", id="all that it sends"),
-        pytest.param(received, SILENT, NO_STORE, id="all that is sent to it"),
+        # On a machine that stands still for seconds, what it waits for in the round is late before the store is.
+        pytest.param(received, SILENT, f"{NO_STORE}|{LATE}", id="all that is sent to it"),
         pytest.param(to_one_other, LATE, LATE, id="what it sends to one other"),
     ],
 )
