@@ -74,10 +74,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = any("::" in argument for argument in config.args)
     # Also before --check: a wrong sample is an error. Of what failed last, only its cases are collected.
     reasons = {} if named else _left_out(items, whole=not config.getoption("lf"))
-    if not config.getoption("check"):
-        config.stash[_LEFT_OUT] = list(reasons.values())
-        config.hook.pytest_deselected(items=list(reasons))
-        items[:] = [item for item in items if item not in reasons]
+    check = config.getoption("check")
+    left_out = set(reasons) if not check else set() if named else set(selection.too_slow(items))
+    config.stash[_LEFT_OUT] = [] if check else list(reasons.values())
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     seed = config.getoption("shuffle")
     if seed is not None:
         items.sort(key=lambda item: [_chance(seed, name) for name in (str(item.path), item.nodeid)])

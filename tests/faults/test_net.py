@@ -148,7 +148,9 @@ def test_links_to_a_store_whose_host_is_stopped_are_given_up_in_time(delay: floa
         if not delay:
             stop.join()
         began = time.monotonic()
-        with pytest.raises(TransportError, match="linking 2 sites: (no answer within|what listens at .* does not answer)"):
+        with pytest.raises(
+            TransportError, match=r"linking 2 sites: (no answer within|what listens at .* does not answer)"
+        ):
             first_of_two(port, timeout=3.0, dead_after=2.0)
         assert time.monotonic() - began < 10.0
     finally:

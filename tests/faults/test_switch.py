@@ -80,7 +80,7 @@ def to_one_other(size: int, place: int) -> set[Cut]:
         # It may hear that another rank has hung up before it knows that nobody hears it: it tries again, and
         # finds no store then.
         pytest.param(sent, SILENT, rf"{NO_STORE}|reconnecting: {STORE} for 2 s", id="all that it sends"),
-        # On a machine that stands still for seconds, what it waits for in the round is late before the store is.
+        # On a machine that stands still for seconds, what it waits for is late before the store is.
         pytest.param(received, SILENT, f"{NO_STORE}|{LATE}", id="all that is sent to it"),
         pytest.param(to_one_other, LATE, LATE, id="what it sends to one other"),
     ],

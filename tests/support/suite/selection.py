@@ -7,6 +7,9 @@ Without --check these are left out, and the end of the run says so:
 - of a test that is marked `pairs`, those cases of its product of options whose every pair of options has been
   tried by other cases.
 
+With --check, such products are left out where Triton's interpreter runs them, a thousand times slower than C:
+a GPU runs the same kernels on all cases.
+
 A test that the command line names by its id (`file.py::test`) is run in any case.
 """
 
@@ -44,7 +47,7 @@ def left_out(items: Sequence[pytest.Item], *, whole: bool = True) -> dict[pytest
     """
     found: dict[pytest.Item, str] = {}
     unused: dict[str, str] = {}
-    products: defaultdict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    products: list[pytest.Item] = []
     for item in items:
         test, _, case = item.nodeid.partition("[")
         mark = item.get_closest_marker("check")
@@ -56,16 +59,31 @@ def left_out(items: Sequence[pytest.Item], *, whole: bool = True) -> dict[pytest
                 continue
             unused[test] = ""
         if item.get_closest_marker("pairs"):
-            # What is skipped for want of a device must not stand for what is run.
-            products[test, item.get_closest_marker("gpu") is not None].append(item)
+            products.append(item)
     missed = {test: sample for test, sample in unused.items() if sample}
     if whole and missed:
         raise pytest.UsageError(f"samples that match no case: {missed}")
+    return found | dict.fromkeys(_tried_in_pairs(products), PRODUCTS)
+
+
+def too_slow(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """What `make check` does not run either."""
+    marked = [item for item in items if item.get_closest_marker("pairs")]
+    return _tried_in_pairs([item for item in marked if "interpreted" in item.name])
+
+
+def _tried_in_pairs(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Of tests' products of options, the cases whose every pair of options other cases try."""
+    products: defaultdict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        # What is skipped for want of a device must not stand for what is run.
+        products[item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None].append(item)
+    found = []
     for cases in products.values():
         # A product's cases share the options themselves.
         options = [getattr(item, "callspec").params for item in cases]  # noqa: B009
         kept = covering([{name: id(value) for name, value in case.items()} for case in options])
-        found |= {item: PRODUCTS for k, item in enumerate(cases) if k not in kept}
+        found += [item for k, item in enumerate(cases) if k not in kept]
     return found
 
 
