@@ -4,12 +4,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
+def dense_bytes(numel: int, sites: int) -> int:
+    """What each site sends in a ring all-reduce of FP32."""
+    return 2 * (sites - 1) * 4 * numel // sites
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteTotals:
+    """What all ranks of this site sent together in one round.
+
+    Attributes:
+        numel, entries, sent_bytes, dense_bytes: as of `SyncReport`, summed over the ranks.
+    """
+
+    numel: int
+    entries: int
+    sent_bytes: int
+    dense_bytes: int
+
+    @property
+    def density(self) -> float:
+        """entries / numel."""
+        return self.entries / self.numel if self.numel else 0.0
+
+    @property
+    def below_dense(self) -> float:
+        """How many times fewer bytes than a dense all-reduce; 0 if nothing was sent."""
+        return self.dense_bytes / self.sent_bytes if self.sent_bytes else 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
     """One round as this rank saw it; `print` shows it in a line.
 
     Bytes are those that this rank handed to the transport and took from it, headers and sizes included. In a
-    site of several ranks each rank reports on its own slice of the parameters.
+    site of several ranks each rank reports on its own slice of the parameters, and `site` is their sum.
 
     Attributes:
         round: how many rounds are done, this one included.
@@ -29,6 +58,8 @@ class SyncReport:
             they have no names.
         residual_norm: the L2 norm of what this rank withholds after the round.
         seconds: how long each phase took: "encode", "exchange" and "apply"; or "rejoin".
+        waited: seconds of the exchange that passed until all sites had come to the round.
+        site: the totals of this site.
     """
 
     round: int
@@ -46,12 +77,16 @@ class SyncReport:
     left_out: tuple[str, ...]
     residual_norm: float
     seconds: Mapping[str, float]
+    waited: float
+    site: SiteTotals
 
     def __str__(self) -> str:
-        share = f", {self.sent_bytes / self.dense_bytes:.1%} of dense" if self.dense_bytes else ""
+        site = self.site
+        share = f", {site.sent_bytes / site.dense_bytes:.1%} of dense" if site.dense_bytes else ""
         left_out = f", without site {', '.join(self.left_out)}" if self.left_out else ""
         phases = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items())
         return (
-            f"round {self.round}: sent {self.density:.2%} of {self.numel:,} entries in "
-            f"{self.sent_bytes:,} bytes{share} ({self.exchange}, {self.wire}){left_out}; {phases}"
+            f"round {self.round}: sent {site.density:.2%} of {site.numel:,} entries in "
+            f"{site.sent_bytes:,} bytes{share} ({self.exchange}, {self.wire}){left_out}; {phases}, of which "
+            f"it waited {self.waited:.3f} s for all sites to come"
         )

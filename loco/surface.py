@@ -1,10 +1,12 @@
 """What a user sees of the rounds: the same on `PulseLoCo`, on `DiLoCo` and on what `loco.attach` returns."""
 
+from collections.abc import Callable
+
 from torch.utils.hooks import RemovableHandle
 
 from .config import Settings
 from .report import SyncReport
-from .round.hooks import Hook
+from .round.hooks import RoundProgress
 from .round.loop import OuterLoop
 from .round.outer_state import OuterState
 
@@ -78,7 +80,15 @@ class RoundSurface:
         """
         self._loop.adopt_weights()
 
-    def register_round_hook(self, hook: Hook) -> RemovableHandle:
+    def register_report_hook(self, hook: Callable[[SyncReport], None]) -> RemovableHandle:
+        """Have `hook(report)` called after every round on this rank, when its weights are the new ones.
+
+        The round counts: an error that the hook raises changes nothing of that, and comes out of the call
+        that ran the round.
+        """
+        return self._loop.report_hooks.register(hook)
+
+    def register_round_hook(self, hook: Callable[[RoundProgress], None]) -> RemovableHandle:
         """Have `hook(progress)` called at every phase of every round on this rank: see `loco.RoundProgress`.
 
         An error that it raises counts as this rank's own failure in that phase.
@@ -115,6 +125,26 @@ class RoundSurface:
     def last_report(self) -> SyncReport | None:
         """Of the latest round, or None before the first."""
         return self._loop.last_report
+
+    def metrics(self) -> dict[str, float]:
+        """The latest round, for any logger; empty before the first one. The same on all ranks of a site, the
+        times aside.
+
+        The integrations log these by themselves. Bytes are those that this site sent to the others, all its
+        ranks together; `loco/sent_bytes_total` goes on when a state is loaded.
+        """
+        report = self.last_report
+        if report is None:
+            return {}
+        return {
+            "loco/round": report.round,
+            "loco/sent_bytes": report.site.sent_bytes,
+            "loco/sent_bytes_total": self.outer_state.sent_bytes,
+            "loco/below_dense": report.site.below_dense,
+            "loco/density": report.site.density,
+            "loco/round_seconds": sum(report.seconds.values()),
+            "loco/waited": report.waited,
+        }
 
     def _describe(self) -> str:
         shown = {name: value for name, value in vars(self.settings).items() if name != "kind"}

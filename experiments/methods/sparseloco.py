@@ -15,6 +15,7 @@ from experiments.methods.topk import pack, plan_chunks, quantise, top_k, unpack
 from experiments.settings.config import SparseLoCoConfig
 from loco.inner.wrapper import Wrapper
 from loco.parameters.flat_parameters import FlatParameters
+from loco.report import SiteTotals, dense_bytes
 from loco.round.joining.handshake import agree_on_setup
 
 _built = count()  # alike on all ranks
@@ -122,18 +123,20 @@ class SparseLoCo(Wrapper):
 
         self.round += 1
         self.local_step = 0
+        entries, sent = plan.entries, across.sent_bytes - sent
+        dense = dense_bytes(numel, across.size)
         self.last_report = loco.SyncReport(
             round=self.round,
             numel=numel,
-            entries=plan.entries,
-            density=plan.entries / numel,
+            entries=entries,
+            density=entries / numel,
             wire="sparseloco",
             exchange="gather",
             payload_bytes=payload.numel(),
-            sent_bytes=across.sent_bytes - sent,
+            sent_bytes=sent,
             received_bytes=across.received_bytes - received,
             site_bytes=0,
-            dense_bytes=2 * (across.size - 1) * 4 * numel // across.size,
+            dense_bytes=dense,
             update_norms=(),
             left_out=(),
             residual_norm=residual_norm,
@@ -142,6 +145,8 @@ class SparseLoCo(Wrapper):
                 "exchange": applying - exchanging,
                 "apply": done - applying,
             },
+            waited=0.0,  # not measured: it announces nothing
+            site=SiteTotals(numel=numel, entries=entries, sent_bytes=sent, dense_bytes=dense),
         )
         return self.last_report
 

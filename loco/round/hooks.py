@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
@@ -52,16 +53,16 @@ class RoundProgress:
     contributions: Sequence[Entries] = ()
 
 
-Hook = Callable[[RoundProgress], None]
+T = TypeVar("T")
 
 
-class Hooks:
-    """Those of one optimizer, in the order in which they were registered."""
+class Hooks(Generic[T]):
+    """A user's functions of one argument, called in the order in which they were registered."""
 
     def __init__(self) -> None:
-        self._hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._hooks: OrderedDict[int, Callable[[T], None]] = OrderedDict()
 
-    def register(self, hook: Hook) -> RemovableHandle:
+    def register(self, hook: Callable[[T], None]) -> RemovableHandle:
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle
@@ -69,6 +70,6 @@ class Hooks:
     def __bool__(self) -> bool:
         return bool(self._hooks)
 
-    def call(self, progress: RoundProgress) -> None:
+    def call(self, argument: T) -> None:
         for hook in list(self._hooks.values()):
-            hook(progress)
+            hook(argument)

@@ -18,7 +18,7 @@ from ..report import SyncReport
 from ..setup_warnings import SetupWarnings
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
-from .hooks import COUNTS, Hooks
+from .hooks import COUNTS, Hooks, RoundProgress
 from .inside_site import share_anchor
 from .joining.first_anchor import agree_to_adopt, share_first_anchor, start_again
 from .joining.handshake import agree_on_parameters
@@ -52,7 +52,8 @@ class OuterLoop:
     Attributes:
         state: what this rank holds.
         views: who took part in the latest round, and in an interrupted one.
-        hooks: of rounds.
+        hooks: called at every phase of a round.
+        report_hooks: called after each round.
         local_step: inner steps since the last round.
         last_report: of the latest round; None before the first.
 
@@ -66,7 +67,8 @@ class OuterLoop:
         self, inner: Optimizer, settings: Settings, topology: SiteTopology, wire: WireConfig, *, offload: bool
     ) -> None:
         self.inner = inner
-        self.hooks = Hooks()
+        self.hooks = Hooks[RoundProgress]()
+        self.report_hooks = Hooks[SyncReport]()
         self.local_step = 0
         self.last_report: SyncReport | None = None
         self._wire = wire
@@ -184,8 +186,16 @@ class OuterLoop:
     def _done(self, report: SyncReport) -> SyncReport:
         steps = self.local_step
         self.last_report, self.local_step, self._is_unmoved = report, 0, True
+        self.state.sent_bytes += report.site.sent_bytes
+        if self.state.topology.rank_in_site == 0:
+            _logger.info("%s: %s", self._site(), report)
         self._warnings.look_at(report, steps=steps)
+        self.report_hooks.call(report)
         return report
+
+    def _site(self) -> str:
+        view = self.views.current
+        return f"site {self.state.topology.site}" if view is None else view.across.called(view.site)
 
     @torch.no_grad()
     def settle(self, *, abandon: bool = False) -> SyncReport | None:

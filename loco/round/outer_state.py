@@ -38,6 +38,7 @@ class OuterState:
         tuner: what earlier rounds were like.
         rounds_done: the round that the state is after.
         took_part: the last round of each site that has a name.
+        sent_bytes: by this site, in all rounds, to the others.
         memory: what rounds leave to each other.
         anchor_incomplete: θ or m is only a part of what another site was sending.
     """
@@ -53,6 +54,7 @@ class OuterState:
     tuner: ExchangeTuner
     rounds_done: int = 0
     took_part: dict[str, int] = field(default_factory=dict)
+    sent_bytes: int = 0
     anchor_incomplete: bool = False
     _is_torn: bool = False
     memory: Recycler = field(default_factory=Recycler)

@@ -13,6 +13,7 @@ is left waiting. Only a lost link can't be voted on.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -26,7 +27,7 @@ from ..exchange import EXCHANGES, Transfer, open_enclosed
 from ..exchange.overflow import adds_up_to_infinity
 from ..exchange.wire_config import WireConfig
 from ..members.view import View
-from ..report import SyncReport
+from ..report import SiteTotals, SyncReport, dense_bytes
 from ..wire.codecs import DENSE, WHOLE, Codec
 from ..wire.framing import Framing
 from ..wire.records import Announcement, Status, Vote, fp32_of
@@ -67,7 +68,7 @@ class Round:
         wire: WireConfig,
         *,
         check_inner: Callable[[], None],
-        hooks: Hooks,
+        hooks: Hooks[RoundProgress],
     ) -> None:
         self.state = state
         self.view = view
@@ -93,10 +94,12 @@ class Round:
         self._exchange = ""
         self._payload_bytes = 0
         self._residual_norm = 0.0
+        self._vote: Vote | None = None  # the last one of this rank
+        self._votes_of_site: list[Vote] = []  # of all its ranks
         self._bytes_before = view.bytes_so_far
         self._inside_bytes_elsewhere = 0  # sent over the links of a later view
         self._began = {"encode": time.perf_counter()}  # by what began
-        self._ended = 0.0
+        self._all_had_come = self._ended = 0.0
 
     def run(self) -> None:
         """All steps, up to the moment when the round is certain to count.
@@ -143,6 +146,7 @@ class Round:
         self._opening = self._or_problem(lambda: self._open(norm))
         mine = self._opening or Opening(vote_of(view, self.problem, self.number))
         said = announce(view, mine.record, mine.frame)
+        self._all_had_come = time.perf_counter()
         self._announced = [one for one in said.records if isinstance(one, Announcement)]
         self.problem = self.problem or replica_problem(self.view.across, said.records)
         votes = [one for one in said.records if isinstance(one, Vote)]
@@ -190,10 +194,16 @@ class Round:
 
     def vote(self) -> None:
         """The last vote: has everything arrived, everywhere? If so the round is for all ranks to apply."""
+        assert self._own is not None
+        self._vote = mine = replace(
+            vote_of(self.view, self.problem, self.number),
+            numel=self.state.numel,
+            entries=self._own.values.numel(),
+            sent_bytes=self.view.bytes_so_far[0] - self._bytes_before[0],
+        )
         self.is_promised = True
-        name_of = self.state.parameters.name_of
         try:
-            vote(self.view, self.problem, round=self.number, name_of=name_of)
+            self._votes_of_site = vote(self.view, mine, self.problem, name_of=self.state.parameters.name_of)
         except Refused:
             self.is_promised = False  # no rank has all votes
             raise
@@ -284,11 +294,31 @@ class Round:
             sent_bytes=sent,
             received_bytes=received,
             site_bytes=inside + self._inside_bytes_elsewhere,
-            dense_bytes=2 * (sites - 1) * 4 * numel // sites,
+            dense_bytes=dense_bytes(numel, sites),
             update_norms=self.norms,
             left_out=tuple(map(self.view.across.name_of, self._left_out)),
             residual_norm=self._residual_norm,
             seconds={what: end - began for (what, began), end in zip(self._began.items(), ends, strict=True)},
+            waited=self._all_had_come - self._began["exchange"],
+            site=self._site_totals(sent),
+        )
+
+    def _site_totals(self, sent: int) -> SiteTotals:
+        """
+        Args:
+            sent: by this rank to the other sites, its last vote included, which takes each rank equally many
+                bytes.
+        """
+        mine = self._vote
+        assert mine is not None
+        # Links may have broken before the votes of this site's other ranks had come: each counts as this one.
+        votes = self._votes_of_site or [mine] * self.view.inside.size
+        numel = sum(vote.numel for vote in votes)
+        return SiteTotals(
+            numel=numel,
+            entries=sum(vote.entries for vote in votes),
+            sent_bytes=sum(vote.sent_bytes + sent - mine.sent_bytes for vote in votes),
+            dense_bytes=dense_bytes(numel, self.view.num_sites),
         )
 
     def _open(self, norm: float) -> Opening:

@@ -48,6 +48,7 @@ def state_of(outer: OuterState, *, undecided_round: int | None) -> dict[str, Any
         "weights": outer.parameters.tensors,
         "tuner": outer.tuner.state(),
         "took_part": dict(outer.took_part),
+        "sent_bytes": outer.sent_bytes,
     }
 
 
@@ -123,6 +124,7 @@ def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
             mine.copy_(saved)
         outer.rounds_done = int(state["round"])
         outer.took_part = dict(state.get("took_part", {}))
+        outer.sent_bytes = int(state.get("sent_bytes", 0))
         outer.anchor_incomplete = False
     outer.tuner.resume(state.get("tuner"))
 

@@ -36,16 +36,19 @@ def refuse(view: View, problem: Problem | None, told: Sequence[Vote], *, round: 
     _raise(view, mine, problem, name_of)
 
 
-def vote(view: View, problem: Problem | None, *, round: int, name_of: NameOf) -> None:
+def vote(view: View, mine: Vote, problem: Problem | None, *, name_of: NameOf) -> list[Vote]:
     """Vote for the round, or against it because of `problem`, once all entries have arrived.
 
     The ranks of a site vote among themselves first, so that each then speaks for the whole site.
+
+    Returns:
+        The votes of all ranks of this site.
 
     Raises:
         Refused: on every rank of every site, with the error to raise.
         TransportError, WireError: a link is lost; other ranks may have all votes.
     """
-    mine = vote_of(view, problem, round)
+    of_site, round = [mine], mine.round
     for transport in (view.inside, view.across):
         if transport.size == 1:
             continue
@@ -54,7 +57,10 @@ def vote(view: View, problem: Problem | None, *, round: int, name_of: NameOf) ->
             for k, raw in enumerate(transport.swap_records(mine.pack(), phase=f"round {round}, vote"))
         ]
         mine = _worst(mine, votes)
+        if transport is view.inside:
+            of_site = votes
     _raise(view, mine, problem, name_of)
+    return of_site
 
 
 def read_vote(raw: bytes, site: int, transport: Transport, member: int, round: int) -> Vote:

@@ -176,17 +176,15 @@ class Publisher:
         """
         ahead = self._writer.newest() - optimizer.round
 
-        def publish(progress: Any) -> None:
-            if progress.phase != "applied":
-                return
+        def publish(report: Any) -> None:
             with suppress(Exception):  # of an earlier round; logged already
                 self.flush()
             try:
-                self.publish(progress.number + max(ahead, 0), wait=wait)
+                self.publish(report.round + max(ahead, 0), wait=wait)
             except Exception:
-                logger.exception("the weights after round %d were not published", progress.number)
+                logger.exception("the weights after round %d were not published", report.round)
 
-        return optimizer.register_round_hook(publish)
+        return optimizer.register_report_hook(publish)
 
     # ---- a version ----
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Self
 from ..errors import WireError
 
 MAGIC = b"LOCO"
-VERSION = 9
+VERSION = 10
 
 # magic, version, kind, site, round, CRC
 _OPENING = struct.Struct("<4s B B H I I")
@@ -137,14 +137,19 @@ class Vote(Record):
     """Against a round, in the place of an announcement; or for or against it, once all entries have arrived.
 
     subject: of the status.
+    numel, entries, sent_bytes: what this rank has had to exchange, and what it sent of it to the other sites
+        before this vote; 0 in the place of an announcement.
     """
 
     KINDS = (Kind.VOTE,)
-    NUMBERS = struct.Struct("<B 3x I 40x")
+    NUMBERS = struct.Struct("<B 3x I Q Q Q 16x")
 
     kind: Kind = Kind.VOTE
     status: Status = Status.OK
     subject: int = 0
+    numel: int = 0
+    entries: int = 0
+    sent_bytes: int = 0
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:

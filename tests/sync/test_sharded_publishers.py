@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from published import cast, same_bits
+from scripted import Scripted, parameters
 from selection import SHARDINGS
 from sharded import Tied
 from sites import run_ranks
@@ -102,3 +103,26 @@ def test_a_shard_that_two_ranks_publish_is_told(layout: str, tmp_path: Path) -> 
     """
     for told in run_ranks(4, publishing_twice, layout, str(tmp_path)):
         assert "scale has 1 elements, and its publishers publish 2 of them: some are published twice" in told
+
+
+def publishing_after_rounds(rank: int, folder: str, together: bool) -> None:
+    topology = loco.Topology(ranks_per_site=2)
+    weights = parameters(3, 1003)
+    named = {f"p{k}": p for k, p in enumerate(weights)}
+    optimizer = loco.PulseLoCo(Scripted(weights, 3, topology.site, 1e-2), sync_every=1, topology=topology)
+    if together or rank == 0:
+        Publisher(named, folder, stream=topology if together else (0, 1)).after(optimizer)
+    engine = {name: torch.zeros_like(p, dtype=torch.bfloat16) for name, p in named.items()}
+    subscriber = Subscriber(engine, folder)
+    for round in range(1, 4):
+        optimizer.step()
+        dist.barrier()
+        assert subscriber.update().version == round
+        same_bits(engine, {name: cast(p.detach()) for name, p in named.items()})
+        dist.barrier()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_round_is_published_when_the_ranks_of_a_site_have_shared_it(together: bool, tmp_path: Path) -> None:
+    """Each applies a slice of it, and has the others' only then."""
+    run_ranks(4, publishing_after_rounds, str(tmp_path), together)

@@ -185,11 +185,11 @@ def test_a_round_is_published_though_the_one_before_could_not_be(
     hooks: list[Callable[[object], None]] = []
     store, trained = FailingStore(), small_weights()
     publisher = publisher_at(store, trained)
-    publisher.after(SimpleNamespace(round=0, register_round_hook=hooks.append), wait=False)
+    publisher.after(SimpleNamespace(round=0, register_report_hook=hooks.append), wait=False)
     for number in range(1, 5):
         step(trained, generator)
         store.fail(3 if number == 2 else 0)
-        hooks[0](SimpleNamespace(phase="applied", number=number))
+        hooks[0](SimpleNamespace(round=number))
         assert publisher._writing is not None
         publisher._writing.join()
     assert "version 2 was not published" in caplog.text

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import TransportError, WireError
 from ...members.view import Handover, View
 from ...net.transport import CHUNK, Transport, as_bytes
-from ...report import SyncReport
+from ...report import SiteTotals, SyncReport
 from ..inside_site import await_site, share_anchor
 from ..outer_state import OuterState
 from ..state import digest_of
@@ -144,6 +144,14 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
         left_out=(),
         residual_norm=0.0 if state.residual is None else float(state.residual.double().norm()),
         seconds={"rejoin": time.perf_counter() - began},
+        waited=0.0,
+        # Each rank sends equally little.
+        site=SiteTotals(
+            numel=state.numel * inside.size,
+            entries=0,
+            sent_bytes=link.sent_bytes * inside.size,
+            dense_bytes=0,
+        ),
     )
 
 

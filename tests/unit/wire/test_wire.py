@@ -97,7 +97,7 @@ def test_golden_frame() -> None:
     assert body.numpy().tobytes() == GOLDEN_BODY
     raw = header.pack()
     assert len(raw) == RECORD_BYTES == 64
-    assert raw[:12] == b"LOCO" + bytes([9, 3]) + bytes([2, 0, 7, 0, 0, 0])
+    assert raw[:12] == b"LOCO" + bytes([10, 3]) + bytes([2, 0, 7, 0, 0, 0])
     assert raw[16:24] == bytes([1, 0, 0, 0, 0, 0, 0, 0])
     fields = [int.from_bytes(raw[k : k + 8], "little") for k in range(24, 64, 8)]
     checksum = plain_digest(body.numpy().tobytes())
@@ -149,7 +149,7 @@ def test_malformed_fast_bodies_are_refused_by_name(body: str, entries: int, mess
     ("at", "value", "message"),
     [
         (0, 0x58, "starts with b'XOCO'"),
-        (4, 2, "wire version 2; this site speaks version 9"),
+        (4, 2, "wire version 2; this site speaks version 10"),
         (5, 1, "CRC does not match"),
         (6, 1, "CRC does not match"),
         (14, 1, "CRC does not match"),
@@ -195,7 +195,7 @@ RECORDS: list[Record] = [
         site=3, round=9, codec=2, codec_time_ratio=-7, enclosed_bytes=6, norm_bits=5, numel=1 << 40,
         entries=7, payload_bytes=8, sums_bytes=9, digest=DIGEST,
     ),
-    Vote(site=3, round=9, status=Status.REPLICA, subject=1 << 31),
+    Vote(site=3, round=9, status=Status.REPLICA, subject=1 << 31, numel=1 << 40, entries=5, sent_bytes=3),
     FrameHeader(
         kind=Kind.SUMS, site=3, round=9, number=4, codec=2, is_missing=True, numel=5, entries=6, body_bytes=7,
         digest=DIGEST, checksum=DIGEST - 1,
