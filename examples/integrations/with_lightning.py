@@ -21,17 +21,14 @@ class Module(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    def on_train_end(self) -> None:
-        print(self.trainer.callback_metrics)
-
 
 def main() -> None:
     torch.manual_seed(sum(os.environ["LOCO_SITE"].encode()))  # different data at each site
     loader = DataLoader(TensorDataset(torch.randn(256, 16)), batch_size=8)
-    trainer = Trainer(
-        max_steps=32, logger=False, callbacks=[LocoCallback(sync_every=8)], gradient_clip_val=1.0
-    )
+    callback = LocoCallback(sync_every=8)
+    trainer = Trainer(max_steps=32, logger=False, callbacks=[callback], gradient_clip_val=1.0)
     trainer.fit(Module(), loader)
+    print(callback.handle and callback.handle.last_report)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import loco
 
 from . import rank_file
-from .one_site import topology_of_one_world
+from .one_site import log_rounds, topology_of_one_world
 
 
 def attach(
@@ -31,6 +31,7 @@ def attach(
 
     Only the steps that Accelerate runs count, so that `accelerator.accumulate` works. Call `handle.sync()`
     when the loop ends, and `handle.eval()` and `handle.train()` around an evaluation, which then sees θ.
+    Accelerate's trackers get `handle.metrics()` after each round.
 
     Args:
         accelerator: that has prepared the optimizer.
@@ -48,6 +49,7 @@ def attach(
         )
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     handle = loco.attach(inner, topology=topology_of_one_world(topology), in_state_dict=False, **options)
+    log_rounds(handle, accelerator.log)
     folder: Path | None = None  # which is being loaded
 
     def save(models: Any, weights: Any, output_dir: str) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import loco
 
-from .one_site import topology_of_one_world
+from .one_site import log_rounds, topology_of_one_world
 from .site_state import SiteState
 
 
@@ -29,8 +29,7 @@ class LocoCallback(Callback):
     - A checkpoint has the rounds of all ranks of the site, and `fit(ckpt_path=…)` continues bit for bit, if
       the data does: use a stateful loader. Every site needs a folder of its own.
     - The last step ends a round, so that all sites end with the same model.
-    - Logs have `loco/round`, `loco/density`, `loco/residual_norm`, `loco/sent_bytes` and
-      `loco/received_bytes` of the latest round.
+    - The loggers of the Trainer get `handle.metrics()` after each round: docs/integrations.md lists them.
 
     All sites must take equally many steps: give them the same `max_steps`.
 
@@ -40,7 +39,7 @@ class LocoCallback(Callback):
         options: as for `loco.attach`: `sync_every`, `method` and so on.
 
     Attributes:
-        handle: what `loco.attach` returned, once `fit` has begun.
+        handle: what `loco.attach` returned, once `fit` has begun; detached when that has ended.
     """
 
     def __init__(self, *, topology: loco.SiteTopology | None = None, **options: Any) -> None:
@@ -49,6 +48,7 @@ class LocoCallback(Callback):
         self._saved: dict[str, Any] | None = None
         self._site: SiteState | None = None
         self._logged = 0
+        self._fits = False
         self.handle: loco.Attached | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,7 +64,7 @@ class LocoCallback(Callback):
         several = optimizers if len(optimizers) > 1 else optimizers[0]
         self.handle = loco.attach(several, topology=topology, in_state_dict=False, **self._options)
         self._site = SiteState(self.handle)
-        self._logged = 0
+        self._logged, self._fits = 0, True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, None
@@ -81,24 +81,20 @@ class LocoCallback(Callback):
         handle = self._attached
         if trainer.global_step == trainer.max_steps and handle.local_step:
             handle.sync()
-        report = handle.last_report
-        if report is not None and report.round != self._logged:
-            self._logged = report.round
-            for name in ("round", "density", "residual_norm", "sent_bytes", "received_bytes"):
-                pl_module.log(f"loco/{name}", float(getattr(report, name)), batch_size=1)
+        self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.handle is not None:
-            self.handle.eval()
+        if self._fits:
+            self._attached.eval()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.handle is not None:
-            self.handle.train()
+        if self._fits:
+            self._attached.train()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self.handle is None or self._site is None:
+        if not self._fits or self.handle is None or self._site is None:
             return
         checkpoint["loco"] = self._site.state_dict()
         if self.handle.local_step:
@@ -116,6 +112,7 @@ class LocoCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._attached.local_step:  # stopped before `max_steps`
             self._attached.sync()
+            self._log(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -125,12 +122,19 @@ class LocoCallback(Callback):
         """Then Lightning calls no `teardown`."""
         self._leave()
 
+    def _log(self, trainer: Trainer) -> None:
+        report = self._attached.last_report
+        if report is not None and report.round != self._logged:
+            self._logged = report.round
+            for logger in trainer.loggers:
+                logger.log_metrics(self._attached.metrics(), step=trainer.global_step)
+
     def _leave(self) -> None:
-        handle, self.handle = self.handle, None
-        if handle is not None:
-            handle.detach()
+        self._fits = False
+        if self.handle is not None:
+            self.handle.detach()
             if self._topology is None:
-                handle.topology.close()
+                self.handle.topology.close()
 
     @property
     def _attached(self) -> loco.Attached:
@@ -155,7 +159,7 @@ def attach(
         fabric.load(path, state)
 
     Call `handle.sync()` when the loop ends, and `handle.eval()` and `handle.train()` around an evaluation,
-    which then sees θ.
+    which then sees θ. Fabric's loggers get `handle.metrics()` after each round.
 
     Args:
         fabric: that has set up the optimizer.
@@ -168,7 +172,9 @@ def attach(
     """
     _refuse_scaler(fabric._precision.precision)
     topology = topology_of_one_world(topology)
-    return loco.attach(_inner(optimizer), topology=topology, in_state_dict=False, **options)
+    handle = loco.attach(_inner(optimizer), topology=topology, in_state_dict=False, **options)
+    log_rounds(handle, fabric.log_dict)
+    return handle
 
 
 def _inner(optimizer: Any) -> Optimizer:

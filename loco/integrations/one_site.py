@@ -1,17 +1,27 @@
-"""A framework's world must be one site."""
+"""What all frameworks need: their world is one site, and their loggers are told of its rounds."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
 import loco
+from loco.members.sites import VARIABLES
+
+_logger = logging.getLogger(__name__)
 
 
 def topology_of_one_world(topology: loco.SiteTopology | None) -> loco.SiteTopology:
-    """`topology`, or by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT.
+    """`topology`, or by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT. If none of
+    them is set this world is the only site, which a warning says.
 
     Raises:
         ValueError: torch's world holds several sites.
     """
-    topology = topology or loco.Sites()
+    if topology is None:
+        topology = loco.Sites() if any(map(os.environ.get, VARIABLES)) else _the_only_site()
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != topology.ranks_per_site:
         raise ValueError(
@@ -20,3 +30,21 @@ def topology_of_one_world(topology: loco.SiteTopology | None) -> loco.SiteTopolo
             f"world of its own (its own torchrun or accelerate launch), and use topology=loco.Sites(…)"
         )
     return topology
+
+
+def _the_only_site() -> loco.SiteTopology:
+    """For a script that is tried on one machine first."""
+    _logger.warning(
+        "LOCO_SITES, LOCO_SITE and LOCO_AT are not set: this is a run of one site, for a try. Its rounds "
+        "exchange nothing. Set them on every site: docs/sites.md"
+    )
+    if dist.is_initialized():
+        return loco.Topology(ranks_per_site=dist.get_world_size())
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    return loco.Sites(1, site="alone", at=f"127.0.0.1:{port}")
+
+
+def log_rounds(handle: loco.Attached, log: Callable[[Mapping[str, float], int], object]) -> None:
+    """Have `log(metrics, step)` called after each round."""
+    handle.register_report_hook(lambda _: log(handle.metrics(), handle.round * handle.sync_every))

@@ -2,6 +2,7 @@
 
     config.optimizer = LocoOptimizersContainer.of(config.optimizer, sync_every=8)
     config.validator = LocoValidator.of(config.validator)
+    config.metrics = LocoMetricsProcessor.of(config.metrics)
     trainer = config.build()
 
 Every site starts it as a world of its own, with LOCO_SITES, LOCO_SITE and LOCO_AT set.
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 
@@ -20,6 +22,7 @@ import loco
 
 from .one_site import topology_of_one_world
 
+_NO_ROUNDS = "this model has no rounds: config.optimizer must be LocoOptimizersContainer.of(…)"
 # By the first part of the model, which is all that a validator is told.
 _handles: WeakKeyDictionary[nn.Module, loco.Attached] = WeakKeyDictionary()
 
@@ -82,14 +85,37 @@ class LocoValidator(Validator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         handle = _handles.get(model_parts[0])
         if handle is None:
-            raise ValueError(
-                "this model has no rounds: config.optimizer must be LocoOptimizersContainer.of(…)"
-            )
+            raise ValueError(_NO_ROUNDS)
         handle.eval()
         try:
             super().validate(model_parts, step)
         finally:
             handle.train()
+
+
+class LocoMetricsProcessor(MetricsProcessor):
+    """torchtitan's metrics, and beside them those of the latest round, once."""
+
+    _logged = 0
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    @classmethod
+    def of(cls, config: MetricsProcessor.Config) -> "LocoMetricsProcessor.Config":
+        return cls.Config(**_fields_of(config))
+
+    def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        assert self.model_parts is not None
+        handle = _handles.get(self.model_parts[0])
+        if handle is None:
+            raise ValueError(_NO_ROUNDS)
+        extra = dict(extra_metrics or {})
+        if handle.round != self._logged:
+            self._logged = handle.round
+            extra |= handle.metrics()
+        super().log(*args, extra_metrics=extra, **kwargs)
 
 
 def _fields_of(config: Any) -> dict[str, Any]:

@@ -6,16 +6,22 @@
 Every site starts it as a world of its own, with LOCO_SITES, LOCO_SITE and LOCO_AT set.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import loco
+from loco.sync import Publisher
 
 from . import rank_file
 from .one_site import topology_of_one_world
+from .reporters import log_before_reporters
+from .resuming import find_checkpoints_by, newest_of_all
 
 
 class LocoCallback(TrainerCallback):
@@ -23,12 +29,14 @@ class LocoCallback(TrainerCallback):
 
     - What the Trainer evaluates and saves is θ, not this site's weights between two rounds.
     - Every rank saves the state of its rounds beside the Trainer's checkpoint, and `resume_from_checkpoint`
-      continues bit for bit. Every site needs an `output_dir` of its own. The checkpoint is looked for in
-      `output_dir`; if it is elsewhere, set `args.resume_from_checkpoint` to it, too.
+      continues bit for bit; if it is True, from the newest checkpoint that all sites have. Every site needs
+      an `output_dir` of its own. If the checkpoint is elsewhere, set `args.resume_from_checkpoint` to it,
+      too.
     - The last step ends a round, so that all sites end with the same model. With `load_best_model_at_end`
       they end with the best that they have evaluated, which is the same if they evaluate on the same data.
-    - Logs have `loco/round`, `loco/density` and `loco/residual_norm` of the latest round, and
-      `loco/sent_bytes` and `loco/received_bytes` of all rounds of this training.
+    - Logs have `handle.metrics()` of the latest round, and all of `report_to` get them under these names:
+      docs/integrations.md lists them.
+    - With `publish` all sites together publish the model after each round, for inference workers.
 
     All sites must take equally many steps: give them the same `max_steps`.
 
@@ -37,35 +45,67 @@ class LocoCallback(TrainerCallback):
     other sites, whose next round fails, must begin again, too.
 
     Args:
+        saving: how much is held back, the `ulps` of `loco.holding_back`, which is given the model's width,
+            the Trainer's learning rate and `sync_every`. None: what `options` say.
+        publish: where versions of the weights go, the `url` of a `loco.sync.Publisher`. All ranks of all
+            sites write there.
         topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT, and is left when
             the training ends: a site that still expects a round is told so at once.
         options: as for `loco.attach`: `sync_every`, `method` and so on.
 
     Attributes:
-        handle: what `loco.attach` returned, once training has begun.
+        handle: what `loco.attach` returned, once training has begun; detached when that has ended.
+        publisher: with `publish` and while training lasts, the `loco.sync.Publisher`.
     """
 
-    def __init__(self, *, topology: loco.SiteTopology | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        saving: float | None = None,
+        publish: str | None = None,
+        topology: loco.SiteTopology | None = None,
+        **options: Any,
+    ) -> None:
+        self._saving, self._publish = saving, publish
         self._topology = topology
+        self._joined: loco.SiteTopology | None = None  # before training begins
         self._options = options
-        self._sent = self._received = self._counted = self._logged = 0
+        self._logged = 0
         self.handle: loco.Attached | None = None
+        self.publisher: Publisher | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        find_checkpoints_by(self._newest_of_all, str(args.output_dir))
+
+    def _newest_of_all(self, folder: str) -> str | None:
+        self._leave()
+        self._joined = topology_of_one_world(self._topology)
+        return newest_of_all(self._joined, folder)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         _refuse(args, state)
         self._leave()  # a training that has failed: no hook says so when it does
-        topology = topology_of_one_world(self._topology)
-        optimizer = kwargs["optimizer"]
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
+        options = self._options
+        if self._saving is not None:
+            options = _holding_back(self._saving, model, args, options) | options
+        topology, self._joined = self._joined or topology_of_one_world(self._topology), None
         loaded = rank_file.fingerprint(optimizer)
-        self.handle = handle = loco.attach(optimizer, topology=topology, in_state_dict=False, **self._options)
+        _name_parameters(optimizer, model)
+        self.handle = handle = loco.attach(optimizer, topology=topology, in_state_dict=False, **options)
         if state.global_step:
             rank_file.load(handle, _checkpoint(args, state), loaded)
-        self._sent = self._received = 0
-        self._counted = self._logged = handle.round
+        self._logged = handle.round
+        log_before_reporters(self)
+        if self._publish is not None:
+            self.publisher = Publisher(model, self._publish, stream=topology)
+            self.publisher.after(handle)
         if args.eval_on_start:
             handle.eval()
 
@@ -78,10 +118,8 @@ class LocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         handle = self._attached
-        self._count()
         if control.should_training_stop and handle.local_step:
             handle.sync()
-            self._count()
         if control.should_evaluate or control.should_save:
             handle.eval()
 
@@ -112,15 +150,9 @@ class LocoCallback(TrainerCallback):
         if report is None or logs is None or report.round == self._logged:
             return
         self._logged = report.round
-        own = {
-            "loco/round": report.round,
-            "loco/density": report.density,
-            "loco/residual_norm": report.residual_norm,
-            "loco/sent_bytes": self._sent,
-            "loco/received_bytes": self._received,
-        }
-        logs.update(own)
-        state.log_history[-1].update(own)  # where the Trainer has copied them to
+        metrics = self._attached.metrics()
+        logs.update(metrics)
+        state.log_history[-1].update(metrics)  # where the Trainer has copied the logs to
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -138,20 +170,15 @@ class LocoCallback(TrainerCallback):
             self.handle.detach()
             if self._topology is None:
                 self.handle.topology.close()
+        publisher, self.publisher = self.publisher, None
+        if publisher is not None:
+            publisher.close()
 
     @property
     def _attached(self) -> loco.Attached:
         if self.handle is None:
             raise RuntimeError("training has not begun")
         return self.handle
-
-    def _count(self) -> None:
-        """Add the bytes of a round that has just been run."""
-        report = self._attached.last_report
-        if report is not None and report.round != self._counted:
-            self._counted = report.round
-            self._sent += report.sent_bytes
-            self._received += report.received_bytes
 
 
 def _refuse(args: TrainingArguments, state: TrainerState) -> None:
@@ -162,6 +189,27 @@ def _refuse(args: TrainingArguments, state: TrainerState) -> None:
         )
     if state.is_hyper_param_search:
         raise ValueError("a hyperparameter search can't be used with loco: every trial would need all sites")
+
+
+def _holding_back(
+    saving: float, model: Any, args: TrainingArguments, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    if width is None:
+        raise ValueError(
+            f"the configuration of {type(model).__name__} does not say how wide it is (hidden_size): in the "
+            f"place of saving={saving} give **loco.holding_back({saving}, width=…, lr={args.learning_rate})"
+        )
+    every = {"sync_every": options["sync_every"]} if "sync_every" in options else {}
+    return dict(loco.holding_back(saving, width=width, lr=args.learning_rate, **every))
+
+
+def _name_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """As `AdamW(model.named_parameters())` does: so errors say "model.layers.3…" and not "group0.param0"."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        if all(id(p) in names for p in group["params"]):
+            group["param_names"] = [names[id(p)] for p in group["params"]]
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

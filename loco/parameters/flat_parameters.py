@@ -214,9 +214,11 @@ def _named_parameters(inner: Optimizer) -> list[tuple[str, Tensor]]:
     """
     named: list[tuple[str, Tensor]] = []
     seen: set[int] = set()
+    given = [name for group in inner.param_groups for name in group.get("param_names") or []]
+    is_unique = len(set(given)) == len(given)
     for g, group in enumerate(inner.param_groups):
         names = group.get("param_names") or [f"param{k}" for k in range(len(group["params"]))]
-        prefix = "" if "param_names" in group and len(inner.param_groups) == 1 else f"group{g}."
+        prefix = "" if "param_names" in group and is_unique else f"group{g}."
         for name, p in zip(names, group["params"], strict=True):
             if id(p) not in seen:
                 seen.add(id(p))

@@ -36,7 +36,7 @@ def test_two_sites_run_the_example(example: Path, tmp_path: Path) -> None:
         for site in sites:
             out, err = site.communicate(timeout=180)
             assert site.returncode == 0, err
-            assert "round 4: sent" in out or "'loco/round': tensor(4.)" in out or "round 2: sent" in out, out
+            assert "round 4: sent" in out or "round 2: sent" in out, out
     finally:
         for site in sites:
             site.kill()

@@ -226,9 +226,9 @@ def test_reports_are_in_the_logs(tmp_path: Path) -> None:
     (berlin,), _ = launch_worlds(trainer_site, str(tmp_path), {})
     logged = {e["step"]: e for e in berlin.more["log"] if "loco/round" in e}
     assert [(step, entry["loco/round"]) for step, entry in logged.items()] == [(4, 1), (8, 2), (10, 3)]
-    first, second, third = berlin.reports
-    assert logged[10]["loco/sent_bytes"] == first.sent_bytes + second.sent_bytes + third.sent_bytes
-    assert logged[8]["loco/received_bytes"] == first.received_bytes + second.received_bytes
+    first, second, third = (report.site for report in berlin.reports)
+    assert logged[10]["loco/sent_bytes_total"] == first.sent_bytes + second.sent_bytes + third.sent_bytes
+    assert logged[8]["loco/sent_bytes"] == second.sent_bytes
     assert logged[4]["loco/density"] == first.density
 
 

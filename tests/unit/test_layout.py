@@ -1,6 +1,8 @@
 """The flat view drops nothing: buckets that lose the last tensor, or one larger than the bucket, are the
 classic mistake."""
 
+from typing import Any
+
 import torch
 from scripted import parameters
 from torch import nn
@@ -58,6 +60,13 @@ def test_names_that_two_groups_share_hide_no_parameter() -> None:
     layout = FlatParameters(inner)
     assert layout.numel == 9 + 16
     assert layout.names == ["group0.weight", "group0.bias", "group1.weight", "group1.bias"]
+
+
+def test_names_of_one_model_in_several_groups_stay_what_they_are() -> None:
+    """As where biases are not decayed."""
+    weight, bias = nn.Linear(2, 3).named_parameters()
+    groups: list[Any] = [{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}]
+    assert FlatParameters(torch.optim.SGD(groups, lr=0.1)).names == ["weight", "bias"]
 
 
 def test_a_position_belongs_to_the_parameter_that_holds_it() -> None:
