@@ -1,4 +1,4 @@
-"""What concerns all ranks, logged once on each machine, and waits that last, logged every minute."""
+"""What concerns all ranks, logged once on each machine; and waits and transfers that last, each minute."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from weakref import WeakSet
 
 REMIND_EVERY = 60.0  # seconds of one wait
-SAY_SOON = 4.0  # seconds, for a wait at the start, which may end only once somebody has mended what is wrong
+SAY_SOON = 4.0  # seconds, for what a user waits for at the start, or what can't be seen otherwise
 
 
 def warn_once_per_machine(logger: logging.Logger, message: str, *args: object) -> None:
@@ -48,6 +48,44 @@ class Waiting:
         self.due = now + REMIND_EVERY
         text = "still waiting after %.0f s: %s"
         warn_once_per_machine(self._logger, text, now - self._began, self._what())
+
+
+class Progress(Waiting):
+    """A wait while bytes are moved, which soon says how far that has come and how long the rest may take.
+
+    Args:
+        what: is moved, such as "reading checkpoint 3".
+        total: bytes; None: nobody knows yet.
+        done: how many have been moved, if that is known otherwise than by `add`.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, what: str, total: int | None, done: Callable[[], int] | None = None
+    ) -> None:
+        super().__init__(logger, lambda: self._told(what, total), first=SAY_SOON)
+        self._added = 0
+        self._done = done or (lambda: self._added)
+
+    def add(self, count: int) -> None:
+        self._added += count
+
+    def _told(self, what: str, total: int | None) -> str:
+        try:
+            done = self._done()
+        except (OSError, ValueError):  # a file that has just been closed
+            return what
+        seconds = time.monotonic() - self._began
+        of = "" if total is None else f" of {_megabytes(total)}"
+        text = f"{what}: {_megabytes(done)}{of} MB"
+        if not done:
+            return text
+        rate = done / seconds
+        left = "" if total is None else f", about {max(total - done, 0) / rate:.0f} s left"
+        return f"{text} at {_megabytes(rate)} MB/s{left}"
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.1f}"
 
 
 class _Clock:

@@ -3,6 +3,7 @@
 Reading one never runs code that the file names.
 """
 
+import logging
 import os
 import stat
 import zipfile
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..logs import Progress
+
+_logger = logging.getLogger(__name__)
 _FILE = "state.pt"
 _DEEPEST = 100  # dicts, lists and tuples in each other
 Open = Callable[[str], BinaryIO]  # of a checkpoint's file, by name
@@ -61,7 +65,12 @@ def _copied(path: str, value: Any) -> Any:
 
 
 def write(tree: Any, folder: Path) -> None:
-    with (folder / _FILE).open("wb") as file:
+    sizes: list[int] = []
+    mapped(tree, lambda _, value: sizes.append(value.nbytes if isinstance(value, Tensor) else 0))
+    with (
+        (folder / _FILE).open("wb") as file,
+        Progress(_logger, f"writing {folder}", sum(sizes), lambda: os.fstat(file.fileno()).st_size),
+    ):
         try:
             torch.save(tree, file)
         except RuntimeError as error:

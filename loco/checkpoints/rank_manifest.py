@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
+from ..logs import Progress
 from ..members.view import SiteTopology
 from ..round.state import check_same, digest_of
 from ..version import VERSION
@@ -17,6 +19,7 @@ from .formats import opened
 from .protocol import Saveable
 from .reshard import same_model
 
+_logger = logging.getLogger(__name__)
 NAME = "manifest.json"
 _MOST_BYTES = 1 << 25  # of the manifest: of a hundred thousand parameters
 _MOST_SITES, _MOST_RANKS = 1 << 16, 1 << 20
@@ -175,7 +178,10 @@ def sha256(path: Path) -> str:
 
 
 def _sha256(file: BufferedReader) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
+    descriptor = file.fileno()
+    size, what = os.fstat(descriptor).st_size, f"checking {file.name}"
+    with Progress(_logger, what, size, lambda: os.lseek(descriptor, 0, os.SEEK_CUR)):
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _nests(value: Any, depth: int) -> bool:

@@ -5,6 +5,7 @@ and on NCCL, takes unequal sizes, and what it is handed is what goes on the wire
 of a collective.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ from torch import Tensor
 from ..coordination.authentication import SEAL_BYTES, MessageSeals
 from ..coordination.heartbeats import Heartbeats, guarded
 from ..errors import AuthenticationError, TransportError, WireError, first_line
+from ..logs import Progress
 from .mesh import Mesh, Parcel, Work
 from .pending import PendingMessages
 
+_logger = logging.getLogger(__name__)
 CHUNK = 1 << 20  # elements of one message of a long tensor: 4 MiB
 # What a peer can make this rank take in before it is known what it says: names and shapes of all parameters.
 MOST_BLOB_BYTES = 1 << 28
@@ -188,6 +191,10 @@ class Transport:
         that none sends more than one copy."""
         self.swap_records(b"\0", phase=phase)  # NCCL wants all members in the first messages of a group
         chunks = tensor.split(CHUNK)
+        with Progress(_logger, phase, tensor.nbytes) as progress:
+            self._pass_on(chunks, progress, phase=phase)
+
+    def _pass_on(self, chunks: Sequence[Tensor], progress: Progress, *, phase: str) -> None:
         for step in range(len(chunks) + self.size - 2):
             leaving, coming = step - self.rank, step - self.rank + 1
             outgoing: list[tuple[int, Tensor]] = []
@@ -201,6 +208,9 @@ class Transport:
             self.post(outgoing, incoming, phase=phase).wait(watching=self.peers)
             if staged is not None:
                 chunks[coming].copy_(staged)
+            moved = coming if staged is not None else leaving
+            if outgoing or incoming:
+                progress.add(chunks[moved].nbytes)
 
     @contextmanager
     def vigil(self, peers: Sequence[int], *, phase: str) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Waits that last say what for: every minute, and soon where somebody may have to mend something."""
 
 import logging
+import re
 import threading
 import time
 from queue import SimpleQueue
@@ -8,7 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from loco import logs
-from loco.logs import Waiting
+from loco.logs import Progress, Waiting
 
 
 class Heard(logging.Handler):
@@ -71,3 +72,27 @@ def test_a_wait_that_is_to_be_told_of_soon_does_not_wait_for_others(
     with Waiting(logger, lambda: "long"), Waiting(logger, lambda: "soon", first=0.05):
         assert heard.texts.get(timeout=20.0).endswith("s: soon")
     assert heard.texts.qsize() == 0
+
+
+def test_a_transfer_says_how_far_it_is_and_how_long_the_rest_takes(
+    monkeypatch: pytest.MonkeyPatch, logger: logging.Logger, heard: Heard
+) -> None:
+    monkeypatch.setattr(logs, "SAY_SOON", 0.0)
+    monkeypatch.setattr(logs, "REMIND_EVERY", 0.05)
+    with Progress(logger, "reading", 8_000_000) as progress:
+        assert heard.texts.get(timeout=20.0) == "still waiting after 0 s: reading: 0.0 of 8.0 MB"
+        progress.add(2_000_000)
+        time.sleep(0.3)
+        while not (told := heard.texts.get(timeout=20.0)).endswith("left"):
+            pass
+    found = re.fullmatch(r"still .* s: reading: 2\.0 of 8\.0 MB at ([\d.]+) MB/s, about (\d+) s left", told)
+    assert found is not None, told
+    assert float(found[2]) == pytest.approx(6.0 / float(found[1]), abs=1.0)  # both are rounded
+
+
+def test_a_transfer_of_unknown_size_says_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, logger: logging.Logger, heard: Heard
+) -> None:
+    monkeypatch.setattr(logs, "SAY_SOON", 0.1)
+    with Progress(logger, "writing", None, lambda: 3_000_000):
+        assert re.fullmatch(r".* s: writing: 3\.0 MB at [\d.]+ MB/s", heard.texts.get(timeout=20.0))

@@ -3,12 +3,14 @@
 import json
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
 
 from ...errors import TransportError, WireError
+from ...logs import Progress
 from ...members.view import Handover, View
 from ...net.transport import CHUNK, Transport, as_bytes
 from ...report import SiteTotals, SyncReport
@@ -41,9 +43,10 @@ def give(link: Transport, peer: int, head: Head, tensors: list[Tensor]) -> None:
     """
     phase = f"giving round {head.round} to {link.called(peer)}"
     link.send_blob(json.dumps(asdict(head)).encode(), [peer], phase=phase)
-    for tensor in tensors:
-        for part in tensor.split(CHUNK):
+    with Progress(_logger, phase, sum(tensor.nbytes for tensor in tensors)) as progress:
+        for part in _chunks(tensors):
             link.swap({peer: as_bytes(part.to(link.device))}, {}, phase=phase)
+            progress.add(part.nbytes)
 
 
 def take_head(link: Transport, peer: int) -> Head:
@@ -74,14 +77,20 @@ def take(link: Transport, peer: int, head: Head, tensors: list[Tensor]) -> None:
         TransportError: the peer is gone, or what came is not what it gave.
     """
     phase = f"taking round {head.round} from {link.called(peer)}"
-    for tensor in tensors:
-        for part in tensor.split(CHUNK):
+    with Progress(_logger, phase, sum(tensor.nbytes for tensor in tensors)) as progress:
+        for part in _chunks(tensors):
             staged = torch.empty_like(part, device=link.device)
             link.swap({}, {peer: as_bytes(staged)}, phase=phase)
             part.copy_(staged)
+            progress.add(part.nbytes)
     digests = [digest_of(tensor) for tensor in tensors]
     if digests != head.digests:
         raise TransportError(f"{phase}: what came has the digests {digests}, not {head.digests}")
+
+
+def _chunks(tensors: list[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield from tensor.split(CHUNK)
 
 
 def hand_over_state(state: OuterState, handover: Handover) -> None:

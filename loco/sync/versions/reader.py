@@ -13,6 +13,7 @@ from torch import Tensor
 from loco import kernels
 
 from ...errors import AuthenticationError
+from ...logs import Progress
 from ..errors import DamagedError, NoVersionError, OtherTrainingError, StaleStoreError
 from ..storage.stores import Store
 from .layout import Layout, digest_of, name_of_dtype
@@ -177,10 +178,11 @@ def _read(store: Store, path: str, size: int) -> bytearray:
     """
     content = bytearray()  # grows in place, where joined chunks would be there twice
     try:
-        for chunk in store.read_chunks(path):
-            content += memoryview(chunk)[: size + 1 - len(content)]
-            if len(content) > size:
-                break
+        with Progress(logger, f"reading {path}", size, lambda: len(content)):
+            for chunk in store.read_chunks(path):
+                content += memoryview(chunk)[: size + 1 - len(content)]
+                if len(content) > size:
+                    break
     except FileNotFoundError as error:
         raise DamagedError(path, "is not there") from error
     if len(content) != size:

@@ -9,6 +9,7 @@ from contextlib import suppress
 import torch
 
 from ...errors import AuthenticationError
+from ...logs import Progress
 from ..errors import DamagedError, MixedVersionError, TakenOverError
 from ..storage.names import Buffer
 from ..storage.stores import Store
@@ -167,7 +168,8 @@ class Writer:
                     digest.update(chunk)
                     yield chunk
 
-        self._store.write_chunks(path, chunks())
+        with Progress(logger, f"writing {path}", None, lambda: sum(sizes.values())):
+            self._store.write_chunks(path, chunks())
         changed = entries or {}
         return File(
             path=path,
