@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import loco
 
-from .one_site import log_rounds, topology_of_one_world
+from .one_site import advance, log_rounds, steps_of_the_run, topology_of_one_world
 from .site_state import SiteState
 
 
@@ -31,7 +31,8 @@ class LocoCallback(Callback):
     - The last step ends a round, so that all sites end with the same model.
     - The loggers of the Trainer get `handle.metrics()` after each round: docs/integrations.md lists them.
 
-    All sites must take equally many steps: give them the same `max_steps`.
+    All sites must take equally many steps: give them the same `max_steps`. Where sites come and go
+    (LOCO_AT_LEAST) one that comes back takes the steps that the others have left.
 
     Args:
         topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT, and is left when
@@ -68,19 +69,30 @@ class LocoCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, None
-        if saved is None or self._site is None:
-            return
+        if saved is not None:
+            self._load(saved)
+        steps = steps_of_the_run(self._attached)
+        if steps > trainer.global_step:
+            for schedule in trainer.lr_scheduler_configs:
+                if schedule.interval == "step":
+                    advance(schedule.scheduler, steps // schedule.frequency)
+
+    def _load(self, saved: dict[str, Any]) -> None:
         if not saved:
             raise ValueError(
                 "this checkpoint has no state of the rounds: it was saved without loco. Load its weights "
                 "into the module, and fit without ckpt_path"
             )
+        assert self._site is not None
         self._site.load_state_dict(saved)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         handle = self._attached
-        if trainer.global_step == trainer.max_steps and handle.local_step:
-            handle.sync()
+        steps = max(trainer.global_step, steps_of_the_run(handle))
+        if steps >= trainer.max_steps > 0:
+            trainer.should_stop = True
+            if handle.local_step:
+                handle.sync()
         self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

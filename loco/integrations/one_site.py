@@ -3,9 +3,11 @@
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
 import loco
 from loco.members.sites import VARIABLES
@@ -43,6 +45,22 @@ def _the_only_site() -> loco.SiteTopology:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     return loco.Sites(1, site="alone", at=f"127.0.0.1:{port}")
+
+
+def steps_of_the_run(handle: loco.Attached) -> int:
+    """The step at which this site is by the rounds of the run, which the others have gone on with while it
+    was away. 0 where sites do not come and go."""
+    if not handle.topology.is_elastic:
+        return 0
+    return handle.round * handle.sync_every + handle.local_step
+
+
+def advance(scheduler: LRScheduler, steps: int) -> None:
+    """Bring a schedule of the learning rate to so many steps."""
+    scheduler.last_epoch = steps - 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before a step: it is meant
+        scheduler.step()
 
 
 def log_rounds(handle: loco.Attached, log: Callable[[Mapping[str, float], int], object]) -> None:

@@ -19,7 +19,7 @@ import loco
 from loco.sync import Publisher
 
 from . import rank_file
-from .one_site import topology_of_one_world
+from .one_site import advance, steps_of_the_run, topology_of_one_world
 from .reporters import log_before_reporters
 from .resuming import find_checkpoints_by, newest_of_all
 
@@ -38,7 +38,8 @@ class LocoCallback(TrainerCallback):
       docs/integrations.md lists them.
     - With `publish` all sites together publish the model after each round, for inference workers.
 
-    All sites must take equally many steps: give them the same `max_steps`.
+    All sites must take equally many steps: give them the same `max_steps`. Where sites come and go
+    (LOCO_AT_LEAST) one that comes back goes on at the step at which the others are.
 
     A training that has failed can be begun again in the same process, by `train()` or by
     `auto_find_batch_size`, which calls the callback anew: it then leaves the sites and joins them again. The
@@ -102,6 +103,7 @@ class LocoCallback(TrainerCallback):
         if state.global_step:
             rank_file.load(handle, _checkpoint(args, state), loaded)
         self._logged = handle.round
+        self._catch_up(state, kwargs["lr_scheduler"])
         log_before_reporters(self)
         if self._publish is not None:
             self.publisher = Publisher(model, self._publish, stream=topology)
@@ -118,10 +120,20 @@ class LocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         handle = self._attached
+        self._catch_up(state, kwargs["lr_scheduler"])
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = True
         if control.should_training_stop and handle.local_step:
             handle.sync()
         if control.should_evaluate or control.should_save:
             handle.eval()
+
+    def _catch_up(self, state: TrainerState, scheduler: Any) -> None:
+        """Count as the other sites do, after this one has been away."""
+        steps = steps_of_the_run(self._attached)
+        if steps > state.global_step:
+            state.global_step = steps
+            advance(getattr(scheduler, "scheduler", scheduler), steps)  # Accelerate wraps it
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -84,6 +84,8 @@ class FixedSites:
         TransportError: a rank did not come, or the store does not answer.
     """
 
+    is_elastic = False
+
     def __init__(
         self,
         ranks: Ranks,

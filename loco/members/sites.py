@@ -138,6 +138,11 @@ class Sites:
         return self._as.rank_in_site
 
     @property
+    def is_elastic(self) -> bool:
+        """Sites come and go: by `at_least`, or a lighthouse."""
+        return isinstance(self._as, ElasticSites)
+
+    @property
     def site_group(self) -> dist.ProcessGroup | None:
         """This site's world."""
         return self._as.site_group

@@ -191,6 +191,7 @@ class SiteTopology(Protocol):
         site: this rank's site.
         ranks_per_site: equal on all sites.
         rank_in_site: this rank's number inside its site.
+        is_elastic: sites come and go while others train.
         site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
         rendezvous: by which the ranks that save together agree outside of rounds.
         closed: why it is closed; "" as long as it is open.
@@ -207,6 +208,9 @@ class SiteTopology(Protocol):
 
     @property
     def rank_in_site(self) -> int: ...
+
+    @property
+    def is_elastic(self) -> bool: ...
 
     @property
     def site_group(self) -> dist.ProcessGroup | None: ...
