@@ -12,7 +12,10 @@ _COMMANDS = {
         "loco.commands.meet",
         "host the store at which sites meet, so that none of them has to",
     ),
-    "sync": ("loco.commands.sync", "weights for inference workers: sync serve DIR serves them over HTTP"),
+    "sync": (
+        "loco.commands.sync",
+        "weights for inference workers: serve them over HTTP, or ls, stat, verify, export, pull",
+    ),
 }
 _USAGE = "usage: python -m loco COMMAND …; each has --help\n\n" + "\n".join(
     f"  {name:6}  {what}" for name, (_, what) in _COMMANDS.items()

@@ -1,7 +1,7 @@
-"""The command line: python -m loco sync serve DIR [--host HOST] [--port PORT] [--upstream URL] [--writable]
-                                              [--certfile PEM [--keyfile PEM]]
+"""The command line: python -m loco sync serve DIR …, and ls, stat, verify, export, pull URL …
 
-Ends with 0 when it is stopped by SIGTERM, 130 by Ctrl-C, and 2 with a sentence if it can't start.
+Ends with 0 when it is done, or a server is stopped by SIGTERM; 1 if `verify` found damage; 130 by Ctrl-C; and
+2 with a sentence if it can't.
 """
 
 import argparse
@@ -9,21 +9,113 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from ..errors import LocoError
+from ..sync.archive import Archive, Version
 from ..sync.storage.bearer import TOKEN_VARIABLE
 from ..sync.storage.server import DEFAULT_PORT, serve
 from .ended import ended
 
 _FILES = 4096  # open at once: connections and what they read
+_DAMAGED = 1  # the exit status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loco sync", description="Weights for inference workers.")
     commands = parser.add_subparsers(metavar="command", required=True)
     _add_serve(commands.add_parser("serve", help="serve a store over HTTP, or relay another one"))
+    _add(commands, "ls", _list, "list the versions of a store, a line each")
+    _add(commands, "stat", _stat, "say what a store holds, in a few lines")
+    _add(commands, "verify", _verify, "read every file, and bring memory to every version in turn")
+    exporting = _add(commands, "export", _export, "write a version's weights to a file of safetensors")
+    exporting.add_argument("file", metavar="FILE", type=Path, help="to write, e.g. model.safetensors")
+    exporting.add_argument("--version", metavar="N", type=int, help="by default the newest")
+    pulling = _add(commands, "pull", _pull, "copy what another store lacks, e.g. to a local folder")
+    pulling.add_argument("to", metavar="DIR", help="a folder, or the URL of a store that can be written")
     options = parser.parse_args(arguments)
-    return ended(parser.prog, lambda: options.run(options))
+    return ended(parser.prog, lambda: _run(options))
+
+
+def _add(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    what: str,
+) -> argparse.ArgumentParser:
+    """A command about the store at a URL."""
+    parser = commands.add_parser(name, help=what)
+    parser.description = f"{what[0].upper()}{what[1:]}. A server may ask for the token in {TOKEN_VARIABLE}."
+    parser.add_argument("url", metavar="URL", help="a folder, s3://…, or the http:// address of `sync serve`")
+    parser.add_argument(
+        "--key-file", metavar="FILE", type=Path, help="with the key that seals the versions, if there is one"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        return options.run(options)
+    except LocoError as error:  # to be said in a sentence, as any mistake
+        raise ValueError(str(error)) from error
+
+
+def _archive(options: argparse.Namespace) -> Archive:
+    return Archive(options.url, key=options.key_file.read_bytes() if options.key_file else None)
+
+
+def _list(options: argparse.Namespace) -> int:
+    for version in _archive(options).versions():
+        print(_line(version))
+    return 0
+
+
+def _line(version: Version) -> str:
+    kind = "anchor" if version.is_anchor else "patch"
+    changed = "" if version.changed is None else f", {version.changed:,} elements changed"
+    by = f", by {len(version.manifests)} publishers" if len(version.manifests) > 1 else ""
+    return f"version {version.number}: {kind}, {version.bytes:,} bytes{changed}{by}"
+
+
+def _stat(options: argparse.Namespace) -> int:
+    archive = _archive(options)
+    versions = archive.versions()
+    first, last = versions[0], versions[-1]
+    layout = archive.layout(last)
+    anchors = [version.number for version in versions if version.is_anchor]
+    print(f"versions: {len(versions)}, from {first.number} to {last.number}")
+    print(f"anchors:  {', '.join(map(str, anchors)) or 'none'}")
+    print(f"bytes:    {sum(version.bytes for version in versions):,}")
+    print(f"weights:  {len(layout)} tensors of {sum(t.numel() for t in layout.values()):,} elements")
+    print(f"training: {last.manifests[0].training}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    damaged = list(_archive(options).verify(lambda what: print(what, flush=True)))
+    for sentence in damaged:
+        print(sentence, file=sys.stderr)
+    print("all is what was published" if not damaged else f"{len(damaged)} are damaged")
+    return _DAMAGED if damaged else 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ValueError("export needs safetensors: pip install safetensors") from error
+    version, weights = _archive(options).tensors(options.version)
+    save_file(weights, options.file, {"format": "pt", "loco_version": str(version)})
+    print(f"version {version}: {len(weights)} tensors in {options.file}")
+    return 0
+
+
+def _pull(options: argparse.Namespace) -> int:
+    copied = _archive(options).copy_to(options.to, lambda path: print(path, flush=True))
+    print(f"{copied} files are new in {options.to}")
+    return 0
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 from ..storage.stores import Store
 
-_PATH = "training"
-_MOST_BYTES = 1024
+PATH = "training"
+MOST_BYTES = 1024
 
 
 def checked_training(name: str | None) -> str | None:
@@ -26,9 +26,9 @@ def training_of(store: Store) -> str:
     with suppress(FileNotFoundError):
         return _read(store)
     with suppress(FileExistsError):
-        store.create(_PATH, uuid.uuid4().hex.encode())
+        store.create(PATH, uuid.uuid4().hex.encode())
     return _read(store)
 
 
 def _read(store: Store) -> str:
-    return hashlib.sha256(store.read(_PATH, _MOST_BYTES)).hexdigest()
+    return hashlib.sha256(store.read(PATH, MOST_BYTES)).hexdigest()
