@@ -98,7 +98,7 @@ def _run(
     try:
         if signal_name == "SIGSTOP":
             _kill_once_stopped(folder / victim[0] / "struck", running[victim[0]])
-        printed = [process.communicate(timeout=150)[0] for process in running.values()]
+        printed = [process.communicate(timeout=400)[0] for process in running.values()]
         said = [[folder / name / f"said-{rank}" for rank in range(ranks)] for name in running]
         return [
             Site(text, [file.read_text().splitlines() if file.exists() else [] for file in files])
