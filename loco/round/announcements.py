@@ -7,6 +7,8 @@ Few entries follow their announcement in the same message: then no exchange is n
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -153,3 +155,21 @@ def replica_problem(across: Transport, said: Sequence[Announcement | Vote]) -> P
             )
             return Problem(Status.REPLICA, one.site, seen)
     return None
+
+
+def outliers(norms: Sequence[float], factor: float | None) -> tuple[int, ...]:
+    """The sites that are left out of a round, the same on all: their update's norm is more than `factor` times
+    the median of the others'.
+
+    Args:
+        norms: by site, as all sites were told them.
+        factor: None leaves nobody out.
+    """
+    if factor is None:
+        return ()
+    found = []
+    for site, norm in enumerate(norms):
+        usual = median(others) if (others := [*norms[:site], *norms[site + 1 :]]) else norm
+        if not isfinite(norm) or norm > factor * usual > 0:
+            found.append(site)
+    return tuple(found)

@@ -13,7 +13,6 @@ is left waiting. Only a lost link can't be voted on.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -27,17 +26,17 @@ from ..exchange import EXCHANGES, Transfer, open_enclosed
 from ..exchange.overflow import adds_up_to_infinity
 from ..exchange.wire_config import WireConfig
 from ..members.view import View
-from ..report import SiteTotals, SyncReport, dense_bytes
+from ..report import SyncReport, dense_bytes
 from ..wire.codecs import DENSE, WHOLE, Codec
 from ..wire.framing import Framing
 from ..wire.records import Announcement, Status, Vote, fp32_of
 from ..wire.refusal import Problem, Refused, overflow_text
-from .announcements import Opening, announce, opening, replica_problem
+from .announcements import Opening, announce, opening, outliers, replica_problem
 from .hooks import Hooks, Phase, RoundProgress
 from .inside_site import compare, share_anchor
 from .joining.handshake import check_denormals
+from .meter import Meter
 from .outer_state import OuterState
-from .outliers import outliers
 from .votes import refuse, vote, vote_of
 
 T = TypeVar("T")
@@ -94,12 +93,7 @@ class Round:
         self._exchange = ""
         self._payload_bytes = 0
         self._residual_norm = 0.0
-        self._vote: Vote | None = None  # the last one of this rank
-        self._votes_of_site: list[Vote] = []  # of all its ranks
-        self._bytes_before = view.bytes_so_far
-        self._inside_bytes_elsewhere = 0  # sent over the links of a later view
-        self._began = {"encode": time.perf_counter()}  # by what began
-        self._all_had_come = self._ended = 0.0
+        self._meter = Meter(view)
 
     def run(self) -> None:
         """All steps, up to the moment when the round is certain to count.
@@ -138,7 +132,7 @@ class Round:
     def announce(self) -> None:
         """Every site's announcement to all, or why it refuses the round: then all ranks do."""
         state, view = self.state, self.view
-        self._began["exchange"] = time.perf_counter()
+        self._meter.begin("exchange")
         view.liveness.say(f"round {self.number}, exchanging")
         view.verdicts.prepare(self.number)
         norm, drift = compare(view.inside, state, self._norm, self.number, encoded=self._own is not None)
@@ -146,7 +140,7 @@ class Round:
         self._opening = self._or_problem(lambda: self._open(norm))
         mine = self._opening or Opening(vote_of(view, self.problem, self.number))
         said = announce(view, mine.record, mine.frame)
-        self._all_had_come = time.perf_counter()
+        self._meter.all_have_come()
         self._announced = [one for one in said.records if isinstance(one, Announcement)]
         self.problem = self.problem or replica_problem(self.view.across, said.records)
         votes = [one for one in said.records if isinstance(one, Vote)]
@@ -195,18 +189,15 @@ class Round:
     def vote(self) -> None:
         """The last vote: has everything arrived, everywhere? If so the round is for all ranks to apply."""
         assert self._own is not None
-        self._vote = mine = replace(
-            vote_of(self.view, self.problem, self.number),
-            numel=self.state.numel,
-            entries=self._own.values.numel(),
-            sent_bytes=self.view.bytes_so_far[0] - self._bytes_before[0],
-        )
+        mine = vote_of(self.view, self.problem, self.number)
+        mine = self._meter.last_vote(mine, numel=self.state.numel, entries=self._own.values.numel())
         self.is_promised = True
         try:
-            self._votes_of_site = vote(self.view, mine, self.problem, name_of=self.state.parameters.name_of)
+            votes = vote(self.view, mine, self.problem, name_of=self.state.parameters.name_of)
         except Refused:
             self.is_promised = False  # no rank has all votes
             raise
+        self._meter.votes_of_site = votes
         self._enter(Phase.VOTED)
 
     def commit(self, vote: str = COMMIT) -> bool:
@@ -231,7 +222,7 @@ class Round:
         state, view, settings = self.state, self.view, self.state.settings
         assert self.phase is Phase.COMMITTED
         assert self._own is not None
-        self._began["apply"] = time.perf_counter()
+        self._meter.begin("apply")
         view.liveness.say(f"round {self.number}, applying")
         step = OuterStep(
             num_sites=view.num_sites,
@@ -246,7 +237,7 @@ class Round:
                     self._residual_norm = kernels.apply(
                         *outer, self._own, self._contributions, step, self._kept
                     )
-                self._ended = time.perf_counter()
+                self._meter.end()
                 state.took_part |= dict.fromkeys(view.site_names, self.number)
                 self.phase = Phase.APPLIED  # before the state counts as whole: no round is applied twice
                 state.rounds_done = self.number
@@ -265,9 +256,9 @@ class Round:
         before = view.bytes_so_far[2]
         share_anchor(self.state, view)
         if view is not self.view:
-            self._inside_bytes_elsewhere += view.bytes_so_far[2] - before
+            self._meter.add_elsewhere(view.bytes_so_far[2] - before)
         self.is_shared = True
-        self._ended = time.perf_counter()
+        self._meter.end()
 
     @property
     def norms(self) -> tuple[float, ...]:
@@ -278,11 +269,6 @@ class Round:
         """Of a round that was applied."""
         assert self._own is not None
         numel, entries, sites = self.state.numel, self._own.values.numel(), self.view.num_sites
-        now = self.view.bytes_so_far
-        sent, received, inside = (
-            after - before for after, before in zip(now, self._bytes_before, strict=True)
-        )
-        ends = [*list(self._began.values())[1:], self._ended]
         return SyncReport(
             round=self.number,
             numel=numel,
@@ -291,34 +277,14 @@ class Round:
             wire=self._codec.name,
             exchange=self._exchange,
             payload_bytes=self._payload_bytes,
-            sent_bytes=sent,
-            received_bytes=received,
-            site_bytes=inside + self._inside_bytes_elsewhere,
+            **self._meter.bytes(),
             dense_bytes=dense_bytes(numel, sites),
             update_norms=self.norms,
             left_out=tuple(map(self.view.across.name_of, self._left_out)),
             residual_norm=self._residual_norm,
-            seconds={what: end - began for (what, began), end in zip(self._began.items(), ends, strict=True)},
-            waited=self._all_had_come - self._began["exchange"],
-            site=self._site_totals(sent),
-        )
-
-    def _site_totals(self, sent: int) -> SiteTotals:
-        """
-        Args:
-            sent: by this rank to the other sites, its last vote included, which takes each rank equally many
-                bytes.
-        """
-        mine = self._vote
-        assert mine is not None
-        # Links may have broken before the votes of this site's other ranks had come: each counts as this one.
-        votes = self._votes_of_site or [mine] * self.view.inside.size
-        numel = sum(vote.numel for vote in votes)
-        return SiteTotals(
-            numel=numel,
-            entries=sum(vote.entries for vote in votes),
-            sent_bytes=sum(vote.sent_bytes + sent - mine.sent_bytes for vote in votes),
-            dense_bytes=dense_bytes(numel, self.view.num_sites),
+            seconds=self._meter.seconds(),
+            waited=self._meter.waited(),
+            site=self._meter.site(),
         )
 
     def _open(self, norm: float) -> Opening:

@@ -12,7 +12,7 @@ from sites import error_of, run_ranks
 from states import assert_same, snapshot
 
 import loco
-from loco.round.outliers import outliers
+from loco.round.announcements import outliers
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m loco sync ls | stat | verify | export | pull`: a store of published weights, as people see it."""
+"""`python -m loco sync ls | stat | verify | export | pull`: a store of published weights, as one sees it."""
 
 from pathlib import Path
 

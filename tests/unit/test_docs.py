@@ -17,6 +17,7 @@ from pages import PAGES, ROOT, anchors, code, named, page, table
 import loco
 from loco.coordination.authentication import LEAST_KEY_BYTES
 from loco.round.hooks import Phase
+from loco.surface import RoundSurface
 from loco.wire.codecs import CODECS
 from loco.wire.records import RECORD_BYTES, VERSION, Kind, Status
 
@@ -25,6 +26,7 @@ TOPICS = (
     *("integrations", "internals", "optimizer", "pipeline", "questions", "reproduce", "results"),
     *("sharded", "sites", "sync", "sync-format", "wire"),
 )
+METRICS = re.findall(r'"(loco/\w+)":', inspect.getsource(RoundSurface.metrics))
 
 
 def test_the_readme_has_250_lines_at_most_and_every_topic_a_page() -> None:
@@ -57,7 +59,12 @@ def test_every_file_and_module_that_is_named_is_there(path: Path) -> None:
     for name in re.findall(
         r"(?<![\w/.])((?:tests|loco|kernels|experiments|docs|configs)/[\w/.-]*\w/?)", text
     ):
-        assert (ROOT / name).exists(), name
+        assert name in METRICS or (ROOT / name).exists(), name
+
+
+def test_the_table_of_metrics_has_all_of_them() -> None:
+    rows = table(page("docs/integrations.md"), "| tag |")
+    assert [row[0] for row in rows] == METRICS
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, str]:
