@@ -158,8 +158,8 @@ def replica_problem(across: Transport, said: Sequence[Announcement | Vote]) -> P
 
 
 def outliers(norms: Sequence[float], factor: float | None) -> tuple[int, ...]:
-    """The sites that are left out of a round, the same on all: their update's norm is more than `factor` times
-    the median of the others'.
+    """The sites that are left out of a round, the same on all: their update's norm is more than `factor`
+    times the median of the others'.
 
     Args:
         norms: by site, as all sites were told them.
