@@ -122,7 +122,7 @@ class Table:
         try:  # measuring goes without matplotlib
             from experiments.reporting.charts import panels
         except (ImportError, SystemExit):
-            print("no plot: matplotlib is not installed (pip install 'loco[experiments]')")
+            print("no plot: matplotlib is not installed (pip install 'pulseloco[experiments]')")
         else:
             print(f"plot: {panels(self._rows, self.path.with_suffix('.png'), **self._drawn)}")
 

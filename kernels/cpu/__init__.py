@@ -15,7 +15,8 @@ from torch import Tensor
 from .. import reference, reference_entries, reference_tight
 from ..recycle import recycled
 from ..types import BLOCK, Encoded, Entries, Gate, Known, MalformedError, OuterStep
-from .build import BUILDS, BuildError, builds_for_this_cpu, load
+from .build import BUILDS, BuildError
+from .library import builds_for_this_cpu, load
 from .patches import CompiledPatches
 
 __all__ = ["BUILDS", "BuildError", "Compiled", "best", "builds_for_this_cpu"]

@@ -7,7 +7,8 @@ from ctypes import CDLL, c_char_p, c_int, c_int64, c_void_p
 from functools import cache
 from itertools import accumulate
 
-from .build import BUILDS, BuildError, builds_for_this_cpu, load
+from .build import BUILDS, BuildError
+from .library import builds_for_this_cpu, load
 
 _NS = 1_000_000_000
 

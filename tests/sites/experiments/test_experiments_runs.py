@@ -251,7 +251,7 @@ def test_a_missing_extra_is_one_sentence_that_names_it(package: str, tmp_path: P
     done = run([sys.executable, "-c", program], tmp_path)
     assert done.returncode == 1
     assert done.stderr == (
-        f"error: {package} is not installed: pip install 'loco[experiments]' "
+        f"error: {package} is not installed: pip install 'pulseloco[experiments]' "
         "(in a checkout: pip install '.[experiments]')\n"
     )
 

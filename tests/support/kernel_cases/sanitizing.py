@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loco.kernels.cpu import build
+from loco.kernels.cpu import build, library
 
 
 def compile_with(
@@ -41,7 +41,7 @@ def fuzz(
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", *flags)
     sanitizer_or_skip(folder, flags)
     program = compile_with((*build.BUILDS[variant], *flags), source, folder, kernels)
-    seed = 1 + build.builds_for_this_cpu().index(variant)
+    seed = 1 + library.builds_for_this_cpu().index(variant)
     done = subprocess.run(
         [str(program), str(cases), str(seed)],
         env={**os.environ, "ASAN_OPTIONS": "quarantine_size_mb=1:max_malloc_fill_size=0"},

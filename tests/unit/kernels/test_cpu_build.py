@@ -1,4 +1,5 @@
-"""The compiled library: built once, found again, never taken for another, and replaced by the reference."""
+"""The compiled library: from a wheel or built once, found again, never taken for another, and replaced by the
+reference."""
 
 import fcntl
 import os
@@ -17,7 +18,7 @@ from selection import C_BUILDS
 
 from loco import kernels
 from loco.kernels import Gate, OuterStep, Streamed, cpu, reference
-from loco.kernels.cpu import build
+from loco.kernels.cpu import build, library
 
 OUTER = OuterStep(num_sites=1, lr=0.7, momentum=0.0, nesterov=True)
 PROGRAM = """
@@ -30,6 +31,7 @@ for _ in range(2):
 print(type(kernels.home("cpu")).__name__)
 """
 
+SAID = "compiling the C kernels with cc: none for this machine came with loco\n"
 COMPILED: dict[tuple[str | bytes, ...], bytes] = {}
 
 
@@ -42,23 +44,23 @@ def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         pytest.skip(str(error))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     done: list[Path] = []
-    compile_files = build.compile_files
+    compile_library = build.compile_library
 
-    def note(command: list[str], target: Path) -> None:
-        """What an earlier test has compiled by this command from these sources is not compiled again."""
+    def note(compiler: list[str], extra: tuple[str, ...], target: Path) -> None:
+        """What an earlier test has compiled with these flags from these sources is not compiled again."""
         done.append(target)
-        key = *command, *(path.read_bytes() for path in build.SOURCES)
+        key = *compiler, *extra, *(path.read_bytes() for path in build.SOURCES)
         if key not in COMPILED:
-            compile_files(command, target)
+            compile_library(compiler, extra, target)
             COMPILED[key] = target.read_bytes()
         target.write_bytes(COMPILED[key])
 
-    monkeypatch.setattr(build, "compile_files", note)
+    monkeypatch.setattr(build, "compile_library", note)
     return done
 
 
 def cached() -> list[Path]:
-    folder = build.cache_folder()
+    folder = library.cache_folder()
     return [] if folder is None else list(folder.glob("kernels-*"))
 
 
@@ -80,23 +82,23 @@ def test_a_library_is_compiled_once(compiles: list[Path]) -> None:
 
 @pytest.mark.check(C_BUILDS)
 def test_who_begin_at_once_compile_once(compiles: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_files = build.compile_files
+    compile_library = build.compile_library
 
-    def slowly(command: list[str], target: Path) -> None:
+    def slowly(compiler: list[str], extra: tuple[str, ...], target: Path) -> None:
         time.sleep(0.3)
-        compile_files(command, target)
+        compile_library(compiler, extra, target)
 
-    monkeypatch.setattr(build, "compile_files", slowly)
+    monkeypatch.setattr(build, "compile_library", slowly)
     with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(lambda _: build.load(("-O0",)), range(3)))
+        assert all(pool.map(lambda _: library.load(("-O0",)), range(3)))
     assert len(compiles) == 1
 
 
 def test_one_that_stands_still_while_it_compiles_does_not_hold_up_the_others(
     compiles: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "LONGEST_WAIT", 0.2)
-    folder = build.cache_folder()
+    monkeypatch.setattr(library, "LONGEST_WAIT", 0.2)
+    folder = library.cache_folder()
     assert folder is not None
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -118,6 +120,56 @@ def test_other_flags_and_other_sources_are_other_libraries(
     assert len({path.name for path in compiles}) == 3
 
 
+def test_what_is_compiled_is_said_once(compiles: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    assert works()
+    assert works()
+    assert [record.getMessage() + "\n" for record in caplog.records] == [SAID]
+
+
+@pytest.fixture
+def supplied(compiles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library as a wheel brings it."""
+    folder = tmp_path / "supplied"
+    folder.mkdir()
+    made = folder / build.library_name(("-O0",))
+    build.compile_library(build.find_compiler(), ("-O0",), made)
+    compiles.clear()
+    monkeypatch.setattr(library, "WHEELS_FOLDER", folder)
+    return made
+
+
+def test_a_wheels_library_needs_no_compiler(
+    supplied: Path, compiles: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert library.load(("-O0",))._name == str(supplied)
+    assert works()
+    with pytest.raises(build.BuildError, match="no C compiler"):
+        library.load(("-O0", "-DOTHER"))
+    assert (compiles, cached()) == ([], [])
+
+
+@pytest.mark.check(C_BUILDS)
+def test_a_wheels_library_of_other_sources_is_not_loaded(
+    supplied: Path, compiles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "sources"
+    shutil.copytree(build.SOURCES[0].parent, sources)
+    (sources / "digest.c").write_text((sources / "digest.c").read_text() + "\n/* changed */\n")
+    monkeypatch.setattr(build, "SOURCES", sorted(sources.glob("*.[ch]")))
+    assert works()
+    assert len(compiles) == 1
+
+
+def test_a_wheels_library_that_cannot_be_loaded_is_compiled_anew(
+    supplied: Path, compiles: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    supplied.write_bytes(b"not a library")
+    assert works()
+    assert len(compiles) == 1
+    assert "the C kernels that came with loco can't be loaded: " in caplog.text
+
+
 DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
     "empty": lambda mine, other: b"",
     "no library": lambda mine, other: b"not a library",
@@ -134,12 +186,12 @@ def test_a_damaged_or_foreign_file_in_the_cache_is_replaced(compiles: list[Path]
     cache = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     assert works()
     (other,) = cached()
-    assert works(build.BUILDS[build.builds_for_this_cpu()[-1]])
+    assert works(build.BUILDS[library.builds_for_this_cpu()[-1]])
     (mine,) = set(cached()) - {other}
     good = mine.read_bytes()
     mine.write_bytes(DAMAGES[damage](good, other.read_bytes()))
     done = in_new_process(**cache)
-    assert (done.stdout, done.stderr) == ("Compiled\n", ""), done.returncode
+    assert (done.stdout, done.stderr) == ("Compiled\n", SAID), done.returncode
     assert mine.read_bytes() == good
 
 
@@ -192,7 +244,7 @@ def test_in_an_odd_environment_it_is_compiled_all_the_same(
 ) -> None:
     cache = {} if "HOME" in environment else {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = in_new_process(PATH=os.environ["PATH"], **cache, **environment)
-    assert (done.stdout, done.stderr) == ("Compiled\n", "")
+    assert (done.stdout, done.stderr) == ("Compiled\n", SAID)
 
 
 def test_a_user_without_a_home_compiles_for_this_process(
@@ -202,7 +254,7 @@ def test_a_user_without_a_home_compiles_for_this_process(
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(build.Path, "home", homeless)
+    monkeypatch.setattr(library.Path, "home", homeless)
     assert works()
     assert works()
     assert len(compiles) == 2
@@ -227,7 +279,7 @@ def test_what_cannot_be_compiled_leaves_the_reference_and_a_warning(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if "TMPDIR" in environment:
-        monkeypatch.setattr(build.tempfile, "tempdir", environment["TMPDIR"])
+        monkeypatch.setattr(library.tempfile, "tempdir", environment["TMPDIR"])
     kernels.home.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match=message):
@@ -252,7 +304,7 @@ def test_a_library_with_other_bits_is_refused(
 
 def test_a_cache_that_others_can_write_is_not_trusted(compiles: list[Path]) -> None:
     assert works()
-    folder = build.cache_folder()
+    folder = library.cache_folder()
     assert folder is not None
     folder.chmod(0o777)
     assert works()
@@ -305,8 +357,8 @@ def test_a_folder_that_is_exchanged_after_the_check_is_not_read(
     source, evil, ran = tmp_path / "planted.c", planted / name, tmp_path / "ran"
     source.write_text(PLANTED)
     subprocess.run([*build.find_compiler(), "-shared", "-fPIC", "-o", evil, source], check=True)
-    library = evil.read_bytes()
-    evil.write_bytes(library + build._seal(name.removeprefix("kernels-").removesuffix(".so"), library))
+    code = evil.read_bytes()
+    evil.write_bytes(code + library._seal(name.removeprefix("kernels-").removesuffix(".so"), code))
     monkeypatch.setenv("PLANTED", str(ran))
     inode = cache.stat().st_ino
 
@@ -325,7 +377,7 @@ def test_a_folder_that_is_exchanged_after_the_check_is_not_read(
     with monkeypatch.context() as patch:
         for look in ("stat", "fstat"):
             patch.setattr(os, look, then_exchange(getattr(os, look)))
-        build.load(("-O0",))
+        library.load(("-O0",))
     assert cache.is_symlink()
     assert not ran.exists()
     assert list(planted.iterdir()) == [evil]  # nor was anything written there
@@ -350,7 +402,7 @@ def test_a_default_device_changes_nothing(device: str) -> None:
 @pytest.mark.check(C_BUILDS)
 @pytest.mark.parametrize(("capability", "builds"), [("default", 1), ("avx2", 2)])
 def test_a_users_choice_against_newer_instructions_is_kept(capability: str, builds: int) -> None:
-    if len(build.builds_for_this_cpu()) < builds:
+    if len(library.builds_for_this_cpu()) < builds:
         pytest.skip("this CPU has not more than that")
     code = "from loco.kernels.cpu import builds_for_this_cpu as b; print(*b())"
     root = str(Path(__file__).parents[3])

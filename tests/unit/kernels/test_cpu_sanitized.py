@@ -7,11 +7,11 @@ import pytest
 from sanitizing import compile_with, sanitizer_or_skip
 from selection import C_BUILDS
 
-from loco.kernels.cpu import build
+from loco.kernels.cpu import build, library
 
 HARNESS = Path(__file__).with_name("sanitized.c")
 PATCHES = Path(__file__).with_name("fuzz_patches.c")
-BUILDS = build.builds_for_this_cpu()
+BUILDS = library.builds_for_this_cpu()
 # Address space randomised as far as newer kernels do it is too far for ThreadSanitizer.
 STILL = ["setarch", "-R"]
 

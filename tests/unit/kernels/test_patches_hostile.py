@@ -20,7 +20,7 @@ from selection import HOSTILE
 from torch import Tensor
 
 from loco.kernels import Changes, MalformedError, reference_patch
-from loco.kernels.cpu import build
+from loco.kernels.cpu import library
 from loco.kernels.reference_patch import CLASSES, FORMATS, PART, bits_of, split_patch
 from loco.kernels.reference_ranked import varint
 
@@ -244,7 +244,7 @@ def test_a_patch_that_promises_much_takes_no_more_memory_than_it_has_changes(cod
     assert memory("VmHWM") - before < 8 << 20
 
 
-VARIANTS = build.builds_for_this_cpu()
+VARIANTS = library.builds_for_this_cpu()
 
 
 @pytest.mark.check(HOSTILE)

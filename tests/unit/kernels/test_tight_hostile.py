@@ -23,7 +23,7 @@ from tight_cases import case
 from torch import Tensor
 
 from loco.kernels import Entries, Gate, Known, MalformedError, reference_entries, reference_tight
-from loco.kernels.cpu import build
+from loco.kernels.cpu import library
 
 CASES = int(os.environ.get("LOCO_FUZZ_CASES") or 1_200_000)  # in `make check`, by all builds
 FEW = 50_000  # in `make test`, by one that is compiled in a hurry
@@ -203,7 +203,7 @@ def test_a_frame_that_promises_much_takes_no_more_memory_than_it_has_entries() -
     assert int(done.stdout) < 8 << 20
 
 
-VARIANTS = build.builds_for_this_cpu()
+VARIANTS = library.builds_for_this_cpu()
 
 
 @pytest.mark.parametrize(
