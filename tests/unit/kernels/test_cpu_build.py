@@ -233,7 +233,7 @@ def test_without_a_compiler_the_reference_serves_and_one_warning_says_so(tmp_pat
 @pytest.mark.parametrize(
     "environment",
     [
-        {"HOME": "/nonexistent/home"},
+        {"HOME": "/dev/null/home"},
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
         {"CC": "cc -ffast-math"},
     ],
