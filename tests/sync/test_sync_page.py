@@ -68,7 +68,7 @@ def test_its_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "optimizer": SimpleNamespace(
             topology=SimpleNamespace(site=1, num_sites=2, rank_in_site=3, ranks_per_site=4),
             round=0,
-            register_round_hook=[].append,
+            register_report_hook=[].append,
         ),
     }
     for said, source in code(page("docs/sync.md"), "python"):
