@@ -8,6 +8,10 @@ from .commands.ended import WRONG
 
 # Imported when it is asked for: a machine that serves weights needs nothing of rounds.
 _COMMANDS = {
+    "doctor": (
+        "loco.commands.doctor.command",
+        "before a training: versions, ports, links and clocks of all sites, and what a round will take",
+    ),
     "meet": (
         "loco.commands.meet",
         "host the store at which sites meet, so that none of them has to",

@@ -76,6 +76,7 @@ class FixedSites:
         timeout, patience, dead_after, repeats, key: as `loco.Topology`.
 
     Attributes:
+        endpoint: where this rank listens.
         store_seals: of what its ranks write into `store`.
         closed: why it is closed; "" as long as it is open.
 
@@ -96,7 +97,7 @@ class FixedSites:
         repeats: int,
         key: bytes | None,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self.endpoint = ranks, ranks.endpoint
         self.ranks_per_site = ranks.ranks_per_site
         self.timeout = float(timeout)
         self.patience = float(patience)

@@ -151,6 +151,11 @@ class Sites:
     def rendezvous(self) -> Agreement:
         return self._as.rendezvous
 
+    @property
+    def fixed(self) -> FixedSites | None:
+        """The sites that stay the same; None if they come and go."""
+        return self._as if isinstance(self._as, FixedSites) else None
+
     def all_ranks(self) -> Transport:
         return self._as.all_ranks()
 

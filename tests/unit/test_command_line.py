@@ -13,10 +13,10 @@ def test_it_lists_its_commands() -> None:
     done = subprocess.run([sys.executable, "-m", "loco"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: python -m loco COMMAND")
-    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["meet", "sync"]
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["doctor", "meet", "sync"]
 
 
-@pytest.mark.parametrize("name", ["meet", "sync"])
+@pytest.mark.parametrize("name", ["doctor", "meet", "sync"])
 def test_each_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         command.main([name, "--help"])
