@@ -46,7 +46,7 @@ def findings(printed: str) -> list[str]:
 # ---- links of 100 Mbit/s with a round trip of 40 ms ----
 
 SITES = ["berlin", "paris", "rome"]
-NUMEL, ROUNDS = 2_000_000, 6  # the first one is over new connections, and is left out
+NUMEL, ROUNDS = 2_000_000, 8  # the first one is over new connections, and is left out
 SCALE = 8e-6  # of an inner step, with which a fifth of the entries is sent
 ROUND_TRIP, RATE = 0.04, 100 * MBIT
 BETWEEN = 1.0  # seconds: the inner steps of a round, in which links are idle
