@@ -227,3 +227,12 @@ def test_a_wrong_version_is_found_and_the_links_are_not_measured(what: str, says
         assert says in first
         assert "install the same loco on all" in first
         assert "the links were not measured" in second
+
+
+@pytest.mark.check(COMMANDS)
+def test_the_ranks_of_a_site_measure_together_and_its_first_one_reports() -> None:
+    told = run_worlds(["berlin", "paris"], 2, examined, {})
+    for (status, printed), (other_status, others) in told:
+        assert (status, other_status, others) == (0, 0, "")
+        assert "2 sites of 2 ranks:" in printed
+        assert printed.endswith("ready: nothing was found that is in the way of a training\n")
