@@ -46,7 +46,7 @@ def findings(printed: str) -> list[str]:
 # ---- links of 100 Mbit/s with a round trip of 40 ms ----
 
 SITES = ["berlin", "paris", "rome"]
-NUMEL, ROUNDS = 2_000_000, 6  # the first one is over new connections, and is left out
+NUMEL, ROUNDS = 2_000_000, 8  # the first one is over new connections, and is left out
 SCALE = 8e-6  # of an inner step, with which a fifth of the entries is sent
 ROUND_TRIP, RATE = 0.04, 100 * MBIT
 BETWEEN = 1.0  # seconds: the inner steps of a round, in which links are idle
@@ -227,3 +227,12 @@ def test_a_wrong_version_is_found_and_the_links_are_not_measured(what: str, says
         assert says in first
         assert "install the same loco on all" in first
         assert "the links were not measured" in second
+
+
+@pytest.mark.check(COMMANDS)
+def test_the_ranks_of_a_site_measure_together_and_its_first_one_reports() -> None:
+    told = run_worlds(["berlin", "paris"], 2, examined, {})
+    for (status, printed), (other_status, others) in told:
+        assert (status, other_status, others) == (0, 0, "")
+        assert "2 sites of 2 ranks:" in printed
+        assert printed.endswith("ready: nothing was found that is in the way of a training\n")
