@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from claims import same_bits
+from pages import code, page
 from sites import launch_worlds
 from test_trainer import BATCH, STEPS, H, arguments
 from tiny import dataset, llama, site_tokens
@@ -50,6 +51,22 @@ def test_three_lines_hold_back_publish_and_name_parameters(tmp_path: Path) -> No
     engine = {key: torch.zeros_like(value, dtype=torch.bfloat16) for key, value in weights.items()}
     subscriber = Subscriber(engine, tmp_path / "weights")
     assert subscriber.update().version == 2  # of 10 steps, 8 and the rest
+    assert same_bits(list(engine.values()), [value.bfloat16() for value in weights.values()])
+
+
+def as_the_readme_has_it(folder: str) -> dict[str, Tensor]:
+    (block,) = (block for _, block in code(page("README.md"), "py") if "LocoCallback(" in block)
+    os.chdir(folder)
+    known: dict[str, Any] = {"Trainer": Trainer, "model": llama(), "arguments": arguments(name())}
+    exec(block, known | {"data": dataset(site_tokens(BATCH * STEPS))})
+    return dict(known["model"].state_dict())
+
+
+def test_the_readmes_trainer_runs_and_publishes(tmp_path: Path) -> None:
+    (weights,), (others,) = launch_worlds(as_the_readme_has_it, str(tmp_path))
+    assert same_bits(list(weights.values()), list(others.values()))
+    engine = {key: torch.zeros_like(value, dtype=torch.bfloat16) for key, value in weights.items()}
+    assert Subscriber(engine, tmp_path / "weights").update().version == 2
     assert same_bits(list(engine.values()), [value.bfloat16() for value in weights.values()])
 
 
