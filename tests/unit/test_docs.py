@@ -78,6 +78,14 @@ def test_the_settings_are_all_in_the_tables_with_their_defaults(name: str, call:
     assert {row[0]: row[1] for row in rows} == parameters_of(of.__init__)
 
 
+def test_the_page_of_what_to_decide_has_the_symbols_of_the_algorithm() -> None:
+    told = {row[0]: row[1] for row in table(page("docs/optimizer.md"), "| argument | symbol |")}
+    rows = table(page("docs/algorithm.md"), "| paper | argument |")
+    assert told == {row[1]: row[0] for row in rows if row[0]}
+    settings = {**loco.PAPER, **loco.SAVING, **loco.holding_back(0.25, width=128)}
+    assert settings.keys() == told.keys()
+
+
 def short(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
 
