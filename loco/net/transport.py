@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..coordination.authentication import SEAL_BYTES, MessageSeals
 from ..coordination.heartbeats import Heartbeats, guarded
-from ..errors import AuthenticationError, TransportError, WireError, first_line
+from ..errors import AuthenticationError, TransportError, WireError, first_line, seconds
 from ..logs import Progress
 from .mesh import Mesh, Parcel, Work
 from .pending import PendingMessages
@@ -260,7 +260,7 @@ class Transport:
                 alive = ", which is alive" if limit else ""
                 said = f"{alive}; last heard of: {self.liveness.last_words(self._ranks[peer])}"
         who = self.called(peer)
-        return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
+        return (f"no answer from {who} within {seconds(limit)}" if limit else f"lost {who}") + said
 
     def check_seal(self, parcel: Parcel, size: int, number: int, *, phase: str) -> None:
         """

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import loco
 from loco import logs
-from loco.coordination.store_client import check_store
+from loco.coordination.store_client import RemoteStore, check_store
 from loco.members import meeting
 
 PROGRAM = """
@@ -122,7 +122,7 @@ def test_a_slow_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "SAY_SOON", 0.1)
     monkeypatch.setattr(logs, "warn_once_per_machine", lambda *_: told.set())
     with listening(pass_on) as at:
-        assert meeting._reached(at, 60.0).port == int(at.rpartition(":")[2])
+        assert meeting._reached(RemoteStore(at, "sites", 60.0), 60.0).port == int(at.rpartition(":")[2])
     assert told.is_set()
 
 
