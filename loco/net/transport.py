@@ -257,10 +257,13 @@ class Transport:
             if loss:  # it hung up for a reason of its own, which may be the loss of yet another member
                 return self.liveness.describe(loss, self._named)
             if peer >= 0:
-                alive = ", which is alive" if limit else ""
-                said = f"{alive}; last heard of: {self.liveness.last_words(self._ranks[peer])}"
+                said = f"; last heard of: {self.liveness.last_words(self._ranks[peer])}"
         who = self.called(peer)
-        return (f"no answer from {who} within {seconds(limit)}" if limit else f"lost {who}") + said
+        if not limit:
+            return f"lost {who}{said}"
+        if said:
+            return f"no answer from {who} within {seconds(limit)}, which is alive{said}"
+        return f"no answer from {who} within {seconds(limit)}"
 
     def check_seal(self, parcel: Parcel, size: int, number: int, *, phase: str) -> None:
         """
