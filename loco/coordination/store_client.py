@@ -270,7 +270,9 @@ def check_store(host: str, port: int, limit: float) -> None:
             while len(answer) < len(_NONCE) and (more := connection.recv(64)):
                 answer += more
         except OSError as error:
-            raise RuntimeError(f"what listens at {host}:{port} does not answer: {error}") from error
+            raise RuntimeError(
+                f"what listens at {host}:{port} does not answer a store's ping: {error}"
+            ) from error
     if not _NONCE.startswith(answer):
         raise TransportError(
             f"what listens at {host}:{port} is no store of loco's: it says {answer!r}. Is another program "

@@ -250,19 +250,19 @@ class Transport:
     def not_here(self, peer: int, limit: float | None) -> str:
         """What to say of a member (−1: nobody knows which) that closed its connection, or did not answer
         within `limit` seconds."""
-        said = ""
+        heard = ""
         if self.liveness is not None:
             ranks = [self._ranks[p] for p in (self.peers if peer < 0 else [peer])]
             loss = self.liveness.departed(ranks, self.link)
             if loss:  # it hung up for a reason of its own, which may be the loss of yet another member
                 return self.liveness.describe(loss, self._named)
             if peer >= 0:
-                said = f"; last heard of: {self.liveness.last_words(self._ranks[peer])}"
+                heard = self.liveness.last_words(self._ranks[peer])
         who = self.called(peer)
         if not limit:
-            return f"lost {who}{said}"
-        if said:
-            return f"no answer from {who} within {seconds(limit)}, which is alive{said}"
+            return f"lost {who}; last heard of: {heard}" if heard else f"lost {who}"
+        if heard:
+            return f"no answer from {who} within {seconds(limit)}, which is alive; last heard of: {heard}"
         return f"no answer from {who} within {seconds(limit)}"
 
     def check_seal(self, parcel: Parcel, size: int, number: int, *, phase: str) -> None:

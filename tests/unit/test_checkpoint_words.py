@@ -50,6 +50,21 @@ def test_files_that_are_exchanged_are_noticed(tmp_path: Path) -> None:
         read_folder(manifest.parent)
 
 
+def test_a_checkpoint_of_another_version_or_in_anothers_place_is_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = saved(tmp_path)
+    (manifest,) = tmp_path.rglob("manifest.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": "later"}))
+    said = r"is damaged \(ValueError: its format is 'later', which this version of loco does not read"
+    with pytest.raises(loco.CheckpointError, match=said):
+        read_folder(manifest.parent)
+    (tmp_path / "round-00000000").rename(tmp_path / "round-00000005")
+    with pytest.raises(loco.CheckpointError, match="none that is whole on all ranks"):
+        loco.Checkpoints(tmp_path).load(optimizer)
+    assert "rank-00000 holds round 0 of rank 0" in caplog.text
+
+
 def test_a_first_checkpoint_that_no_rank_completed_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     save: Any = SimpleNamespace(position=Position(1, 0))
     load: Any = SimpleNamespace()

@@ -14,7 +14,11 @@ from loco.coordination import commit, hosted_store
 from loco.coordination.authentication import StoreSeals
 from loco.coordination.commit import ABORT, COMMIT, Verdicts
 from loco.coordination.hosted_store import Guests, HostedStore
+from loco.coordination.store_client import StoreClient
+from loco.members import fixed
 from loco.net import linking
+from loco.net.links import Links
+from loco.net.listening import Endpoint
 from loco.round.announcements import replica_problem
 from loco.round.joining.first_anchor import agree_to_adopt
 from loco.round.loop import OuterLoop
@@ -59,6 +63,46 @@ def test_a_round_that_counts_though_its_links_broke_is_told_of(caplog: pytest.Lo
     current: Any = SimpleNamespace(run=run, is_promised=True)
     assert OuterLoop._run_once(loop, current) == "the report"
     assert caplog.messages == ["lost site 1; the round counts all the same"]
+
+
+def test_a_round_that_another_rank_gave_up_in_the_last_vote_is_told_of() -> None:
+    views = SimpleNamespace(pending=None, conversing=nullcontext, settle=lambda vote: None, hang_up=str)
+    loop: Any = SimpleNamespace(views=views)
+    current: Any = SimpleNamespace(run=lambda: None, number=3)
+    with pytest.raises(
+        loco.TransportError, match="round 3: another rank lost its links in the last vote, so no"
+    ):
+        OuterLoop._run_once(loop, current)
+
+
+def test_a_site_that_does_not_come_to_be_linked_is_named() -> None:
+    hosted = hosted_store.host_at_port([])
+    with pytest.raises(loco.TransportError, match=r"linking 2 sites: site b did not come within 0\.2 s"):
+        Links(
+            "early",
+            store=f"127.0.0.1:{hosted.port}",
+            member=0,
+            names=["a", "b"],
+            endpoint=Endpoint("127.0.0.1"),
+            timeout=0.2,
+            dead_after=5.0,
+        )
+
+
+@pytest.mark.usefixtures("single_site")
+def test_a_store_that_is_too_slow_for_dead_after_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Slow(StoreClient):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.round_trip = 1.25
+
+    monkeypatch.setattr(fixed, "StoreClient", Slow)
+    loco.Topology(dead_after=5.0).close()
+    assert caplog.messages[0].startswith(
+        "the sites' store answers within 1.25 s: dead_after must be at least eight times as long, or ranks"
+    )
 
 
 def test_a_store_that_lost_a_commit_is_told_of(

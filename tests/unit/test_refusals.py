@@ -1,5 +1,6 @@
 """What can't work is refused with a sentence that names it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import loco
+from loco.parameters import sharding
 from loco.parameters.flat_parameters import FlatParameters
 
 pytestmark = pytest.mark.usefixtures("single_site")
@@ -106,6 +108,13 @@ def test_tensors_that_cannot_be_exchanged_are_named() -> None:
     flat.device = torch.device("cuda")
     with pytest.raises(ValueError, match=r"all parameters of one optimizer must be on one device"):
         flat._check("p1", one)
+
+
+def test_a_parameter_of_a_mesh_without_this_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "local", lambda tensor: tensor)
+    elsewhere: Any = SimpleNamespace(device_mesh=SimpleNamespace(get_coordinate=lambda: None))
+    with pytest.raises(ValueError, match="parameter p1 is on a device mesh that this rank is not part of"):
+        sharding.check_sharded("p1", elsewhere, None)
 
 
 def test_parameters_are_named_in_errors_as_the_user_named_them() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pages import ROOT
 
-_LOGS = {"warning", "exception", "warn_once_per_machine", "warn", "_say"}
+_LOGS = {"warning": 0, "warn": 0, "warn_once_per_machine": 1, "_say": 1}  # and which argument is the text
 _PLACEHOLDER = re.compile(r"%[-+.\d]*[sdfgri]")
 _PATTERN = re.compile(r"\[[^\]]*\][+*?]?|[.]?[*+?]|\\[dwSsW]|[|]")  # of a regular expression: what varies
 
@@ -66,7 +66,7 @@ def _told(
         if called.endswith("Error"):
             arguments, kind = node.args[:1], called
         elif called in _LOGS:
-            arguments, kind = node.args[:3], "warning"
+            arguments, kind = node.args[_LOGS[called] :][:1], "warning"
         else:
             continue
         for text in (text for argument in arguments for text in _texts(argument, names)):
