@@ -16,7 +16,7 @@ rounds of 8 steps. A wider model needs a shorter outer step. Where weights move 
 must be shorter, too, and more must be held back. `holding_back` makes settings for other widths, learning
 rates and rounds. docs/frontier.md says what all this was chosen by.
 
-They can't be changed: `dict(loco.SAVING)` is a copy that can.
+The presets can't be changed: `dict(loco.SAVING)` is a copy that can. `holding_back` makes a new dict.
 """
 
 import math
@@ -56,7 +56,7 @@ def longest_outer_lr(margin: float, *, width: int, lr: float, sync_every: int) -
 
 def holding_back(
     ulps: float, *, width: int, lr: float = _LR, sync_every: int = _STEPS, exact: bool = False
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """Settings of PulseLoCo by one number, for an inner optimizer of Adam's kind.
 
     An update is sent once it is more than `gate_margin`, which is `ulps`, or as many times more as weights
@@ -80,17 +80,17 @@ def holding_back(
     if not (sync_every == int(sync_every) and sync_every >= 1):
         raise ValueError(f"sync_every must be a whole number >= 1, got {sync_every}")
     distance = _distance(width, lr, sync_every)
-    settings = dict(_holding_back(ulps, exact=exact, distance=distance))
+    settings = _holding_back(ulps, exact=exact, distance=distance)
     # What all weights of an activation do to it together grows with their number.
     shorter = settings["outer_lr"] / _times_as_wide(width)
     settings["outer_lr"] = max(shorter, _PUBLISHED / _distance(_WIDTH, lr, sync_every))
-    return MappingProxyType({"sync_every": sync_every, **settings})
+    return {"sync_every": sync_every, **settings}
 
 
-def _holding_back(ulps: float, *, exact: bool = False, distance: float = 1.0) -> Mapping[str, Any]:
+def _holding_back(ulps: float, *, exact: bool = False, distance: float = 1.0) -> dict[str, Any]:
     """As `holding_back`, in rounds of any number of steps in which weights move as far as this."""
     margin = ulps * distance
-    settings = {
+    settings: dict[str, Any] = {
         "outer_lr": _longest(ulps) / distance,
         "outer_momentum": 0.0,
         "gate_gain": max(1.0, 1 / (2 * ulps)) / distance,
@@ -99,10 +99,10 @@ def _holding_back(ulps: float, *, exact: bool = False, distance: float = 1.0) ->
     if not exact:
         settings["value_steps"] = 2 ** min(max(0, round(math.log2(1 / (2 * margin)))), 8)
         settings["sums_margin"] = 2 * margin
-    return MappingProxyType(settings)
+    return settings
 
 
 PAPER: Mapping[str, Any] = MappingProxyType({"outer_lr": 0.7, "outer_momentum": 0.9, "gate_gain": 1.0})
-MATCHING = _holding_back(0.125, exact=True)
-SAVING = _holding_back(0.25)
-SMALLEST = _holding_back(1.0)
+MATCHING: Mapping[str, Any] = MappingProxyType(_holding_back(0.125, exact=True))
+SAVING: Mapping[str, Any] = MappingProxyType(_holding_back(0.25))
+SMALLEST: Mapping[str, Any] = MappingProxyType(_holding_back(1.0))

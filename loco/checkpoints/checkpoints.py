@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..coordination.rendezvous import NeededError
-from ..errors import CheckpointError
+from ..errors import SAME_STEPS, CheckpointError, advising
 from ..logs import warn_once_per_machine
 from . import formats
 from .directory import CheckpointDirectory
@@ -21,6 +21,9 @@ from .resharded_load import ReshardedLoad
 from .restore import Load, Resumed, together
 
 _log = logging.getLogger(__name__)
+_DIED = "if a process has died, restart all sites from their last checkpoint"
+_SAVE_AGAIN = f"Earlier checkpoints are as they were: save again on all ranks; {_DIED}"
+_LOAD_AGAIN = f"Load again on all ranks; {_DIED}"
 
 
 class Checkpoints:
@@ -64,6 +67,7 @@ class Checkpoints:
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
 
+    @advising(_SAVE_AGAIN, SAME_STEPS)
     def save(self, optimizer: Saveable, extra: Any = None, *, blocking: bool = False) -> None:
         """Save the whole state of `optimizer`, and `extra`. Call it on every rank at the same step.
 
@@ -189,6 +193,7 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             writing.result()
 
+    @advising(_LOAD_AGAIN)
     def load(
         self,
         optimizer: Saveable,

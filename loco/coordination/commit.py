@@ -13,7 +13,7 @@ from ..errors import AuthenticationError, TransportError, first_line
 from .authentication import StoreSeals
 from .compare_and_set import CompareAndSetKey
 from .liveness import Liveness
-from .store_client import KeyValueStore
+from .store_client import KeyValueStore, whereabouts
 
 COMMIT, ABORT = "commit", "abort"
 _logger = logging.getLogger(__name__)
@@ -118,9 +118,11 @@ def decide(store: KeyValueStore, key: str, wish: str, seals: StoreSeals) -> str:
         raise
     except RuntimeError as error:
         raise TransportError(
-            f"the sites' store does not answer ({first_line(error)}), and only it knows whether all "
-            f"ranks had the round when a link was lost. Nothing is lost: the next call asks it again",
+            f"the sites' store does not answer ({whereabouts(store, first_line(error))}), and only it knows "
+            f"whether all ranks had the round when a link was lost. Nothing is lost: the next call asks it "
+            f"again; if its host has died, restart all sites from their last checkpoint",
             lasting=True,
+            has_remedy=True,
         ) from error
     if verdict not in (COMMIT, ABORT):
         raise AuthenticationError(f"the verdict on a round ({key}) was not written by a rank of this run")

@@ -11,11 +11,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import ref
 
+from ..errors import seconds
 from .authentication import StoreSeals
 from .heartbeats import AT_WORK, ENDED, LEFT, Alarm, Loss
 from .pulse.pulse import Heard, Pulse, Watch
 from .pulse.stand_in import StandIn
-from .store_client import KeyValueStore, StoreClient
+from .store_client import KeyValueStore, StoreClient, whereabouts
 from .ticker import Ticker
 
 BEATS = 8  # in `dead_after` seconds; a rank that misses six of them in a row is silent
@@ -153,13 +154,13 @@ class Liveness:
     def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
         if loss.store:
             return (
-                f"no answer from the sites' store for {self.dead_after:g} s ({loss.store}): this process is "
-                f"cut off, or the store's host (torchrun's first node, rank 0, or the site whose address is "
-                f"LOCO_AT) is gone"
+                f"no answer from the sites' store for {seconds(self.dead_after)} "
+                f"({whereabouts(self._pulse.store, loss.store)}): this process is cut off, or the store's "
+                f"host is gone"
             )
         if loss.silent:
             return (
-                f"no heartbeat from {name(loss.silent)} within {self.dead_after:g} s: dead, stopped or "
+                f"no heartbeat from {name(loss.silent)} within {seconds(self.dead_after)}: dead, stopped or "
                 f"cut off; last heard of: {self.last_words(loss.silent[0])}"
             )
         return f"{name(loss.gone[:1])} has left: {loss.why}"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
-from ..errors import LocoError, TransportError, first_line
+from ..errors import LocoError, TransportError, seconds
 from ..logs import Waiting
 from .authentication import StoreSeals
 from .compare_and_set import CompareAndSetKey, number_in
 from .heartbeats import Guard, Heartbeats, guarded
-from .store_client import KeyValueStore
+from .store_client import KeyValueStore, no_store
 
 _PHASE = "reconnecting"
 _POLL = 0.02  # seconds
@@ -96,8 +96,7 @@ class ReconnectBarrier:
         except LocoError:
             raise
         except RuntimeError as error:
-            text = f"{_PHASE}: the sites' store failed ({first_line(error)})"
-            raise TransportError(text, lasting=True) from error
+            raise no_store(_PHASE, self._context.store, error) from error
         self._held[name] = number + 1
         return number
 
@@ -147,8 +146,8 @@ class ReconnectBarrier:
 
     def _late(self, came: int) -> TransportError:
         return TransportError(
-            f"{_PHASE}: {came} of {self._context.world} ranks came within {self._context.patience:g} s; a "
-            f"round that failed is repeated by all ranks together",
+            f"{_PHASE}: {came} of {self._context.world} ranks came within "
+            f"{seconds(self._context.patience)}; a round that failed is repeated by all ranks together",
             lasting=True,
         )
 

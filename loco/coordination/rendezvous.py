@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from ..errors import CheckpointError, LocoError, TransportError, no_store
+from ..errors import CheckpointError, LocoError, TransportError, seconds
 from ..logs import Waiting
 from .compare_and_set import number_in
 from .reconnect_barrier import BarrierContext, ReconnectBarrier
+from .store_client import no_store
 
 _POLL = 0.02  # seconds
 _logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Rendezvous:
         try:
             awaited = self._awaited()
         except RuntimeError as error:
-            raise no_store("reconnecting", error) from error
+            raise no_store("reconnecting", self._context.store, error) from error
         for user in awaited:
             user.reconnect()
 
@@ -156,7 +157,7 @@ class Rendezvous:
         except LocoError:
             raise
         except RuntimeError as error:
-            raise no_store(phase, error) from error
+            raise no_store(phase, self._context.store, error) from error
         told = [json.loads(text) for text in texts]
         if any(came != phase for came, _ in told):
             named = self._context.named
@@ -185,7 +186,7 @@ class Rendezvous:
         except LocoError:
             raise
         except RuntimeError as error:
-            raise no_store(phase, error) from error
+            raise no_store(phase, self._context.store, error) from error
 
     def _call(self, note: dict[str, Any], phase: str) -> list[str]:
         if self._open is not None:
@@ -316,7 +317,7 @@ class Rendezvous:
         if len(state.notes) == context.world:
             limit = min(limit, 2 * context.liveness.dead_after)
         return (
-            f"no answer from {context.named(missing)} within {limit:g} s, though alive; "
+            f"no answer from {context.named(missing)} within {seconds(limit)}, though alive; "
             f"last heard of: {context.liveness.last_words(missing[0])}"
         )
 

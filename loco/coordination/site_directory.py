@@ -16,7 +16,7 @@ from functools import partial
 from operator import ne
 from typing import Any
 
-from ..errors import AgreementError, LocoError, TransportError, first_line
+from ..errors import AgreementError, LocoError, TransportError, first_line, seconds
 from ..logs import SAY_SOON, Waiting
 from .authentication import StoreSeals
 from .compare_and_set import CompareAndSetKey
@@ -125,6 +125,7 @@ class SiteDirectory:
                 f"what listens at {store.host}:{store.port} does not answer as the sites' store "
                 f"does ({first_line(error)}): if it is another program, choose another port (LOCO_AT)",
                 lasting=True,
+                has_remedy=True,
             ) from error
         self._entry = CompareAndSetKey(self._client, "roll", seals)
 
@@ -172,7 +173,12 @@ class SiteDirectory:
                 elif listing.refused:
                     raise AgreementError(listing.refused)
                 elif time.monotonic() > deadline:
-                    raise TransportError(f"{self._missing(listing)} after {patience:g} s", lasting=True)
+                    raise TransportError(
+                        f"{self._missing(listing)} after {seconds(patience)}. Start the sites that are "
+                        f"missing, or give them more time (LOCO_PATIENCE)",
+                        lasting=True,
+                        has_remedy=True,
+                    )
                 else:
                     left = deadline - time.monotonic()
                     now = self._watch(listing.processes, left, partial(ne, listing)) or listing

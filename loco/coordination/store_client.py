@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ..errors import TransportError
+from ..errors import TransportError, first_line, seconds
 from .pulse.store_wire import ping, validate
 
 _Asked = SimpleQueue["tuple[Future[Any], float, str, tuple[Any, ...]] | None"]
@@ -64,6 +64,7 @@ class StoreClient:
             names are looked up slowly, and a minute where a packet is lost four times (3 + 6 + 12 + 24 s).
 
     Attributes:
+        store: of which this is a client.
         round_trip: seconds that the quickest request took.
 
     Raises:
@@ -71,7 +72,7 @@ class StoreClient:
     """
 
     def __init__(self, store: Any, *, limit: float, connect_limit: float = 120.0) -> None:
-        self._store = store
+        self.store = store
         self._limit = limit
         self._replaced = -_AGAIN
         self.round_trip = math.inf
@@ -87,7 +88,7 @@ class StoreClient:
         self._asked: _Asked = SimpleQueue()
         thread = threading.Thread(
             target=_answer,
-            args=(self._store, self._asked),
+            args=(self.store, self._asked),
             name="loco store client",
             daemon=True,
         )
@@ -135,7 +136,7 @@ class StoreClient:
         except TimeoutError:
             answer.cancel()  # if its turn has not come yet
             self._replace()
-            raise RuntimeError(f"no answer within {limit:g} s") from None
+            raise RuntimeError(f"no answer within {seconds(limit)}") from None
         if question:
             self.round_trip = min(self.round_trip, time.monotonic() - began)
         return found
@@ -158,10 +159,12 @@ class RemoteStore:
         address: host:port.
         prefix: of all keys.
         timeout: seconds to connect.
+        hosted_by: the site whose process that is, for errors; "" if it is not known.
     """
 
-    def __init__(self, address: str, prefix: str, timeout: float) -> None:
+    def __init__(self, address: str, prefix: str, timeout: float, *, hosted_by: str = "") -> None:
         self.host, self.port = host_and_port(address)
+        self.address, self.hosted_by = address, hosted_by
         self.prefix = prefix
         self._timeout = timeout
 
@@ -170,6 +173,28 @@ class RemoteStore:
         check_store(self.host, self.port, self._timeout)
         limit = timedelta(seconds=self._timeout)
         return PrefixStore(self.prefix, TCPStore(self.host, self.port, is_master=False, timeout=limit))
+
+
+def no_store(phase: str, store: Any, error: RuntimeError) -> TransportError:
+    """For who asked this store, and had this instead of an answer."""
+    why = whereabouts(store, first_line(error))
+    return TransportError(f"{phase}: the sites' store does not answer ({why})", lasting=True)
+
+
+def whereabouts(store: Any, why: str) -> str:
+    """Who hosts a store that does not answer, and where, as far as that is known; and why it does not."""
+    while isinstance(store, StoreClient | PrefixStore):
+        store = store.store if isinstance(store, StoreClient) else store.underlying_store
+    if isinstance(store, TCPStore):
+        address, host = f"{store.host}:{store.port}", "torchrun's first node, or rank 0,"
+    elif isinstance(store, RemoteStore):
+        address, host = store.address, store.hosted_by and f"site {store.hosted_by}"
+    else:
+        return why
+    at = "" if address in why else f" at {address}"
+    if host:
+        return f"{host} hosts it{at}: {why}"
+    return f"it is{at}: {why}" if at else why
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -245,12 +270,15 @@ def check_store(host: str, port: int, limit: float) -> None:
             while len(answer) < len(_NONCE) and (more := connection.recv(64)):
                 answer += more
         except OSError as error:
-            raise RuntimeError(f"what listens at {host}:{port} does not answer: {error}") from error
+            raise RuntimeError(
+                f"what listens at {host}:{port} does not answer a store's ping: {error}"
+            ) from error
     if not _NONCE.startswith(answer):
         raise TransportError(
             f"what listens at {host}:{port} is no store of loco's: it says {answer!r}. Is another program "
             f"using the port? Choose another one (LOCO_AT)",
             lasting=True,
+            has_remedy=True,
         )
     if answer != _NONCE:
         raise RuntimeError(f"what listens at {host}:{port} closes the connection and does not answer")

@@ -17,8 +17,8 @@ from ..coordination.heartbeats import guarded
 from ..coordination.liveness import Liveness
 from ..coordination.reconnect_barrier import BarrierContext
 from ..coordination.rendezvous import Rendezvous
-from ..coordination.store_client import StoreClient
-from ..errors import AgreementError, TransportError, first_line, no_store
+from ..coordination.store_client import StoreClient, no_store
+from ..errors import BUILD_ANEW, AgreementError, TransportError, first_line
 from ..logs import warn_once_per_machine
 from ..net.introductions import PatientStore
 from ..net.linking import link
@@ -124,7 +124,7 @@ class FixedSites:
             self.store = StoreClient(store, limit=limit)
             liveness = Liveness(store, name, ranks.rank, dead_after=limit, seals=seals)
         except RuntimeError as error:
-            raise no_store("topology", error) from error
+            raise no_store("topology", store, error) from error
         if 8 * self.store.round_trip > limit:
             text = "the sites' store answers within %.2f s: dead_after must be at least eight times"
             text += " as long, or ranks that live may be taken for dead; it is %g s"
@@ -217,7 +217,7 @@ class FixedSites:
         """
         self.closed = self.closed or why or CLOSED_BY_USER
         if self._liveness is not None:
-            self._liveness.close(why and f"{why}: build Sites and optimizer anew here, too")
+            self._liveness.close(why and f"{why}: {BUILD_ANEW}")
         self.store.close()
         self._ranks.close()
 

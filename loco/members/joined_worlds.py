@@ -54,7 +54,8 @@ class JoinedWorlds:
             dead_after=dead_after,
         )
         try:
-            session, self.names = self._same_in_site([sites, site, at], patience)
+            session, self.names, host = self._same_in_site([sites, site, at], patience)
+            self._meeting.hosted_by = host  # which the site's first rank knows
             self.rank = self.names.index(site) * self.ranks_per_site + self._rank_in_site
             self.world = len(self.names) * self.ranks_per_site
             self.store = self._meeting.store()
@@ -83,9 +84,9 @@ class JoinedWorlds:
         self._meeting.close()
         self._all_ranks.close()
 
-    def _same_in_site(self, told: list[Any], patience: float) -> tuple[str, tuple[str, ...]]:
-        """A name that no other session has, and the sites' names. The first rank of a site meets the others,
-        and tells those of its site what came of it."""
+    def _same_in_site(self, told: list[Any], patience: float) -> tuple[str, tuple[str, ...], str]:
+        """A name that no other session has, the sites' names, and which of them hosts the store. The first
+        rank of a site meets the others, and tells those of its site what came of it."""
         own = self._own
         if own is None or own.world == 1:
             return self._meet()
@@ -105,8 +106,8 @@ class JoinedWorlds:
                 said = json.loads(ranks.receive_blob(0, phase=_PHASE))
                 if "met" not in said:
                     raise AgreementError(f"this site's first rank: {said['why']}")
-                session, names = said["met"]
-                return session, tuple(names)
+                session, names, host = said["met"]
+                return session, tuple(names), host
             try:
                 met = self._meet()
             except BaseException as error:
@@ -119,7 +120,7 @@ class JoinedWorlds:
         finally:
             own.close()
 
-    def _meet(self) -> tuple[str, tuple[str, ...]]:
+    def _meet(self) -> tuple[str, tuple[str, ...], str]:
         session, quorum = self._meeting.ask({})
         self._meeting.serve(quorum)
-        return session, tuple(one.site for one in quorum)
+        return session, tuple(one.site for one in quorum), self._meeting.hosted_by

@@ -11,8 +11,8 @@ from typing import Any
 from ..coordination.authentication import StoreSeals
 from ..coordination.hosted_store import Guests, HostedStore, host_at
 from ..coordination.site_directory import BEATS, Arrival, SiteDirectory
-from ..coordination.store_client import RemoteStore, address_towards, check_store, host_and_port
-from ..errors import LocoError, TransportError, no_store
+from ..coordination.store_client import RemoteStore, address_towards, check_store, host_and_port, no_store
+from ..errors import LocoError, TransportError, seconds
 from ..logs import SAY_SOON, Waiting
 from ..net.listening import Endpoint
 
@@ -35,6 +35,10 @@ class Meeting:
         patience: seconds to wait for the others, or for the store.
         dead_after: as `loco.Topology`.
         key: as of `SiteDirectory`.
+
+    Attributes:
+        hosted: the store, if this process hosts it.
+        hosted_by: the site that hosts it, as of the latest quorum; "" if none of them does.
 
     Raises:
         ValueError: the address is none.
@@ -62,6 +66,7 @@ class Meeting:
         self._patience, self._dead_after, self._key = patience, dead_after, key
         self._directory: SiteDirectory | None = None
         self.hosted: HostedStore | None = None
+        self.hosted_by = ""
 
     def ask(self, claim: dict[str, Any]) -> tuple[str, list[Arrival]]:
         """As `SiteDirectory.ask`. If the store is gone, its host may come back.
@@ -76,15 +81,18 @@ class Meeting:
             try:
                 if self._directory is None or is_lost:
                     self.host()
-                    store = _reached(self.own_at, max(deadline - time.monotonic(), 1.0))
+                    store = _reached(self._remote(), max(deadline - time.monotonic(), 1.0))
                     self._directory = self._directory or self._enter(store)
-                return self._directory.ask(claim, max(deadline - time.monotonic(), 1.0))
+                claim = claim | {"hosts": self.hosted is not None}
+                name, quorum = self._directory.ask(claim, max(deadline - time.monotonic(), 1.0))
+                self.hosted_by = next((one.site for one in quorum if one.claim.get("hosts")), "")
+                return name, quorum
             except LocoError:
                 raise
             except RuntimeError as error:
                 is_lost = True
                 if time.monotonic() > deadline:
-                    raise no_store("meeting the other sites", error) from error
+                    raise no_store("meeting the other sites", self._remote(), error) from error
 
     def serve(self, quorum: list[Arrival]) -> None:
         """If this process hosts the store, it does so until these sites have ended."""
@@ -94,7 +102,7 @@ class Meeting:
 
     def store(self) -> RemoteStore:
         """The store, once it answers there."""
-        return _reached(self.own_at, self._patience)
+        return _reached(self._remote(), self._patience)
 
     def own_endpoint(self) -> Endpoint:
         """At the address by which this machine reaches the store: so others reach it by that one, too."""
@@ -116,25 +124,27 @@ class Meeting:
         """
         self.hosted = host_at("0.0.0.0" if self._is_behind else self._host, self._port)
 
+    def _remote(self) -> RemoteStore:
+        return RemoteStore(self.own_at, _PREFIX, self._patience, hosted_by=self.hosted_by)
+
     def _enter(self, store: RemoteStore) -> SiteDirectory:
         where = f"process {os.getpid()} on {socket.gethostname()}"
         mine = Arrival(process=secrets.randbits(48), where=where, **self._who)
         return SiteDirectory(store, mine, dead_after=self._dead_after, key=self._key)
 
 
-def _reached(at: str, patience: float) -> RemoteStore:
+def _reached(store: RemoteStore, patience: float) -> RemoteStore:
     """The store, once it answers there.
 
     Raises:
         TransportError: it does not, or another program does.
     """
-    store = RemoteStore(at, _PREFIX, patience)
     deadline, why = time.monotonic() + patience, "nothing has answered there yet"
 
     def what() -> str:
         return (
-            f"the sites' store at {at} (LOCO_AT), which another site hosts; {why}. Is that port open on the "
-            f"way there? If another program uses it, choose another one"
+            f"the sites' store at {store.address} (LOCO_AT), which another site hosts; {why}. Is that port "
+            f"open on the way there? If another program uses it, choose another one"
         )
 
     with Waiting(_logger, what, first=SAY_SOON):
@@ -149,9 +159,9 @@ def _reached(at: str, patience: float) -> RemoteStore:
                 why = str(error)
                 if time.monotonic() > deadline:
                     raise TransportError(
-                        f"{error}, for {round(patience, 1):g} s: the site whose machine has this address "
-                        f"hosts the store at which all meet; start it, or give another machine's address "
-                        f"(LOCO_AT)",
+                        f"{error}, for {seconds(patience)}: the site whose machine has this address hosts "
+                        f"the store at which all meet; start it, or give another machine's address (LOCO_AT)",
                         lasting=True,
+                        has_remedy=True,
                     ) from error
                 time.sleep(_POLL)

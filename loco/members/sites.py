@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from ..errors import START_AGAIN, advising
 from ..logs import warn_once_per_machine
 from ..net.listening import Endpoint
 from ..net.transport import Transport
@@ -70,6 +71,7 @@ class Sites:
         TransportError: not all sites came, or no store or lighthouse is at its address.
     """
 
+    @advising(START_AGAIN)
     def __init__(
         self,
         sites: int | None = None,

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..coordination.authentication import LEAST_KEY_BYTES
+from ..errors import START_AGAIN, advising
 from ..net.listening import Endpoint
 from .fixed import FixedSites
 from .one_world import OneWorld
@@ -71,6 +72,7 @@ class Topology(FixedSites):
         TransportError: a rank did not come, or the sites' store does not answer.
     """
 
+    @advising(START_AGAIN)
     def __init__(
         self,
         *,

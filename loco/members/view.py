@@ -249,4 +249,9 @@ def require_open(topology: SiteTopology) -> None:
         TransportError: its topology is closed.
     """
     if topology.closed:
-        raise TransportError(f"the sites of this optimizer are closed: {topology.closed}", lasting=True)
+        raise TransportError(
+            f"the sites of this optimizer are closed: {topology.closed}. To go on, build new ones and a new "
+            f"optimizer, on all sites",
+            lasting=True,
+            has_remedy=True,
+        )

@@ -132,7 +132,9 @@ def _connections(
             with Waiting(_logger, lambda other=other: f"an answer of {called(other)}"):
                 answer = _read(ends[other], TOKEN, store)
             if answer != card.promised:
-                raise RuntimeError(f"what listens at {card.host}:{card.port} is not {called(other)}")
+                raise RuntimeError(
+                    f"what listens at {card.host}:{card.port} is not {called(other)}: it has another token"
+                )
         listener.close()
         opened.pop_all()
         return ends

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from ..coordination.authentication import MessageSeals, StoreSeals
 from ..coordination.heartbeats import guarded
 from ..coordination.liveness import Liveness
-from ..coordination.store_client import RemoteStore, StoreClient
-from ..errors import TransportError, first_line
+from ..coordination.store_client import RemoteStore, StoreClient, no_store
+from ..errors import TransportError, first_line, seconds
 from ..logs import Waiting
 from .introductions import PatientStore
 from .linking import link
@@ -32,6 +32,7 @@ class Links:
     Args:
         name: of these links, the same on all members, and no others'.
         store: host:port of the store they meet by.
+        hosted_by: the site that hosts it; "" if nobody knows.
         member, names: this one's number, and what all are called.
         rank: in its site; those of one number are linked.
         endpoint: where this one listens.
@@ -51,6 +52,7 @@ class Links:
         name: str,
         *,
         store: str,
+        hosted_by: str = "",
         member: int,
         names: Sequence[str],
         rank: int = 0,
@@ -68,7 +70,7 @@ class Links:
         self.seals = StoreSeals(key, hashlib.blake2b(name.encode(), digest_size=16).digest())
         self._clients: list[StoreClient | Liveness] = []
         deadline = time.monotonic() + timeout
-        remote = RemoteStore(store, prefix_of(name), timeout)
+        remote = RemoteStore(store, prefix_of(name), timeout, hosted_by=hosted_by)
         try:
             self.store = StoreClient(remote, limit=dead_after, connect_limit=timeout)
             self._clients.append(self.store)
@@ -139,7 +141,7 @@ class Links:
         try:
             self.store.set(f"said/{self._rank}/{what}", "")
         except RuntimeError as error:
-            raise TransportError(f"telling of {what}: {_no_store(error)}") from error
+            raise self._no_store(f"telling of {what}", error) from error
 
     def await_word(self, what: str, members: Sequence[int]) -> None:
         """Wait until one of these members, who are busy, has announced it.
@@ -157,7 +159,7 @@ class Links:
         except TransportError:
             raise
         except RuntimeError as error:
-            raise TransportError(f"{phase}: {_no_store(error)}") from error
+            raise self._no_store(phase, error) from error
 
     def close(self, why: str = "") -> None:
         """Hang up, so that members who wait learn of it.
@@ -174,6 +176,12 @@ class Links:
         except RuntimeError:  # nobody listens, and torch logs pages for every beat to a store that is gone
             self.liveness.close()
 
+    def _no_store(self, phase: str, error: RuntimeError) -> TransportError:
+        """It need not last: the next quorum may have another host."""
+        lost = no_store(phase, self.store, error)
+        lost.lasting = False
+        return lost
+
     def _called(self, members: Sequence[int]) -> str:
         return listed("site", members, self._names)
 
@@ -185,9 +193,8 @@ class Links:
                 if time.monotonic() > deadline:
                     missing = [member for member, key in enumerate(keys) if not self.store.check([key])]
                     who = self._called(missing)
-                    raise TransportError(
-                        f"linking {self.size} sites: {who} did not come within {timeout:g} s"
-                    )
+                    text = f"linking {self.size} sites: {who} did not come within {seconds(timeout)}"
+                    raise TransportError(text)
                 time.sleep(_POLL)
 
 
@@ -199,7 +206,3 @@ def prefix_of(links: str) -> str:
 def beats_of(rank: int) -> str:
     """The name of the heartbeats of all members' ranks of this number."""
     return f"rank {rank}"
-
-
-def _no_store(error: RuntimeError) -> str:
-    return f"the quorum's store does not answer, its host is gone ({first_line(error)})"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..coordination.authentication import SEAL_BYTES, MessageSeals
 from ..coordination.heartbeats import Heartbeats, guarded
-from ..errors import AuthenticationError, TransportError, WireError, first_line
+from ..errors import AuthenticationError, TransportError, WireError, first_line, seconds
 from ..logs import Progress
 from .mesh import Mesh, Parcel, Work
 from .pending import PendingMessages
@@ -250,17 +250,20 @@ class Transport:
     def not_here(self, peer: int, limit: float | None) -> str:
         """What to say of a member (−1: nobody knows which) that closed its connection, or did not answer
         within `limit` seconds."""
-        said = ""
+        heard = ""
         if self.liveness is not None:
             ranks = [self._ranks[p] for p in (self.peers if peer < 0 else [peer])]
             loss = self.liveness.departed(ranks, self.link)
             if loss:  # it hung up for a reason of its own, which may be the loss of yet another member
                 return self.liveness.describe(loss, self._named)
             if peer >= 0:
-                alive = ", which is alive" if limit else ""
-                said = f"{alive}; last heard of: {self.liveness.last_words(self._ranks[peer])}"
+                heard = self.liveness.last_words(self._ranks[peer])
         who = self.called(peer)
-        return (f"no answer from {who} within {limit:g} s" if limit else f"lost {who}") + said
+        if not limit:
+            return f"lost {who}; last heard of: {heard}" if heard else f"lost {who}"
+        if heard:
+            return f"no answer from {who} within {seconds(limit)}, which is alive; last heard of: {heard}"
+        return f"no answer from {who} within {seconds(limit)}"
 
     def check_seal(self, parcel: Parcel, size: int, number: int, *, phase: str) -> None:
         """

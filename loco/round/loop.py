@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from ..config import Settings
 from ..coordination.commit import ABORT, COMMIT
-from ..errors import TransportError, WireError
+from ..errors import SAME_STEPS, START_AGAIN, TransportError, WireError, advising
 from ..exchange.tuning import ExchangeTuner
 from ..exchange.wire_config import WireConfig
 from ..inner.own_masters import OwnMasters
@@ -29,6 +30,23 @@ from .views import Views
 from .weights import ShownAnchor, require_cast_of_anchor
 
 _logger = logging.getLogger(__name__)
+_GO_ON = "All ranks can go on with the next step() or sync()"
+_FIXED = f"{_GO_ON}; if a process has died, restart all sites from their last checkpoint"
+_COMING_AND_GOING = f"{_GO_ON} of this site; if one of its processes has died, restart this site"
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _advised(method: Callable[Concatenate["OuterLoop", P], T]) -> Callable[Concatenate["OuterLoop", P], T]:
+    """Where a TransportError leaves the loop, it ends with what to do."""
+
+    @wraps(method)
+    def advised(loop: "OuterLoop", *args: P.args, **kwargs: P.kwargs) -> T:
+        elastic = loop.views.membership.others_may_be_ahead
+        with advising(_COMING_AND_GOING) if elastic else advising(_FIXED, SAME_STEPS):
+            return method(loop, *args, **kwargs)
+
+    return advised
 
 
 class OuterLoop:
@@ -63,6 +81,7 @@ class OuterLoop:
         TransportError, ReplicaError: the first anchor did not reach all.
     """
 
+    @advising(START_AGAIN)
     def __init__(
         self, inner: Optimizer, settings: Settings, topology: SiteTopology, wire: WireConfig, *, offload: bool
     ) -> None:
@@ -110,6 +129,7 @@ class OuterLoop:
         if self.local_step >= self.state.settings.sync_every:
             self.run_round()
 
+    @_advised
     @torch.no_grad()
     def run_round(self) -> SyncReport:
         """A round with all members, tried again as long as that can help.
@@ -177,7 +197,7 @@ class OuterLoop:
         if report is None:
             error = TransportError(
                 f"round {current.number}: another rank lost its links in the last vote, so no rank has "
-                f"applied the round, and all can repeat it"
+                f"applied the round"
             )
             views.hang_up(error)
             raise error
@@ -197,6 +217,7 @@ class OuterLoop:
         view = self.views.current
         return f"site {self.state.topology.site}" if view is None else view.across.called(view.site)
 
+    @_advised
     @torch.no_grad()
     def settle(self, *, abandon: bool = False) -> SyncReport | None:
         """Finish a round whose end was cut off, if any -> its report, if it counts.
@@ -217,6 +238,7 @@ class OuterLoop:
             self.views.pending = None
         return None if report is None else self._done(report)
 
+    @_advised
     @torch.no_grad()
     def show_anchor(self) -> None:
         if self._shown is None:
@@ -247,6 +269,7 @@ class OuterLoop:
                 f"them: call optimizer.train() first"
             )
 
+    @_advised
     @torch.no_grad()
     def adopt_weights(self) -> None:
         views, pending = self.views, self.views.pending
@@ -281,6 +304,7 @@ class OuterLoop:
         load_inner(self.inner, state_dict, agree)
         self.take_over(own)
 
+    @_advised
     @torch.no_grad()
     def take_over(self, own: dict[str, Any]) -> None:
         """Continue from what `check_own_state` returned."""

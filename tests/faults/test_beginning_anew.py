@@ -74,7 +74,8 @@ def test_both_sites_begin_again_in_the_same_processes(method: str, struck_at: st
     [berlin], [paris] = launch_worlds(begins_again, method, struck_at)
     assert berlin[0] == "KeyboardInterrupt"
     assert paris[0] == "TransportError"
-    assert "site berlin began anew in the same process: build Sites and optimizer anew here, too" in paris[1]
+    told = "site berlin began anew in the same process: build Sites and optimizer anew here, too"
+    assert paris[1].endswith(told)  # which is all there is to do
     for _, _, late, theta in (berlin, paris):
         assert "the sites of this optimizer are closed" in late
         assert torch.equal(theta, berlin[3])

@@ -108,7 +108,10 @@ def test_who_tries_again_is_told_of_one_that_does_not() -> None:
     """And does not wait for it as long as its patience lasts, which is ten minutes."""
     for rank, result in enumerate(run_ranks(3, loses_its_links_and_gives_up)):
         told = "" if rank == 1 else "reconnecting: site 1 has left: "
-        assert result["error"] == ("TransportError", f"{told}lost a link (injected)")
+        kind, text = result["error"]
+        assert kind == "TransportError"
+        assert text.startswith(f"{told}lost a link (injected). All ranks can go on with the next step()")
+        assert text.count("All ranks can go on") == 1  # what the others quote is without it
         assert len(result["warnings"]) == (rank != 1)
         assert result["failed at"] == 1
         assert_same(result["clean"], result["hurt"])
@@ -155,6 +158,7 @@ def test_links_that_can_not_be_built_are_an_error_on_all_ranks() -> None:
         kind, text = result["error"]
         assert kind == "TransportError"
         assert ("no route (injected)" if rank == 1 else "another rank could not connect") in text
+        assert text.endswith(". Start all sites again")
         assert len(result["warnings"]) == 1
 
 

@@ -265,6 +265,7 @@ def test_a_site_that_ends_early_is_named_by_the_others(tmp_path: Path) -> None:
     (berlin,), (paris,) = launch_worlds(ends_early, str(tmp_path), {"berlin": STEPS, "paris": 6})
     assert paris == ""
     assert "site paris has left: its program has ended" in berlin
+    assert "If its training was over, give all sites the same max_steps" in berlin
     # What berlin has saved can be resumed: without the third round, which would have ended after step 10.
     state = torch.load(tmp_path / "berlin" / "checkpoint-5" / "loco_rank0.pt")["loco"]
     assert (state["round"], state["local_step"]) == (1, 1)

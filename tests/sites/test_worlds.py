@@ -120,6 +120,7 @@ def test_all_sites_have_equally_many_ranks() -> None:
     for kind, text in (*told[0], told[1][0]):
         assert kind == "AgreementError"
         assert re.search(r"site [ab] has [12] ranks, site [ab] [12]: each rank exchanges with those of", text)
+    assert told[0][1][1].startswith("this site's first rank: ")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from loco.wire.codecs import CODECS
 from loco.wire.records import RECORD_BYTES, VERSION, Kind, Status
 
 TOPICS = (
-    *("algorithm", "architecture", "benchmarks", "checkpoints", "elastic", "failures", "frontier"),
+    *("algorithm", "architecture", "benchmarks", "checkpoints", "elastic", "errors", "failures", "frontier"),
     *("integrations", "internals", "optimizer", "pipeline", "questions", "reproduce", "results"),
     *("sharded", "sites", "sync", "sync-format", "wire"),
 )
@@ -33,7 +33,10 @@ def test_the_readme_has_250_lines_at_most_and_every_topic_a_page() -> None:
     assert len(page("README.md").splitlines()) <= 250
     assert sorted(path.stem for path in (ROOT / "docs").glob("*.md")) == sorted(TOPICS)
     for topic in TOPICS:
-        assert f"(docs/{topic}.md)" in page("README.md")
+        if topic == "errors":  # to which the page of their classes leads
+            assert "(errors.md)" in page("docs/failures.md")
+        else:
+            assert f"(docs/{topic}.md)" in page("README.md")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
@@ -83,6 +86,14 @@ def test_the_settings_are_all_in_the_tables_with_their_defaults(name: str, call:
     text = page(name)
     rows = table(text[text.index(call) :], "| argument | default | |")
     assert {row[0]: row[1] for row in rows} == parameters_of(of.__init__)
+
+
+def test_the_page_of_what_to_decide_has_the_symbols_of_the_algorithm() -> None:
+    told = {row[0]: row[1] for row in table(page("docs/optimizer.md"), "| argument | symbol |")}
+    rows = table(page("docs/algorithm.md"), "| paper | argument |")
+    assert told == {row[1]: row[0] for row in rows if row[0]}
+    settings = {**loco.PAPER, **loco.SAVING, **loco.holding_back(0.25, width=128)}
+    assert settings.keys() == told.keys()
 
 
 def short(number: float) -> str:

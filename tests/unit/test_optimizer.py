@@ -373,6 +373,14 @@ def test_holding_back_refuses_what_can_mean_nothing(arguments: dict[str, Any], t
         loco.holding_back(**given)
 
 
+def test_what_holding_back_returns_can_be_changed_and_changes_no_preset() -> None:
+    settings = loco.holding_back(0.25, width=128)
+    settings["outer_lr"] /= 2
+    settings["wire"] = "tight"
+    assert loco.holding_back(0.25, width=128) == dict(loco.SAVING) | {"sync_every": 8}
+    assert loco.PulseLoCo(torch.optim.Adam(model().parameters()), **settings).settings.outer_lr == 112.0
+
+
 @pytest.mark.parametrize("preset", [loco.PAPER, loco.MATCHING, loco.SAVING, loco.SMALLEST])
 def test_a_preset_cannot_be_changed(preset: Any) -> None:
     with pytest.raises(TypeError):

@@ -1,13 +1,17 @@
 """What can't work is refused with a sentence that names it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_optimizer import model
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import loco
+from loco.parameters import sharding
+from loco.parameters.flat_parameters import FlatParameters
 
 pytestmark = pytest.mark.usefixtures("single_site")
 
@@ -74,7 +78,7 @@ def test_parameters_that_cannot_be_synchronised_are_named() -> None:
         build(one, nn.Parameter(torch.ones(1, device="meta")))
     with pytest.raises(ValueError, match="the inner optimizer has no parameters"):
         loco.DiLoCo(torch.optim.SGD([{"params": []}], lr=0.1))
-    with pytest.raises(ValueError, match="p1 is expanded"):
+    with pytest.raises(ValueError, match="p1 is expanded: its elements share their memory"):
         build(one, nn.Parameter(torch.ones(1).expand(3)))
     with pytest.raises(ValueError, match=r"p1 is infinite or NaN on site 0"):
         build(one, nn.Parameter(torch.tensor([1.0, float("inf")])))
@@ -82,6 +86,35 @@ def test_parameters_that_cannot_be_synchronised_are_named() -> None:
         loco.DiLoCo(build(one))
     with pytest.raises(TypeError, match=r"inner\[0\] must be a torch.optim.Optimizer, got Parameter"):
         loco.PulseLoCo([one])  # pyright: ignore[reportArgumentType]
+
+
+def test_tensors_that_cannot_be_exchanged_are_named() -> None:
+    one, two = torch.ones(2, 2), nn.Parameter(torch.ones(4))
+    two.untyped_storage().resize_(0)
+    with torch.inference_mode():
+        inferred = nn.Parameter(torch.ones(2))
+    for param, said in (
+        (nn.Parameter(TwoTensor(one, one)), "p1 is a TwoTensor; loco synchronises plain tensors"),
+        (nn.Parameter(one.to_sparse()), r"p1 is torch\.sparse_coo; it must be dense"),
+        (inferred, "p1 was made under inference_mode, and can't be updated"),
+        (two, "p1 has no memory, a framework has freed it"),
+    ):
+        named = [("p0", nn.Parameter(torch.ones(1))), ("p1", param)]
+        with pytest.raises(ValueError, match=said):
+            loco.PulseLoCo(torch.optim.SGD(named, lr=0.1))
+    flat = FlatParameters(torch.optim.SGD(model().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="the tensors have other shapes or dtypes than the optimizer's"):
+        flat.over([torch.ones(1)])
+    flat.device = torch.device("cuda")
+    with pytest.raises(ValueError, match=r"all parameters of one optimizer must be on one device"):
+        flat._check("p1", one)
+
+
+def test_a_parameter_of_a_mesh_without_this_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "local", lambda tensor: tensor)
+    elsewhere: Any = SimpleNamespace(device_mesh=SimpleNamespace(get_coordinate=lambda: None))
+    with pytest.raises(ValueError, match="parameter p1 is on a device mesh that this rank is not part of"):
+        sharding.check_sharded("p1", elsewhere, None)
 
 
 def test_parameters_are_named_in_errors_as_the_user_named_them() -> None:
@@ -98,10 +131,14 @@ def test_adding_a_group_later_says_what_to_do() -> None:
     inner = torch.optim.SGD(model().parameters(), lr=0.1)
     optimizer = loco.PulseLoCo(inner)
     extra = {"params": [nn.Parameter(torch.ones(1))]}
-    with pytest.raises(ValueError, match="before you build it, or build a new one"):
+    with pytest.raises(
+        ValueError, match="add the group to the inner optimizer before you build it, or build a new one"
+    ):
         optimizer.add_param_group(extra)
     inner.add_param_group(extra)  # behind the wrapper's back
-    with pytest.raises(ValueError, match="parameters have changed since the sites agreed"):
+    with pytest.raises(
+        ValueError, match="the inner optimizer's parameters have changed since the sites agreed"
+    ):
         optimizer.sync()
 
 

@@ -97,6 +97,16 @@ def test_a_state_that_one_of_them_refuses_changes_none() -> None:
         optimizer.load_state_dict(state)
 
 
+def test_an_optimizer_that_keeps_state_elsewhere_can_not_be_saved_with_others() -> None:
+    one, other = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+    both = loco.PulseLoCo([one, other])
+    one.state_dict = lambda: {"state": {"step": 1}, "param_groups": []}  # as some optimizers do
+    with pytest.raises(
+        ValueError, match=r"inner\[0\], a SGD, keeps state under 'step', which is none of its"
+    ):
+        both.state_dict()
+
+
 def test_a_step_counts_when_all_of_them_have_stepped() -> None:
     net = model()
     muon, adamw = muon_and_adamw(net)

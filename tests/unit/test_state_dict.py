@@ -61,22 +61,26 @@ def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
         optimizer.load_state_dict(dense.state_dict())
     with pytest.raises(ValueError, match=r"parameters = \['group0.param0', \[7, 6\]"):
         optimizer.load_state_dict(narrow.state_dict())
-    with pytest.raises(ValueError, match="no 'loco' entry"):
+    with pytest.raises(ValueError, match="this state has no 'loco' entry, so it is not of a loco optimizer"):
         optimizer.load_state_dict(optimizer.inner.state_dict())
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("site", 1, "site = 1, this optimizer has 0"),
+        ("site", 1, "this state was saved with site = 1, this optimizer has 0: each rank loads"),
         ("num_sites", 4, "num_sites = 4, this optimizer has 1"),
         ("rank_in_site", 1, "rank_in_site = 1, this optimizer has 0"),
         ("ranks_per_site", 2, "ranks_per_site = 2, this optimizer has 1"),
         ("format", 2, "a loco state of format 2"),
-        ("residual", torch.zeros(64), r"residual is torch\.float32 \(64,\), not torch\.float32 \(65,\)"),
+        (
+            "residual",
+            torch.zeros(64),
+            r"residual is torch\.float32 \(64,\), not torch\.float32 \(65,\): it is damaged",
+        ),
         ("anchor", None, "anchor is None"),
         ("weights", [], "does not hold the weights of all parameters"),
-        ("local_step", None, "local_step is None"),
+        ("local_step", None, "local_step is None, not a number of rounds or steps"),
         ("local_step", -1, "local_step is -1"),
     ],
 )
@@ -94,6 +98,14 @@ def test_a_foreign_or_damaged_state_is_refused_before_anything_changes(
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(other)
     assert pickle.dumps(optimizer.state_dict()) == before
+
+
+def test_a_state_of_a_round_in_doubt_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1))
+    state = optimizer.state_dict()
+    state["loco"]["undecided_round"] = 3
+    optimizer.load_state_dict(state)
+    assert "saved before the outcome of round 3 was known: if other ranks load a state of" in caplog.text
 
 
 def test_state_dict_hooks_fire() -> None:
@@ -117,7 +129,9 @@ def test_state_dict_hooks_fire() -> None:
 
 
 def test_it_cannot_be_pickled_and_says_what_to_save() -> None:
-    with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
+    with pytest.raises(
+        TypeError, match=r"holds process groups and can't be copied or pickled: save its state_dict\(\)"
+    ):
         pickle.dumps(loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1)))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import ref
 
-from ...errors import AuthenticationError, first_line
+from ...errors import PROGRAM_ENDED, AuthenticationError, first_line
 from ..authentication import StoreSeals
 from ..heartbeats import AT_WORK, ENDED, Alarm, Beat, Loss
 from ..store_client import KeyValueStore
@@ -30,7 +30,7 @@ class Pulse:
     every: float  # seconds
     stand_in: StandIn | None = None
     status: str = AT_WORK + "starting"
-    last_words: str = "its program has ended, or dropped its optimizer"
+    last_words: str = PROGRAM_ENDED
     beats: int = 0
     awake: float = 0.0  # seconds that this process was, as far as it can tell
     last: float = field(default_factory=lambda: time.monotonic())

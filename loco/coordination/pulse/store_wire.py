@@ -8,6 +8,8 @@ import select
 import socket
 import struct
 
+from ...errors import seconds
+
 _VALIDATE, _SET, _PING = 0, 1, 13  # torch's QueryType
 _MAGIC = 0x3C85F7CE
 _IDLE = 20  # seconds, after which the system keeps a silent connection known to the routers on its way
@@ -66,7 +68,7 @@ def drain(end: socket.socket, limit: float) -> None:
     answer = b""
     while len(answer) < len(nonce):
         if not answers.poll(1000 * limit):
-            raise TimeoutError(f"the store has not answered for {limit:g} s")
+            raise TimeoutError(f"the store has not answered for {seconds(limit)}")
         part = end.recv(len(nonce) - len(answer))
         if not part:
             raise ConnectionResetError("the store has hung up")

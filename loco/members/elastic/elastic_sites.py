@@ -218,9 +218,11 @@ class ElasticSites:
             return
         self.unlink()
         if len(members) > 1:
+            host = "" if self._meeting is None else self._meeting.hosted_by
             self._links = Links(
                 decided.attempt,
                 store=self._store_at or members[0].store,
+                hosted_by=host if self._store_at else members[0].name,
                 member=decided.index_of(self.id),
                 names=[one.name for one in members],
                 rank=self.rank_in_site,

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from ...coordination.heartbeats import guarded
-from ...errors import AgreementError, LocoError, TransportError, no_store
+from ...coordination.store_client import no_store
+from ...errors import AgreementError, LocoError, TransportError
 from ...logs import Waiting
 from ...net.transport import listed
 from ..fixed import FixedSites
@@ -63,7 +64,8 @@ class FirstRank:
         try:
             self._own.store.set(key, self._own.store_seals.write(key, outcome))
         except RuntimeError as error:
-            raise no_store("telling this site's ranks who takes part", error) from error
+            phase = "telling this site's ranks who takes part"
+            raise no_store(phase, self._own.store, error) from error
         before = f"{key.rpartition('/')[0]}/{self._asked - 1}"
         with suppress(RuntimeError):  # a slow store may keep it
             self._own.store.delete_key(before)  # all have read it, since they have talked
@@ -79,7 +81,7 @@ class FirstRank:
                     if store.check([key]):
                         return self._own.store_seals.read(key, store.get(key).decode())
                 except RuntimeError as error:
-                    raise no_store(_PHASE, error) from error
+                    raise no_store(_PHASE, store, error) from error
                 guard.check()
                 time.sleep(_POLL)
 

@@ -110,7 +110,8 @@ class Lighthouse:
         except (KeyError, TypeError, ValueError) as error:
             raise TransportError(
                 f"{id} asks the same lighthouse and is no site of this run ({error}): "
-                f"a run needs a lighthouse and a key of its own"
+                f"a run needs a lighthouse and a key of its own",
+                has_remedy=True,
             ) from error
 
     def close(self) -> None:
@@ -162,7 +163,8 @@ def _client(address: str, timeout: float) -> Any:
     try:
         return LighthouseClient(address, timedelta(seconds=timeout))
     except (RuntimeError, TimeoutError, ValueError) as error:
-        raise TransportError(f"no lighthouse answers at {address} ({error}): {HOW_TO_START}") from error
+        text = f"no lighthouse answers at {address} ({error}): {HOW_TO_START}"
+        raise TransportError(text, has_remedy=True) from error
 
 
 def address_towards_lighthouse(lighthouse: str) -> str:

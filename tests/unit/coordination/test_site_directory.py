@@ -120,7 +120,7 @@ def test_who_was_taken_for_dead_comes_again(run: Run, waits: bool) -> None:
 
 def test_too_few_wait_for_others_and_then_say_how_many_are_needed(run: Run) -> None:
     run.enter("a", at_least=2)
-    said = r"1 of 3 sites are here \(a\), and 2 are needed after 0.5 s"
+    said = r"1 of 3 sites are here \(a\), and 2 are needed after 0.5 s. Start the sites that are missing"
     with pytest.raises(loco.TransportError, match=said):
         run.ask("a", patience=0.5)["a"].result(PATIENCE)
     # It has withdrawn: nobody else counts on it.

@@ -181,7 +181,9 @@ def test_another_listener_at_a_members_address_is_not_taken_for_it() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(RuntimeError, match=f"what listens at {host}:{port} is not member 0"):
+        with pytest.raises(
+            RuntimeError, match=f"what listens at {host}:{port} is not member 0: it has another token"
+        ):
             link(patient(store), "a", 1, 2)
         thread.join()
 
