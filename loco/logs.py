@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Self
 from weakref import WeakSet
 
 REMIND_EVERY = 60.0  # seconds of one wait
@@ -36,7 +37,7 @@ class Waiting:
         self._began = time.monotonic()
         self.due = self._began + min(REMIND_EVERY, REMIND_EVERY if first is None else first)
 
-    def __enter__(self) -> "Waiting":
+    def __enter__(self) -> Self:
         _clock.add(self)
         return self
 

@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
@@ -63,6 +63,10 @@ def advance(scheduler: LRScheduler, steps: int) -> None:
         scheduler.step()
 
 
-def log_rounds(handle: loco.Attached, log: Callable[[Mapping[str, float], int], object]) -> None:
+def log_rounds(handle: loco.Attached, log: Callable[[dict[str, float], int], object]) -> None:
     """Have `log(metrics, step)` called after each round."""
-    handle.register_report_hook(lambda _: log(handle.metrics(), handle.round * handle.sync_every))
+
+    def tell(_: loco.SyncReport) -> None:
+        log(handle.metrics(), handle.round * handle.sync_every)
+
+    handle.register_report_hook(tell)

@@ -6,26 +6,29 @@ transformers looks in this site's folder alone, and a site may have been stopped
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import transformers.trainer
 
 import loco
 
+_trainer: Any = transformers.trainer
 _finders: dict[str, Callable[[str], str | None]] = {}  # by the folder that they look in
 
 
 def find_checkpoints_by(find: Callable[[str], str | None], folder: str) -> None:
     """Have `find(folder)` asked for the newest checkpoint there."""
     _finders[folder] = find
-    theirs = transformers.trainer.get_last_checkpoint
+    theirs = _trainer.get_last_checkpoint
     if hasattr(theirs, "__wrapped__"):
         return
 
     @wraps(theirs)
     def last(folder: str) -> str | None:
-        return _finders.get(folder, theirs)(folder)
+        find = _finders.get(folder)
+        return theirs(folder) if find is None else find(folder)
 
-    transformers.trainer.get_last_checkpoint = last
+    _trainer.get_last_checkpoint = last
 
 
 def newest_of_all(topology: loco.SiteTopology, folder: str) -> str | None:

@@ -142,7 +142,7 @@ class Sites:
     @property
     def is_elastic(self) -> bool:
         """Sites come and go: by `at_least`, or a lighthouse."""
-        return isinstance(self._as, ElasticSites)
+        return self._as.is_elastic
 
     @property
     def site_group(self) -> dist.ProcessGroup | None:

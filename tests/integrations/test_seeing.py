@@ -68,9 +68,10 @@ def with_trainer(folder: str) -> Reports:
 
 def with_sft(folder: str) -> Reports:
     callback = Noting(sync_every=H)
+    told: dict[str, Any] = usual_of_trl("") | REPORTING | {"output_dir": folder}
     trainer = SFTTrainer(
         model_of("full"),
-        SFTConfig(**usual_of_trl("") | REPORTING | {"output_dir": folder}),
+        SFTConfig(**told),
         train_dataset=Dataset.from_dict({"input_ids": site_tokens(BATCH * STEPS * 2).tolist()}),
         processing_class=tokenizer(),
         callbacks=[callback],
@@ -85,10 +86,11 @@ def with_grpo(folder: str) -> Reports:
 
     callback = Noting(sync_every=H)
     groups = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "beta": 0.0}
+    told: dict[str, Any] = usual_of_trl("") | REPORTING | groups | {"output_dir": folder}
     trainer = GRPOTrainer(
         model_of("full"),
         reward,
-        args=GRPOConfig(**usual_of_trl("") | REPORTING | groups | {"output_dir": folder}),
+        args=GRPOConfig(**told),
         train_dataset=Dataset.from_dict({"prompt": texts(site_tokens(64)[:, :4])}),
         processing_class=tokenizer(),
         callbacks=[callback],

@@ -61,6 +61,8 @@ class ElasticSites:
         TransportError: no lighthouse answers, or a rank of this site is lost.
     """
 
+    is_elastic = True
+
     def __init__(
         self,
         *,
