@@ -137,7 +137,7 @@ class StoreClient:
             answer.cancel()  # if its turn has not come yet
             self._replace()
             raise RuntimeError(f"no answer within {seconds(limit)}") from None
-        if question:
+        if question not in ("", "set"):  # which waits for no answer
             self.round_trip = min(self.round_trip, time.monotonic() - began)
         return found
 

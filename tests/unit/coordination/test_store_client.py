@@ -96,6 +96,14 @@ def test_one_slow_answer_at_the_start_does_not_raise_the_limit_for_good() -> Non
         asked.check(["a"])
 
 
+def test_writing_a_key_does_not_count_as_a_round_trip() -> None:
+    """torch sends it, and waits for no answer: a store that is far away would look near."""
+    Slow.seconds = [0.3]
+    asked = StoreClient(Slow(), limit=5.0)
+    asked.set("a", "1")
+    assert asked.round_trip >= 0.3
+
+
 def test_over_a_slow_link_a_connection_that_was_cut_has_time_to_be_laid_again(
     host: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
