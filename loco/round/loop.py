@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -33,20 +33,6 @@ _logger = logging.getLogger(__name__)
 _GO_ON = "All ranks can go on with the next step() or sync()"
 _FIXED = f"{_GO_ON}; if a process has died, restart all sites from their last checkpoint"
 _COMING_AND_GOING = f"{_GO_ON} of this site; if one of its processes has died, restart this site"
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _advised(method: Callable[Concatenate["OuterLoop", P], T]) -> Callable[Concatenate["OuterLoop", P], T]:
-    """Where a TransportError leaves the loop, it ends with what to do."""
-
-    @wraps(method)
-    def advised(loop: "OuterLoop", *args: P.args, **kwargs: P.kwargs) -> T:
-        elastic = loop.views.membership.others_may_be_ahead
-        with advising(_COMING_AND_GOING) if elastic else advising(_FIXED, SAME_STEPS):
-            return method(loop, *args, **kwargs)
-
-    return advised
 
 
 class OuterLoop:
@@ -129,7 +115,6 @@ class OuterLoop:
         if self.local_step >= self.state.settings.sync_every:
             self.run_round()
 
-    @_advised
     @torch.no_grad()
     def run_round(self) -> SyncReport:
         """A round with all members, tried again as long as that can help.
@@ -165,7 +150,14 @@ class OuterLoop:
                 views.serve(view)
                 return self._done(report)
             own_fault = current is not None and current.failed_here
-            attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
+            with self._advice():
+                attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
+
+    def _advice(self) -> AbstractContextManager[None]:
+        """Around what may raise a TransportError, which then ends with what to do."""
+        if self.views.membership.others_may_be_ahead:
+            return advising(_COMING_AND_GOING)
+        return advising(_FIXED, SAME_STEPS)
 
     def _check_inner(self) -> None:
         self.state.parameters.check_unchanged(self.inner)
@@ -217,7 +209,6 @@ class OuterLoop:
         view = self.views.current
         return f"site {self.state.topology.site}" if view is None else view.across.called(view.site)
 
-    @_advised
     @torch.no_grad()
     def settle(self, *, abandon: bool = False) -> SyncReport | None:
         """Finish a round whose end was cut off, if any -> its report, if it counts.
@@ -233,17 +224,18 @@ class OuterLoop:
             LocoError: it can't be finished yet; or this rank can't go on, see `OuterState.check_whole`.
         """
         self.state.check_whole()
-        report = self.views.settle_unless_told_later()
+        with self._advice():
+            report = self.views.settle_unless_told_later()
         if abandon:
             self.views.pending = None
         return None if report is None else self._done(report)
 
-    @_advised
     @torch.no_grad()
     def show_anchor(self) -> None:
         if self._shown is None:
             self.settle()  # which needs the weights
-            self._shown = ShownAnchor(self.state, self._write_anchor)
+            with self._advice():
+                self._shown = ShownAnchor(self.state, self._write_anchor)
 
     def _write_anchor(self) -> None:
         """w = cast(θ), on all ranks of a site together."""
@@ -269,18 +261,18 @@ class OuterLoop:
                 f"them: call optimizer.train() first"
             )
 
-    @_advised
     @torch.no_grad()
     def adopt_weights(self) -> None:
         views, pending = self.views, self.views.pending
         in_doubt = pending is not None and (pending.is_promised or pending.phase in COUNTS)
         may_be_ahead = views.membership.others_may_be_ahead
-        agree_to_adopt(self.state, others_may_be_ahead=may_be_ahead, round_in_doubt=in_doubt)
-        view = views.form(ready=True)
-        with self.state.rewriting():
-            start_again(self.state)
-            with views.conversing():
-                share_first_anchor(self.state, view)
+        with self._advice():
+            agree_to_adopt(self.state, others_may_be_ahead=may_be_ahead, round_in_doubt=in_doubt)
+            view = views.form(ready=True)
+            with self.state.rewriting():
+                start_again(self.state)
+                with views.conversing():
+                    share_first_anchor(self.state, view)
         self._forget()
 
     def own_state(self, inner_state: dict[str, Any]) -> dict[str, Any]:
@@ -304,14 +296,14 @@ class OuterLoop:
         load_inner(self.inner, state_dict, agree)
         self.take_over(own)
 
-    @_advised
     @torch.no_grad()
     def take_over(self, own: dict[str, Any]) -> None:
         """Continue from what `check_own_state` returned."""
         self._shown = None
         take_over(self.state, own)
         self.views.pending, self.views.committed = None, ""
-        was_given = self.views.membership.others_may_be_ahead and self.views.arrive()
+        with self._advice():
+            was_given = self.views.membership.others_may_be_ahead and self.views.arrive()
         self._forget()
         if not was_given:
             self.local_step = int(own["local_step"])
