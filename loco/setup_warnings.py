@@ -96,7 +96,7 @@ class SetupWarnings:
             self._say(
                 "dense",
                 "round %d: this site sends %.0f%% of its entries, so the gate saves few bytes beside "
-                "loco.DiLoCo (exact values at 97%%: 1.4 times fewer), whose rounds take less time. In a "
+                "loco.DiLoCo (at 97%% that sends only 1.4 times as many), whose rounds take less time. In a "
                 "round most weights move by more than a BF16 ulp, counted with the gate's gain of %g; the"
                 " gate is for smaller steps, such as those of learning rates near 1e-6. If the training "
                 "needs this one, use loco.DiLoCo: docs/algorithm.md, "

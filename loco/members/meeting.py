@@ -143,8 +143,9 @@ def _reached(store: RemoteStore, patience: float) -> RemoteStore:
 
     def what() -> str:
         return (
-            f"the sites' store at {store.address} (LOCO_AT), which another site hosts; {why}. Is that port "
-            f"open on the way there? If another program uses it, choose another one"
+            f"the sites' store at {store.address} (LOCO_AT), which the site at that address has to host; "
+            f"{why}. Is LOCO_AT right, and the same on all sites? Is that port open on the way there? If "
+            f"another program uses it, choose another one"
         )
 
     with Waiting(_logger, what, first=SAY_SOON):

@@ -11,7 +11,15 @@ from torch import Tensor
 from .errors import DamagedError, NoVersionError
 from .storage.stores import Store, open_store
 from .subscriber import Subscriber
-from .versions.manifest import FOLDER, WEIGHTS, Manifest, Stream, checked_key, complete_versions
+from .versions.manifest import (
+    FOLDER,
+    WEIGHTS,
+    Manifest,
+    Stream,
+    checked_key,
+    complete_versions,
+    what_is_missing,
+)
 from .versions.reader import Reader
 from .versions.route import Step
 from .versions.training import MOST_BYTES, PATH
@@ -72,9 +80,10 @@ class Archive:
             DamagedError, AuthenticationError: a manifest can't be used.
             OSError: the store can't be read.
         """
-        named = complete_versions(self._store.names(FOLDER))
+        names = self._store.names(FOLDER)
+        named = complete_versions(names)
         if not named:
-            raise NoVersionError(f"{self._store.url} has no version: nothing is published there")
+            raise NoVersionError(f"{self._store.url} has no version: {what_is_missing(names)}")
         return [
             Version(tuple(self._reader.manifest(number, Stream(k, count)) for k in range(count)))
             for number, count in named.items()

@@ -168,19 +168,23 @@ class Publisher:
         """Publish θ, cast, after each round of a `PulseLoCo`, a `DiLoCo` or what `loco.attach` returns.
         `remove()` on what it returns ends that.
 
-        The version is the number of the round; where versions are published already, as by the run that is
-        resumed, they go on from there. Several publishers must all call this before the next round.
+        Call it once, before a checkpoint is loaded or after. The version is the number of the round; where
+        that one or later ones are published already, as by the run that is resumed, they go on from there.
+        Several publishers must all call this before the next round.
 
         The round counts on all sites when it is published. So a version that can't be published does not
         raise; it is logged as an error.
         """
-        ahead = self._writer.newest() - optimizer.round
+        newest, ahead = self._writer.newest(), -1
 
         def publish(report: Any) -> None:
+            nonlocal ahead
+            if ahead < 0:
+                ahead = max(newest + 1 - report.round, 0)
             with suppress(Exception):  # of an earlier round; logged already
                 self.flush()
             try:
-                self.publish(report.round + max(ahead, 0), wait=wait)
+                self.publish(report.round + ahead, wait=wait)
             except Exception:
                 logger.exception("the weights after round %d were not published", report.round)
 

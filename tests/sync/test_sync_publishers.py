@@ -26,7 +26,7 @@ def test_publishers_that_share_the_work_make_one_version(tmp_path: Path, generat
     engine = blank(trained)
     subscriber = Subscriber(engine, tmp_path)
     total = publishers[0].publish(10).dense_bytes
-    with pytest.raises(NoVersionError, match="nothing is published"):
+    with pytest.raises(NoVersionError, match="of version 10 there are 1 of 3 parts"):
         subscriber.update()
     total += sum(publisher.publish(10).dense_bytes for publisher in publishers[1:])
     assert total == sum(t.numel() * t.element_size() for n, t in held(trained).items() if n != "head.weight")
@@ -122,6 +122,50 @@ def test_an_optimizer_publishes_after_each_round(tmp_path: Path, caplog: pytest.
     again.after(optimizer)
     optimizer.sync()
     assert again.version == 6
+
+
+@pytest.mark.usefixtures("single_site")
+def test_a_run_that_goes_back_to_a_checkpoint_publishes_the_next_version(tmp_path: Path) -> None:
+    """Whether it publishes from before the checkpoint is loaded, or after."""
+
+    def built() -> tuple[loco.PulseLoCo, Publisher]:
+        trained = nn.Linear(8, 8)
+        inner = torch.optim.SGD(trained.parameters(), lr=0.1)
+        return loco.PulseLoCo(inner, sync_every=2), Publisher(trained, tmp_path)
+
+    optimizer, publisher = built()
+    publisher.after(optimizer)
+    for _ in range(2):
+        optimizer.sync()
+    saved = optimizer.state_dict()
+    optimizer.sync()
+    for is_first, expected in ((True, 4), (False, 5)):
+        optimizer, publisher = built()
+        if is_first:
+            publisher.after(optimizer)
+        optimizer.load_state_dict(saved)
+        if not is_first:
+            publisher.after(optimizer)
+        optimizer.sync()
+        assert (optimizer.round, publisher.version) == (3, expected)
+
+
+def test_a_share_that_nobody_completes_is_told_at_both_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each site publishes into a folder of its own, say."""
+    trained = model()
+    publisher = Publisher(trained, tmp_path, stream=(0, 2))
+    for version in (1, 2, 3):
+        publisher.publish(version)
+    (told,) = (text for text in caplog.messages if "nobody else publishes into" in text)
+    assert "all must publish into one store that all of them reach" in told
+    with pytest.raises(NoVersionError, match=r"of version 3 there are 1 of 2 parts\. All 2 publishers must"):
+        Subscriber(blank(trained), tmp_path).update()
+    other = Publisher(trained, tmp_path, stream=(1, 2))
+    for version in (1, 2, 3):
+        other.publish(version)
+    assert sum("nobody else publishes into" in text for text in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,18 @@ def complete_versions(names: list[str]) -> dict[int, int]:
     return {version: count for (version, count), found in sorted(seen.items()) if found == count}
 
 
+def what_is_missing(names: list[str]) -> str:
+    """Why no version of a store is complete."""
+    seen: dict[tuple[int, int], int] = {}
+    for version, stream in filter(None, map(parse_name, names)):
+        seen[version, stream.count] = seen.get((version, stream.count), 0) + 1
+    if not seen:
+        return "nothing is published there"
+    version, count = max(seen)
+    found = f"of version {version} there are {seen[version, count]} of {count} parts"
+    return f"{found}. All {count} publishers must publish into one store"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Body:
     """One vector in a file."""

@@ -17,7 +17,16 @@ from ...logs import Progress
 from ..errors import DamagedError, NoVersionError, OtherTrainingError, StaleStoreError
 from ..storage.stores import Store
 from .layout import Layout, digest_of, name_of_dtype
-from .manifest import FOLDER, Body, Manifest, Stream, complete_versions, load_or_none, name_of
+from .manifest import (
+    FOLDER,
+    Body,
+    Manifest,
+    Stream,
+    complete_versions,
+    load_or_none,
+    name_of,
+    what_is_missing,
+)
 from .retention import versions_of
 from .route import Step
 from .ties import why_mixed
@@ -84,7 +93,7 @@ class Reader:
                 break
             else:
                 names = self._store.wait(FOLDER, names, left)
-        there_is = f"there are {min(there)} to {max(there)}" if there else "nothing is published there"
+        there_is = f"there are {min(there)} to {max(there)}" if there else what_is_missing(names)
         which = "no version" if version is None else f"no version {version}"
         mixed = "".join(
             f"; {number} is none: {why}" for number, why in self._mixed.items() if number in named

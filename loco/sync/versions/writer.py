@@ -47,6 +47,7 @@ class Writer:
         self._foreign = set[str]()  # names in the place of manifests that are none of this training
         self._unsure: Manifest | None = None  # the store has failed, and may have it or not
         self._may_have_orphans = True  # of a publisher that was killed
+        self._has_warned = False
 
     @property
     def training(self) -> str:
@@ -73,6 +74,8 @@ class Writer:
         self._newest = self._newest_of(own, last or 0)
         if last is not None and self._newest > last:
             raise self._taken_over(self._newest)
+        if last is not None and len(own) == len(names):
+            self._warn_if_alone()
         self._attempt = uuid.uuid4().hex[:8]
         unsure = self._unsure.version if self._unsure else 0  # it may come yet
         if asked is None:
@@ -90,6 +93,17 @@ class Writer:
         if asked > LAST_VERSION:
             raise ValueError(f"version must be <= {LAST_VERSION}, got {asked}")
         return asked, last is not None and name_of(last, self._stream) in own
+
+    def _warn_if_alone(self) -> None:
+        """Its versions are of no use to anybody."""
+        if self._stream.count > 1 and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "nobody else publishes into %s: its versions are parts of those of %d publishers, which all "
+                "must publish into one store that all of them reach",
+                self._store.url,
+                self._stream.count,
+            )
 
     def _newest_of(self, names: list[str], least: int) -> int:
         """The newest version of this training, or `least`. A file that is none stops no publisher."""
