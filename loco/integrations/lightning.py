@@ -88,11 +88,10 @@ class LocoCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         handle = self._attached
-        steps = max(trainer.global_step, steps_of_the_run(handle))
-        if steps >= trainer.max_steps > 0:
+        if trainer.global_step == trainer.max_steps and handle.local_step:
+            handle.sync()
+        if trainer.global_step < trainer.max_steps <= steps_of_the_run(handle):
             trainer.should_stop = True
-            if handle.local_step:
-                handle.sync()
         self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

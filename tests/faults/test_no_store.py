@@ -1,6 +1,7 @@
 """Where the sites meet, something else listens, or nothing yet: it is said in a sentence, and soon."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -103,7 +104,10 @@ def test_another_program_at_the_sites_address_is_told_of_within_seconds(what: st
         f"TransportError what listens at {at} {how}" in ended.stdout
         for how in hows[: 2 if what == "closing" else 1]
     )
-    assert "for 6 s: the site whose machine has this address hosts the store" in ended.stdout
+    told = (
+        r"for (5\.\d|6) s: the site whose machine has this address hosts the store"  # of what is left of 6 s
+    )
+    assert re.search(told, ended.stdout), ended.stdout
 
 
 @pytest.mark.parametrize("use_libuv", [True, False])
