@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from ..coordination.store_client import StoreClient
 from ..errors import TransportError, first_line
-from ..logs import Waiting
+from ..logs import SAY_SOON, Waiting
 from .introductions import TOKEN, Card, PatientStore
 from .listening import ANYWHERE, Endpoint
 from .mesh import Mesh, NoLinks
@@ -157,7 +157,10 @@ def _departures(
     while: a try that fails may say little."""
     deadline = time.monotonic() + _REACHED
     missing = dict.fromkeys(range(len(cards)), "it does not answer")
-    with _selector() as selector, Waiting(_logger, lambda: f"connections to {listed(missing)}"):
+    with (
+        _selector() as selector,
+        Waiting(_logger, lambda: f"connections to {listed(missing)}", first=SAY_SOON),
+    ):
         for other, card in enumerate(cards):
             selector.register(_connecting(card), selectors.EVENT_WRITE, other)
         while missing:
@@ -206,7 +209,10 @@ def _arrivals(
     missing = set(members)
     said: dict[socket.socket, bytes] = {}  # by those who have not said all
     listener.setblocking(False)
-    with _selector() as selector, Waiting(_logger, lambda: f"connections of {listed(missing)}"):
+    with (
+        _selector() as selector,
+        Waiting(_logger, lambda: f"connections of {listed(missing)}", first=SAY_SOON),
+    ):
         selector.register(listener, selectors.EVENT_READ)
 
         def take(end: socket.socket) -> bytes:
