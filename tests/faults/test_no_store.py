@@ -104,7 +104,7 @@ def test_another_program_at_the_sites_address_is_told_of_within_seconds(what: st
         f"TransportError what listens at {at} {how}" in ended.stdout
         for how in hows[: 2 if what == "closing" else 1]
     )
-    told = r"for (5\.\d|6) s: the site whose machine has this address hosts the store"
+    told = r"for (5\.\d+|6) s: the site whose machine has this address hosts the store"
     assert re.search(told, ended.stdout), ended.stdout
 
 

@@ -19,7 +19,7 @@ from loco.wire.records import FrameHeader, Kind
 
 
 def build(rank: int, **options: Any) -> loco.PulseLoCo:
-    topology = loco.Topology(dead_after=1.0, **options)
+    topology = loco.Topology(dead_after=5.0, **options)
     inner = Scripted(parameters(3, 1003), 3, rank)
     return loco.PulseLoCo(inner, sync_every=2, exchange="gather", topology=topology)
 

@@ -28,10 +28,10 @@ def test_random_faults_lose_no_bit_and_leave_nothing_behind() -> None:
 @pytest.mark.check(INTERRUPTIONS)
 @pytest.mark.parametrize(
     ("kind", "rounds"),
-    [("lies", len(LIES)), ("stops", 6), ("interrupts", 12), ("saving_kills", 8)],
+    [("lies", len(LIES)), ("stops", 10), ("interrupts", 12), ("saving_kills", 8)],
 )
 def test_one_kind_of_fault_again_and_again_loses_no_bit(kind: str, rounds: int) -> None:
-    count = {"lies": 1.0, "stops": 2, "interrupts": 7, "saving_kills": 2}[kind]
+    count = {"lies": 1.0, "stops": 3, "interrupts": 7, "saving_kills": 2}[kind]
     plan = replace(Plan(rounds=rounds).without_faults(), **{kind: count})
     said: list[str] = []
     hurt, clean = soak(plan, said.append), soak(plan.without_faults())

@@ -282,7 +282,7 @@ def test_what_cannot_be_compiled_leaves_the_reference_and_a_warning(
         monkeypatch.setattr(library.tempfile, "tempdir", environment["TMPDIR"])
     kernels.home.cache_clear()
     try:
-        with pytest.warns(RuntimeWarning, match=f"rounds use plain torch, .* times slower: .*{message}"):
+        with pytest.warns(RuntimeWarning, match=f"(?s)rounds use plain torch, .* times slower: .*{message}"):
             assert kernels.home("cpu") is reference
     finally:
         kernels.home.cache_clear()
