@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,11 +74,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = any("::" in argument for argument in config.args)
     # Also before --check: a wrong sample is an error. Of what failed last, only its cases are collected.
     reasons = {} if named else _left_out(items, whole=not config.getoption("lf"))
-    check = config.getoption("check")
-    left_out = set(reasons) if not check else set() if named else set(selection.too_slow(items))
-    config.stash[_LEFT_OUT] = [] if check else list(reasons.values())
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    if config.getoption("check"):
+        _deselect(config, items, [] if named else selection.too_slow(items))
+    else:
+        config.stash[_LEFT_OUT] = list(reasons.values())
+        _deselect(config, items, reasons)
     seed = config.getoption("shuffle")
     if seed is not None:
         items.sort(key=lambda item: [_chance(seed, name) for name in (str(item.path), item.nodeid)])
@@ -86,6 +86,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):  # its keywords have the names of its folders, too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], some: Iterable[pytest.Item]) -> None:
+    left_out = set(some)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _left_out(items: list[pytest.Item], *, whole: bool) -> dict[pytest.Item, str]:

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Callable
 
+from ..errors import LocoError
+
 WRONG, INTERRUPTED = 2, 130
 
 
@@ -11,13 +13,13 @@ def ended(program: str, run: Callable[[], int]) -> int:
 
     Args:
         program: its name, before the sentence.
-        run: the command -> its exit status; may raise ValueError or OSError.
+        run: the command -> its exit status; may raise LocoError, ValueError or OSError.
     """
     try:
         return run()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, OSError) as error:
+    except (LocoError, ValueError, OSError) as error:
         where = getattr(error, "filename", None)
         sentence = f"{where}: {error.strerror}" if isinstance(error, OSError) and where else str(error)
         print(f"{program}: {sentence}", file=sys.stderr)

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..errors import LocoError
 from ..sync.archive import Archive, Version
 from ..sync.storage.bearer import TOKEN_VARIABLE
 from ..sync.storage.server import DEFAULT_PORT, serve
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pulling = _add(commands, "pull", _pull, "copy what another store lacks, e.g. to a local folder")
     pulling.add_argument("to", metavar="DIR", help="a folder, or the URL of a store that can be written")
     options = parser.parse_args(arguments)
-    return ended(parser.prog, lambda: _run(options))
+    return ended(parser.prog, lambda: options.run(options))
 
 
 def _add(
@@ -53,13 +52,6 @@ def _add(
     )
     parser.set_defaults(run=run)
     return parser
-
-
-def _run(options: argparse.Namespace) -> int:
-    try:
-        return options.run(options)
-    except LocoError as error:  # to be said in a sentence, as any mistake
-        raise ValueError(str(error)) from error
 
 
 def _archive(options: argparse.Namespace) -> Archive:

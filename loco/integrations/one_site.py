@@ -1,7 +1,6 @@
 """What all frameworks need: their world is one site, and their loggers are told of its rounds."""
 
 import logging
-import os
 import socket
 import warnings
 from collections.abc import Callable
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 import loco
-from loco.members.sites import VARIABLES
+from loco.members.sites import are_named_by_variables
 
 _logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ def topology_of_one_world(topology: loco.SiteTopology | None) -> loco.SiteTopolo
         ValueError: torch's world holds several sites.
     """
     if topology is None:
-        topology = loco.Sites() if any(map(os.environ.get, VARIABLES)) else _the_only_site()
+        topology = loco.Sites() if are_named_by_variables() else _the_only_site()
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != topology.ranks_per_site:
         raise ValueError(

@@ -15,7 +15,7 @@ def save(handle: loco.Attached, folder: str | Path, weights: list[int]) -> None:
     Args:
         weights: the `fingerprint` of those that the framework saves.
     """
-    path = _path(handle, folder)
+    path = path_of(handle.topology, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     torch.save({"weights": weights, "loco": handle.state_dict()["loco"]}, partial)
@@ -31,7 +31,7 @@ def load(handle: loco.Attached, folder: str | Path, weights: list[int]) -> None:
     Raises:
         ValueError: the file is not there, or belongs to other weights.
     """
-    path = _path(handle, folder)
+    path = path_of(handle.topology, folder)
     if not path.exists():
         raise ValueError(
             f"{path.parent} has no {path.name}, this rank's state of the rounds: it was saved without "
@@ -54,5 +54,6 @@ def fingerprint(optimizer: Optimizer) -> list[int]:
     return [int(torch.hash_tensor(p).view(torch.int64)) if p.numel() else 0 for p in local]
 
 
-def _path(handle: loco.Attached, folder: str | Path) -> Path:
-    return Path(folder) / f"loco_rank{handle.topology.rank_in_site}.pt"
+def path_of(topology: loco.SiteTopology, folder: str | Path) -> Path:
+    """Of this rank's file in a checkpoint."""
+    return Path(folder) / f"loco_rank{topology.rank_in_site}.pt"

@@ -7,7 +7,7 @@ everything in the logs `train/…`.
 import inspect
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from transformers import TrainerCallback
@@ -52,11 +52,10 @@ def _handler() -> CallbackHandler | None:
     return None
 
 
+@cache
 def _keep_names() -> None:
     """Our names are the same in all frameworks."""
     theirs: Callable[[dict[str, Any]], dict[str, Any]] = integration_utils.rewrite_logs
-    if hasattr(theirs, "__wrapped__"):
-        return
 
     @wraps(theirs)
     def rewrite(logs: dict[str, Any]) -> dict[str, Any]:

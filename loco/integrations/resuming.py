@@ -4,13 +4,15 @@ transformers looks in this site's folder alone, and a site may have been stopped
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import transformers.trainer
 
 import loco
+
+from . import rank_file
 
 _trainer: Any = transformers.trainer
 _finders: dict[str, Callable[[str], str | None]] = {}  # by the folder that they look in
@@ -19,9 +21,12 @@ _finders: dict[str, Callable[[str], str | None]] = {}  # by the folder that they
 def find_checkpoints_by(find: Callable[[str], str | None], folder: str) -> None:
     """Have `find(folder)` asked for the newest checkpoint there."""
     _finders[folder] = find
+    _ask_finders()
+
+
+@cache
+def _ask_finders() -> None:
     theirs = _trainer.get_last_checkpoint
-    if hasattr(theirs, "__wrapped__"):
-        return
 
     @wraps(theirs)
     def last(folder: str) -> str | None:
@@ -37,7 +42,7 @@ def newest_of_all(topology: loco.SiteTopology, folder: str) -> str | None:
     Raises:
         ValueError: on all ranks: there is none that all have.
     """
-    mine = [path for path in Path(folder).glob("checkpoint-*") if _is_whole(path, topology.rank_in_site)]
+    mine = [path for path in Path(folder).glob("checkpoint-*") if _is_whole(path, topology)]
     steps = {_step(path): str(path) for path in mine}
     rendezvous = topology.rendezvous
     told = rendezvous.exchange_notes({"checkpoints": sorted(steps)}, "looking for the newest checkpoint")
@@ -50,9 +55,9 @@ def newest_of_all(topology: loco.SiteTopology, folder: str) -> str | None:
     return None
 
 
-def _is_whole(path: Path, rank: int) -> bool:
+def _is_whole(path: Path, topology: loco.SiteTopology) -> bool:
     """The file of the rounds is written last."""
-    return path.name.removeprefix("checkpoint-").isdigit() and (path / f"loco_rank{rank}.pt").exists()
+    return path.name.removeprefix("checkpoint-").isdigit() and rank_file.path_of(topology, path).exists()
 
 
 def _step(path: Path) -> int:

@@ -22,7 +22,6 @@ import loco
 
 from .one_site import topology_of_one_world
 
-_NO_ROUNDS = "this model has no rounds: config.optimizer must be LocoOptimizersContainer.of(…)"
 # By the first part of the model, which is all that a validator is told.
 _handles: WeakKeyDictionary[nn.Module, loco.Attached] = WeakKeyDictionary()
 
@@ -83,9 +82,7 @@ class LocoValidator(Validator):
         return cls.Config(**_fields_of(config))
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        handle = _handles.get(model_parts[0])
-        if handle is None:
-            raise ValueError(_NO_ROUNDS)
+        handle = _handle_of(model_parts)
         handle.eval()
         try:
             super().validate(model_parts, step)
@@ -108,14 +105,23 @@ class LocoMetricsProcessor(MetricsProcessor):
 
     def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
         assert self.model_parts is not None
-        handle = _handles.get(self.model_parts[0])
-        if handle is None:
-            raise ValueError(_NO_ROUNDS)
+        handle = _handle_of(self.model_parts)
         extra = dict(extra_metrics or {})
         if handle.round != self._logged:
             self._logged = handle.round
             extra |= handle.metrics()
         super().log(*args, extra_metrics=extra, **kwargs)
+
+
+def _handle_of(model_parts: list[nn.Module]) -> loco.Attached:
+    """
+    Raises:
+        ValueError: there are no rounds.
+    """
+    handle = _handles.get(model_parts[0])
+    if handle is None:
+        raise ValueError("this model has no rounds: config.optimizer must be LocoOptimizersContainer.of(…)")
+    return handle
 
 
 def _fields_of(config: Any) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from .world import WorldMembership
 _logger = logging.getLogger(__name__)
 # By name and address, the latest of this process.
 _of_this_process: WeakValueDictionary[tuple[str, str], FixedSites | ElasticSites] = WeakValueDictionary()
-# By which a user says who the sites are.
-VARIABLES = ("LOCO_SITES", "LOCO_SITE", "LOCO_AT", "LOCO_AT_LEAST", "LOCO_LIGHTHOUSE")
+_VARIABLES = ("LOCO_SITES", "LOCO_SITE", "LOCO_AT", "LOCO_AT_LEAST", "LOCO_LIGHTHOUSE")
 
 
 class Sites:
@@ -203,7 +202,12 @@ def _close_earlier(name: str, where: str) -> None:
 
 def default_topology() -> SiteTopology:
     """Who the sites are, if nobody says it in code."""
-    return Sites() if any(os.environ.get(name) for name in VARIABLES) else Topology()
+    return Sites() if are_named_by_variables() else Topology()
+
+
+def are_named_by_variables() -> bool:
+    """Whether a variable says who the sites are."""
+    return any(os.environ.get(name) for name in _VARIABLES)
 
 
 def _told(variable: str, what: str, example: str) -> str:

@@ -2,7 +2,7 @@
 its versions in memory, and a copy of it."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,13 +95,13 @@ class Archive:
         Raises:
             NoVersionError, DamagedError, AuthenticationError, OSError: as of `Subscriber.update`.
         """
-        weights = self._blank(self._reader.choose(version, None, 0, 0.0))
-        updated = self._subscriber(weights).update(version)
-        return updated.version, weights
+        manifests = self._reader.choose(version, None, 0, 0.0)
+        weights = self._blank(manifests)
+        return self._subscriber(weights).update(manifests[0].version).version, weights
 
     def layout(self, version: Version) -> dict[str, Tensor]:
         """The tensors of a version, without their elements."""
-        return self._blank(list(version.manifests), device="meta")
+        return self._blank(version.manifests, device="meta")
 
     def verify(self, told: Callable[[str], object]) -> Iterator[str]:
         """Read every file, and bring memory to every version in turn. -> what is damaged
@@ -119,9 +119,9 @@ class Archive:
                         self._reader.download(Step(manifest, file))
                     except DamagedError as error:
                         yield str(error)
-            fresh = self._blank(list(version.manifests))
-            if weights is None or not _fit(fresh, weights):
-                weights, subscriber = fresh, self._subscriber(fresh)
+            if weights is None or not _fit(self.layout(version), weights):
+                weights = self._blank(version.manifests)
+                subscriber = self._subscriber(weights)
             assert subscriber is not None
             try:
                 subscriber.update(version.number)
@@ -158,7 +158,7 @@ class Archive:
     def _subscriber(self, weights: Mapping[str, Tensor]) -> Subscriber:
         return Subscriber(weights, self._url, key=self._key, token=self._token)
 
-    def _blank(self, manifests: list[Manifest], device: str = "cpu") -> dict[str, Tensor]:
+    def _blank(self, manifests: Sequence[Manifest], device: str = "cpu") -> dict[str, Tensor]:
         """Memory for all tensors of a version."""
         regions = [region for manifest in manifests for region in self._reader.layout(manifest).regions]
         return {r.name: torch.zeros(r.shape, dtype=r.dtype, device=device) for r in regions}

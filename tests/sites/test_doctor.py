@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from isolated_sites import MEETING, run_in_networks
 from scripted import Scripted
 from selection import COMMANDS
-from sites import context, run_worlds
-from switch import Conditions, Switch, run_first, why_not
+from sites import run_worlds
+from switch import Conditions, Switch, why_not
 
 import loco
-from experiments.processes.namespaces import MBIT, leave_network
+from experiments.processes.namespaces import MBIT
 from loco.commands.doctor import command, facts, methods
 from loco.commands.doctor.rounds import Costs, predict
 from loco.commands.doctor.work import Work
 from loco.wire.codecs import FAST
 
-MEETING = 29510
 QUICK = ("--limit", "0.4", "--patience", "30")  # MB, seconds
 in_networks = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
@@ -52,43 +52,11 @@ ROUND_TRIP, RATE = 0.04, 100 * MBIT
 BETWEEN = 1.0  # seconds: the inner steps of a round, in which links are idle
 
 
-def live(work: Callable[..., Any], variables: Mapping[str, str], args: tuple[Any, ...], end: Any) -> None:
-    """A site, alone in its network."""
-    leave_network()
-    run_first()
-    end.send("left")
-    end.recv()
-    os.environ.update(variables)
-    torch.set_num_threads(1)
-    end.send(work(*args))
-    end.recv()
-
-
 def in_network(
     conditions: Conditions, work: Callable[..., Any], variables: Mapping[str, Mapping[str, str]], *args: Any
 ) -> list[Any]:
-    """`work(*args)` on sites with these variables, in networks of their own -> what it returned, by site."""
-    common = {"LOCO_SITES": str(len(variables)), "LOCO_AT": f"10.0.0.1:{MEETING}"}
-    ends, processes = [], []
     with Switch(conditions) as switch:
-        try:
-            for name, own in variables.items():
-                ours, theirs = context.Pipe()
-                told = common | {"LOCO_SITE": name} | dict(own)
-                process = context.Process(target=live, args=(work, told, args, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                processes.append(process)
-                ends.append(ours)
-                assert ours.recv() == "left"
-                switch.attach(process.pid or 0)
-            for end in ends:
-                end.send("attached")
-            return [end.recv() for end in ends]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        return run_in_networks(switch, variables, work, *args, waits_for_others=False)
 
 
 def examined_then_trained(folder: str) -> tuple[int, str, dict[str, list[loco.SyncReport]]]:

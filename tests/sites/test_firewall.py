@@ -1,68 +1,39 @@
 """Sites behind firewalls: they train if the ports that the documentation names are open, and both are told of
 a closed one within seconds, by its address."""
 
-import os
 import re
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
-import torch
+from isolated_sites import MEETING, run_in_networks
 from scripted import Scripted, parameters
-from sites import context
 from switch import Conditions, Switch, why_not
 
 import loco
-from experiments.processes.namespaces import leave_network
 from loco.logs import SAY_SOON
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
-MEETING = 29510
 
 
-def trains(variables: Mapping[str, str], end: Any) -> None:
-    """Alone in its network -> the error that came, or "" after a few rounds; and after how many seconds."""
-    leave_network()
-    end.send("left")
-    end.recv()
-    os.environ.update(variables)
-    torch.set_num_threads(1)
+def trains() -> tuple[str, float]:
+    """-> the error that came, or "" after a few rounds; and after how many seconds."""
     began = time.monotonic()
     try:
         inner = Scripted(parameters(3, 1003), 3, 0)
         optimizer = loco.PulseLoCo(inner, sync_every=1, topology=loco.Sites(patience=20.0, dead_after=2.0))
         for _ in range(3):
             optimizer.step()
-        end.send(("", time.monotonic() - began))
+        return "", time.monotonic() - began
     except Exception as error:
-        end.send((f"{type(error).__name__}: {error}", time.monotonic() - began))
-    end.recv()
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
 
 
 def run(ports: list[int], **variables: str) -> tuple[dict[str, tuple[str, float]], int]:
     """Two sites, between which only these ports are open -> what came of each; packets that were filtered."""
-    names, processes, ends = ["berlin", "paris"], [], []
+    names = ("berlin", "paris")
     with Switch(Conditions(open_ports=frozenset(ports))) as switch:
-        try:
-            for name in names:
-                told = {"LOCO_SITES": "2", "LOCO_AT": f"10.0.0.1:{MEETING}", "LOCO_SITE": name} | variables
-                ours, theirs = context.Pipe()
-                process = context.Process(target=trains, args=(told, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                processes.append(process)
-                ends.append(ours)
-                assert ours.recv() == "left"
-                switch.attach(process.pid or 0)
-            for end in ends:
-                end.send("attached")
-            found = {name: end.recv() for name, end in zip(names, ends, strict=True)}
-            return found, switch.counts()["filtered"]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        found = run_in_networks(switch, dict.fromkeys(names, variables), trains)
+        return dict(zip(names, found, strict=True)), switch.counts()["filtered"]
 
 
 def test_with_the_documented_ports_open_sites_train() -> None:
