@@ -90,6 +90,17 @@ class Liveness:
         """Remove the report that a link was given up: all ranks have newer links, so none asks for it."""
         self._pulse.store.delete_key(self._pulse.farewell_key(link))
 
+    def take_back(self, link: str) -> None:
+        """Remove this rank's own report that it gave up a link. Another rank's stays, for those that have not
+        read it yet.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        farewell = self._pulse.farewell(link)
+        if farewell is not None and farewell[0] == self._pulse.rank:
+            self.forget(link)
+
     def _publish(self) -> None:
         self._pulse.said.clear()
         self._ticker.wake()

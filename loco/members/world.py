@@ -69,7 +69,7 @@ class WorldMembership:
         if meeting == self._given_up:
             meeting = ""  # others may have given up that one, too, and come back later than this rank
             with suppress(RuntimeError):
-                self._topology.liveness.forget(self._given_up)
+                self._topology.liveness.take_back(self._given_up)
         return self._topology.rendezvous.barrier.meet(self._name, meeting)
 
     def reconnects_by(self, user: Reconnects) -> None:

@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from sites import error_of, hear, run_ranks, tell
 from states import Snapshot, assert_same, snapshot
 
 import loco
+from loco.coordination.reconnect_barrier import ReconnectBarrier
 from loco.exchange.stream import FrameStream
 from loco.exchange.transfer import Transfer
 from loco.members import fixed
@@ -114,6 +116,30 @@ def test_who_tries_again_is_told_of_one_that_does_not() -> None:
         assert text.count("All ranks can go on") == 1  # what the others quote is without it
         assert len(result["warnings"]) == (rank != 1)
         assert result["failed at"] == 1
+        assert_same(result["clean"], result["hurt"])
+
+
+def comes_late_to_one_that_gives_up(rank: int) -> dict[str, Any]:
+    """Site 2, after site 0 has been told, and has come back to wait."""
+    meet, is_late = ReconnectBarrier.meet, rank == 2
+
+    def meet_late(self: ReconnectBarrier, *args: Any) -> int:
+        nonlocal is_late
+        if is_late:
+            is_late = False
+            hear("0 has an error")
+            time.sleep(1.0)
+        return meet(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReconnectBarrier, "meet", meet_late)
+        return loses_its_links_and_gives_up(rank)
+
+
+def test_who_comes_late_is_told_too_of_one_that_does_not_try_again() -> None:
+    for rank, result in enumerate(run_ranks(3, comes_late_to_one_that_gives_up)):
+        told = "" if rank == 1 else "reconnecting: site 1 has left: "
+        assert result["error"][1].startswith(f"{told}lost a link (injected). All ranks can go on")
         assert_same(result["clean"], result["hurt"])
 
 

@@ -58,6 +58,18 @@ def test_who_is_busy_is_not_missed() -> None:
     assert listener.last_words(1) == "computing, step 3 of 8 after round 6"
 
 
+def test_only_who_gave_a_link_up_takes_that_back() -> None:
+    listener, other = pair(HashStore())
+    other.leave("it gave up", "links")
+    listener.take_back("links")
+    time.sleep(DEAD_AFTER / 4)  # a key is deleted some time later
+    [loss] = losses_while(listener, lambda: other.say("working again"), link="links", left_may_return=True)
+    assert (loss.gone, loss.why) == ((1,), "it gave up")
+    other.take_back("links")
+    time.sleep(DEAD_AFTER / 4)
+    assert losses_while(listener, lambda: None, link="links", left_may_return=True) == []
+
+
 def test_who_falls_silent_is_missed_by_rank_and_with_its_last_words() -> None:
     listener, other = pair(HashStore())
     other.say("round 7, encoding")
