@@ -106,6 +106,7 @@ def test_the_last_site_goes_on_alone() -> None:
         run.check(fleet.round("s1"))
 
 
+@pytest.mark.check(FLEETS)
 def test_a_site_that_comes_back_is_given_the_state_and_takes_part_from_then_on() -> None:
     with Fleet(3) as fleet:
         run = started(fleet)

@@ -39,7 +39,7 @@ def begun(fleet: Fleet, names: tuple[str, ...] = ALL, **options: Any) -> None:
     told_by(fleet, names)
 
 
-@pytest.mark.check(FLEETS, sample=r"10")
+@pytest.mark.check(FLEETS)
 @pytest.mark.parametrize("at", [8, 10])  # at a round's end, and inside a round
 def test_a_fleet_that_was_killed_goes_on_bit_for_bit_as_if_never_stopped(tmp_path: Path, at: int) -> None:
     with Fleet(3, liveness=CALM) as fleet:

@@ -41,7 +41,7 @@ def assert_back(fleet: Fleet, run: Survivors, name: str, other: str) -> None:
         run.check(round)
 
 
-@pytest.mark.check(FLEETS, sample=r"sending-s0/1")
+@pytest.mark.check(FLEETS)
 @pytest.mark.parametrize("victim", ["s0/0", "s0/1", "s1/1"])
 @pytest.mark.parametrize("moment", ["sending", "voting"])
 def test_a_rank_dies_in_a_round_which_is_repeated_without_its_site_that_comes_back(

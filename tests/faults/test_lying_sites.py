@@ -3,6 +3,7 @@
 import pytest
 from lies import ANNOUNCEMENTS, FRAMES, LIES
 from scripted import Scripted, parameters
+from selection import MESSAGES
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, snapshot
 from test_failures import build_scripted
@@ -25,6 +26,7 @@ def lied_to(rank: int, lie: str, exchange: str = "gather") -> tuple[tuple[str, s
     return error, optimizer.round
 
 
+@pytest.mark.check(MESSAGES, sample=r"announces (another size|nothing)")
 @pytest.mark.parametrize("lie", ANNOUNCEMENTS)
 def test_a_foreign_announcement_is_refused_by_name_and_the_links_are_given_up(lie: str) -> None:
     results = run_ranks(2, lied_to, lie)
@@ -34,6 +36,7 @@ def test_a_foreign_announcement_is_refused_by_name_and_the_links_are_given_up(li
     assert [rounds for _, rounds in results] == [1, 1]
 
 
+@pytest.mark.check(MESSAGES, sample="sends frames without end")
 @pytest.mark.parametrize("lie", FRAMES)
 def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(lie: str) -> None:
     """What follows such a header nobody knows: the link is given up, and the repeat builds a new one."""
@@ -44,6 +47,7 @@ def test_a_foreign_frame_is_refused_before_memory_is_taken_for_it(lie: str) -> N
     assert [rounds for _, rounds in results] == [1, 1]
 
 
+@pytest.mark.check(MESSAGES, sample="sends frames of another round")
 @pytest.mark.parametrize("lie", FRAMES)
 def test_a_foreign_frame_behind_an_announcement_is_refused_and_costs_no_link(lie: str) -> None:
     """Where it ends the announcement has said, so that the sites can vote on it."""
@@ -67,6 +71,7 @@ def silent_failure(rank: int, exchange: str) -> tuple[tuple[str, str], Snapshot,
     return error, before, snapshot(optimizer), optimizer.sync().round
 
 
+@pytest.mark.check(MESSAGES, sample="owner")
 @pytest.mark.parametrize("exchange", ["gather", "owner", "dense"])
 def test_what_did_not_come_is_missed_even_if_its_sender_votes_for_the_round(exchange: str) -> None:
     for (kind, text), before, after, rounds in run_ranks(3, silent_failure, exchange):

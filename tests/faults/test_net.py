@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
-from selection import INTERRUPTIONS
+from selection import INTERRUPTIONS, MEMORY
 from sites import error_of, hear, run_ranks, tell
 
 import loco
@@ -184,6 +184,7 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - tells
 
 
+@pytest.mark.check(MEMORY)
 def test_a_topology_and_an_optimizer_that_are_dropped_leave_no_descriptor_and_no_thread() -> None:
     for found in run_ranks(2, left_behind):
         assert len(set(found[1:])) == 1, found  # the first one leaves what torch keeps for the process

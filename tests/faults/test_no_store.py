@@ -75,7 +75,7 @@ ANSWERS: dict[str, Callable[[socket.socket], object]] = {
 }
 
 
-@pytest.mark.check(COMMANDS, sample="SSH")
+@pytest.mark.check(COMMANDS)
 @pytest.mark.parametrize("what", list(ANSWERS))
 def test_another_program_at_the_sites_address_is_told_of_within_seconds(what: str) -> None:
     """By a warning, where a slow store or a tunnel may do the same; and torch says nothing of its own."""

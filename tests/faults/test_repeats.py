@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from scripted import Scripted, parameters
+from selection import MESSAGES
 from sites import error_of, hear, run_ranks, tell
 from states import Snapshot, assert_same, snapshot
 
@@ -71,6 +72,7 @@ def lost_links(rank: int, repeats: int, losses: int, hears: str = "") -> dict[st
     return {"error": error, "failed at": failed_at, "warnings": warnings, **states}
 
 
+@pytest.mark.check(MESSAGES, sample="2")
 @pytest.mark.parametrize("losses", [1, 2])
 def test_a_lost_link_costs_a_warning_and_no_bit(losses: int) -> None:
     for rank, result in enumerate(run_ranks(3, lost_links, 2, losses)):
@@ -87,12 +89,14 @@ def lost_links_on_two_machines(rank: int) -> dict[str, Any]:
     return lost_links(rank, 2, 1)
 
 
+@pytest.mark.check(MESSAGES)
 def test_each_machine_says_once_that_a_round_is_repeated() -> None:
     results = run_ranks(4, lost_links_on_two_machines)
     assert [bool(result["warnings"]) for result in results] == [True, False, True, False]
     assert all(result["error"] == ("", "nothing was raised") for result in results)
 
 
+@pytest.mark.check(MESSAGES, sample="2-3")
 @pytest.mark.parametrize(("repeats", "losses"), [(0, 1), (2, 3)])
 def test_a_link_that_is_lost_again_and_again_is_an_error(repeats: int, losses: int) -> None:
     for result in run_ranks(3, lost_links, repeats, losses):
@@ -170,6 +174,7 @@ def unlinked(rank: int, repeats: int, losses: int) -> dict[str, Any]:
     return {"error": error, "warnings": warnings, "states": states}
 
 
+@pytest.mark.check(MESSAGES)
 def test_links_that_could_not_be_built_are_built_anew() -> None:
     for rank, result in enumerate(run_ranks(3, unlinked, 2, 2)):
         assert result["error"] == ("", "nothing was raised")

@@ -304,6 +304,7 @@ def verdict_is_removed(rank: int, links: str) -> dict[str, Any]:
     return {"error": error, "names": names, "anchor": snapshot(optimizer)["anchor"]}
 
 
+@pytest.mark.check(MESSAGES, sample="later")
 @pytest.mark.parametrize("links", ["first", "later"])
 def test_whoever_removes_verdicts_from_the_store_does_not_split_the_run(links: str) -> None:
     sites = [site[0] for site in run_worlds(["a", "b", "c"], 1, verdict_is_removed, links)]

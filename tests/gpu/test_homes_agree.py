@@ -138,7 +138,7 @@ def step(sites: int = 1, mu: float = 0.9, *, nesterov: bool = True) -> OuterStep
     return OuterStep(num_sites=sites, lr=0.7, momentum=mu, nesterov=nesterov)
 
 
-@pytest.mark.check(ALL_VALUES, sample=r"(?!16895|.*triton-int).*|(0|257|1003)-triton-int.*")
+@pytest.mark.check(ALL_VALUES, sample=r"(?!16895|.*triton-int).*|(0|257)-triton-int.*")
 @pytest.mark.parametrize("n", EDGES)
 def test_a_round_at_every_edge(home: Any, n: int) -> None:
     anchor, weights, residual = state(n)
@@ -182,7 +182,7 @@ def test_densities_of_real_rounds(home: Any, scale: float, low: float, high: flo
     check_apply(home, anchor, torch.zeros(8000), whole(weights), residual, own, others, step(2))
 
 
-@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*|.*unaligned.*")
+@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*|.*unaligned.*float32, .*")
 @pytest.mark.pairs
 @pytest.mark.parametrize("dtypes", [[FP32], [BF16], [FP16], [FP32, BF16, FP16]], ids=str)
 @pytest.mark.parametrize("pieces", ["one", "aligned", "unaligned", "tiny"])
@@ -213,7 +213,7 @@ def test_a_state_that_is_not_aligned(home: Any) -> None:
     check_apply(home, anchor, normal(n, 7, 1e-5), [weights], residual, own, [own, sums], step(2))
 
 
-@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*|.*sws.*")
+@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*|.*sws.*nesterov.*")
 @pytest.mark.pairs
 @pytest.mark.parametrize("mu", [0.0, 0.9])
 @pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])

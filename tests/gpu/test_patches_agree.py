@@ -117,6 +117,7 @@ def test_several_parts_of_which_some_do_not_change(
     assert len(set(ranked.lowest.tolist())) > 2
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*")
 def test_a_dense_class_and_an_empty_one(home: Any) -> None:
     """All weights of a few tiles of one class, every other one changed, and one change in a tile alone."""
     old = torch.full((4 * TILE + 5,), 1.5, dtype=torch.bfloat16)
@@ -163,6 +164,7 @@ def test_any_changes(home: Any, data: st.DataObject) -> None:
     check(home, in_pieces(old, sizes), in_pieces(new, sizes))
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*")
 def test_ranks_and_steps_that_do_not_fit_the_weights_are_refused(home: Any) -> None:
     rng = np.random.default_rng(0)
     old = [any_bits(1300, torch.bfloat16, rng)]
@@ -191,6 +193,7 @@ def test_weights_that_the_kernels_could_not_read_are_refused(home: Any) -> None:
     same_bits(home.find_changes([one], [strided]), reference_patch.find_changes([one], [strided]))
 
 
+@pytest.mark.check(ALL_VALUES, sample=r"(?!.*triton-interp).*")
 def test_patches_of_weights_on_a_device_are_those_of_weights_in_host_memory(
     home: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

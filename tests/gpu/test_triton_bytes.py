@@ -11,7 +11,7 @@ import pytest
 import torch
 from homes import interpreted, interpreting, use_tiles_of
 from scratch import scratch_bytes
-from selection import GPU_TARGETS, MEMORY
+from selection import ALL_VALUES, GPU_TARGETS, MEMORY
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
@@ -110,6 +110,7 @@ def test_an_encode_reads_the_state_once(scale: float, low: float, high: float) -
     assert place.stored == pytest.approx(ENTRY * density, abs=0.001)
 
 
+@pytest.mark.check(ALL_VALUES)
 def test_a_dense_encode_reads_once_and_writes_once() -> None:
     anchor, weights, _ = state(3e-6, torch.bfloat16)
     with counted() as traffic:
@@ -135,6 +136,7 @@ def test_an_apply_reads_and_writes_the_state_once(sites: int) -> None:
     assert traffic["apply_kernel"].stored == pytest.approx(16, abs=0.05)
 
 
+@pytest.mark.check(ALL_VALUES)
 def test_a_dense_apply_touches_nothing_it_need_not() -> None:
     anchor, weights, _ = state(3e-6, torch.bfloat16)
     mean = Entries.whole(torch.zeros(N))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from selection import PRODUCTS
+from selection import CHECKPOINTS, PRODUCTS
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, inner_state, small_model, snapshot, train
 from torch import nn
@@ -79,6 +79,7 @@ def resumed(rank: int, stop_at: int, by: str) -> tuple[Snapshot, Snapshot, Snaps
     return snapshot(whole), inner_state(whole_inner), snapshot(handle), inner_state(inner)
 
 
+@pytest.mark.check(CHECKPOINTS, sample="both")
 @pytest.mark.parametrize("by", ["optimizer", "handle", "both"])
 def test_an_attached_optimizer_resumes_bit_for_bit_in_the_middle_of_a_round(by: str) -> None:
     for outer, inner, outer_2, inner_2 in run_ranks(2, resumed, 6, by):

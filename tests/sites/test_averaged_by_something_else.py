@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from selection import SHARDINGS
 from sites import run_ranks
 from states import small_model, train
 from torch.nn.parallel import DistributedDataParallel
@@ -45,6 +46,7 @@ def test_ddp_over_all_sites_is_told_once(world: int, first_round: int) -> None:
         assert "process_group=topology.site_group" in text
 
 
+@pytest.mark.check(SHARDINGS)
 @pytest.mark.parametrize(("world", "over"), [(2, "nothing"), (4, "site")])
 def test_sites_that_train_on_their_own_are_not_warned(world: int, over: str) -> None:
     for texts, rounds in run_ranks(world, trained, over):

@@ -57,7 +57,7 @@ def sites() -> Iterator[Sites]:
         yield started
 
 
-@pytest.mark.check(MESSAGES, sample=r"PulseLoCo-owner-tight|DiLoCo-int8")
+@pytest.mark.check(MESSAGES)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -74,6 +74,7 @@ def saved_when_the_verdict_was_cut_off(rank: int, folder: Path, cut_off: list[in
     return kind, (again.round, again.local_step)
 
 
+@pytest.mark.check(CHECKPOINTS, sample="cut_off1")
 @pytest.mark.parametrize("cut_off", [[0, 1], [1]])
 def test_what_is_saved_after_a_round_whose_end_was_cut_off_is_of_after_it(
     tmp_path: Path, cut_off: list[int]
@@ -192,6 +193,7 @@ def two_folders(rank: int, folder: Path) -> Any:
     return errors, rounds
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_one_folders_save_is_not_taken_for_anothers(tmp_path: Path) -> None:
     results = run_ranks(2, two_folders, tmp_path)
     assert results[1][0] == [["TransportError", ""], ["", ""], ["", ""]]
@@ -226,6 +228,7 @@ def saved_while_a_site_reconnects(rank: int, folder: Path) -> tuple[tuple[str, s
     return asked, state, snapshot(again)
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_who_saves_comes_to_those_who_must_connect_anew_first(tmp_path: Path) -> None:
     """They can't come to save before, and nobody else would ever come to connect."""
     for rank, (asked, saved, loaded) in enumerate(run_ranks(4, saved_while_a_site_reconnects, tmp_path)):
@@ -269,6 +272,7 @@ def saved_after_a_failed_round(rank: int, folder: Path) -> tuple[str, int]:
     return kind, optimizer.round
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_a_checkpoint_can_be_saved_by_ranks_that_have_left_a_round(tmp_path: Path) -> None:
     assert run_ranks(3, saved_after_a_failed_round, tmp_path) == [("TransportError", 2)] * 3
 

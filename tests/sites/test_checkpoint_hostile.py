@@ -249,7 +249,7 @@ def resumed_after(rank: int, folder: str, format: str) -> Any:
     return found
 
 
-@pytest.mark.check(CHECKPOINTS, sample="torch")
+@pytest.mark.check(CHECKPOINTS)
 @pytest.mark.parametrize("format", ["torch", "dcp"])
 def test_all_ranks_go_on_from_the_checkpoint_before(tmp_path: Path, format: str) -> None:
     both = run_ranks(2, resumed_after, str(tmp_path), format, timeout=120)

@@ -14,7 +14,7 @@ import dcp_checkpoints
 import pytest
 import torch
 from disks import DeadlyCall, small_disk
-from selection import INTERRUPTIONS
+from selection import CHECKPOINTS, INTERRUPTIONS
 from sites import error_of, run_ranks
 from states import assert_same, snapshot, train
 from test_checkpoint import built
@@ -369,6 +369,7 @@ def by_hand(rank: int, folder: str) -> Any:
     return error, snapshot(optimizer), snapshot(third), third.round
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_dcp_alone_loads_into_an_optimizer_that_has_stepped_and_refuses_a_fresh_one(tmp_path: Path) -> None:
     for (kind, text), went_on, loaded, round in run_ranks(2, by_hand, str(tmp_path)):
         assert "ValueError" in kind + text or "CheckpointException" in kind

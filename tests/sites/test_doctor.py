@@ -168,6 +168,7 @@ def examined(rank: int, wrong: Mapping[str, str]) -> tuple[int, str]:
     return doctor(*QUICK)
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_wrong_clock_and_a_missing_compiler_are_found() -> None:
     wrong = {"paris": "clock", "rome": "compiler"}
     told = [one for (one,) in run_worlds(SITES, 1, examined, wrong)]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from scripted import Scripted, parameters
-from selection import PRODUCTS
+from selection import MESSAGES
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, snapshot
 
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[float]]] = {
 }
 
 
-@pytest.mark.check(PRODUCTS, sample="default|a site is left out")
+@pytest.mark.check(MESSAGES, sample="default")
 @pytest.mark.parametrize("case", CASES)
 def test_what_follows_an_announcement_is_what_frames_bring(case: str) -> None:
     for enclosed, framed in run_ranks(SITES, both, *CASES[case]):
@@ -77,6 +77,7 @@ def test_what_follows_an_announcement_is_what_frames_bring(case: str) -> None:
             )
 
 
+@pytest.mark.check(MESSAGES, sample="PulseLoCo")
 @pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
 def test_a_round_is_two_messages_to_each_peer(kind: str) -> None:
     results = [enclosed for enclosed, _ in run_ranks(SITES, both, kind, {}, ALIKE)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scripted import bits
-from selection import PRODUCTS
+from selection import CHECKPOINTS
 from sites import error_of, hear, run_ranks, tell
 from states import Snapshot, assert_same, small_model, snapshot, train
 from torch import nn
@@ -43,6 +43,7 @@ def evaluated(rank: int, each: int) -> tuple[np.ndarray, np.ndarray, Snapshot, S
     return bits(shown), bits(kept), snapshot(other), snapshot(optimizer)
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_ranks_of_a_site_show_theta_together_and_go_on_as_if_they_had_not() -> None:
     found = run_ranks(4, evaluated, 2)
     for shown, _, other, mine in found:
@@ -98,7 +99,7 @@ def adopted(rank: int, each: int, when: int) -> tuple[Any, ...]:
     return refused, at, rounds, bits(theta), zero, snapshot(fresh), snapshot(optimizer)
 
 
-@pytest.mark.check(PRODUCTS, sample=r"(0|3)-2-1|5-4-2")
+@pytest.mark.check(CHECKPOINTS, sample="5-4-2")
 @pytest.mark.parametrize(("world", "each"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("when", [0, 3, 5])
 def test_adopted_weights_are_a_new_start_from_site_0s(world: int, each: int, when: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from selection import ALL_VALUES
+from selection import PRODUCTS
 from sites import run_ranks
 
 import loco
@@ -64,7 +64,7 @@ def sent(rank: int, options: dict[str, Any]) -> list[tuple[str, float, int]]:
     return found
 
 
-@pytest.mark.check(ALL_VALUES, sample="options1")
+@pytest.mark.check(PRODUCTS)
 @pytest.mark.parametrize("options", [{}, {"value_steps": 16, "gate_margin": 0.2}, {"value_steps": 2}])
 def test_the_tight_code_sends_the_fewest_bytes_at_every_density(options: dict[str, Any]) -> None:
     """What docs/wire.md promises to users of metered links."""

@@ -191,6 +191,7 @@ def test_nothing_is_lost_when_sites_leave_and_join(tmp_path: Path, each: int, fi
     assert lives[-1][0]["end"] == ((first + 11) // 4, (first + 11) % 4)
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_who_goes_on_keeps_its_own_and_who_joins_starts_from_the_anchor(tmp_path: Path) -> None:
     """Site 1 leaves, 0, 2 and 3 go on as 0, 1 and 2, and a joining machine has no files."""
     folders = [str(tmp_path / f"{k}") for k in range(4)]
@@ -212,6 +213,7 @@ def test_who_goes_on_keeps_its_own_and_who_joins_starts_from_the_anchor(tmp_path
     assert {one["position"] for one in now} == {(2, 3)}
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_a_leavers_missing_file_is_an_error_that_names_it_unless_it_is_given_up(tmp_path: Path) -> None:
     folders = [str(tmp_path / f"{k}") for k in range(3)]
     before = run_ranks(3, life, folders, 6, {"seed": 7, "at": 0}, None)
@@ -312,6 +314,7 @@ def test_what_fits_no_residual_exactly_is_rounded_and_counted(tmp_path: Path) ->
     np.testing.assert_array_equal(alone["residual"], np.full(NUMEL, 1 / 3, dtype=np.float32))
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_a_leavers_update_that_is_not_finite_is_an_error_on_all_ranks_unless_it_is_given_up(
     tmp_path: Path,
 ) -> None:

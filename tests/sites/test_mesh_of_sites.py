@@ -51,7 +51,7 @@ def in_mesh(rank: int, layout: Layout) -> Any:
     return trained(loco.Topology(mesh=mesh_of(layout)["site"]))
 
 
-@pytest.mark.check(SHARDINGS, sample="site last")
+@pytest.mark.check(SHARDINGS)
 @pytest.mark.parametrize(
     ("layout", "sites"),
     [
@@ -78,6 +78,7 @@ def by_torchs_groups(rank: int) -> Any:
     )
 
 
+@pytest.mark.check(SHARDINGS)
 def test_links_by_torchs_groups_connect_the_same_ranks() -> None:
     expected = run_ranks(4, consecutive, 2)
     told = run_ranks(4, by_torchs_groups)

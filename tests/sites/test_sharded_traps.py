@@ -84,6 +84,7 @@ def moved(rank: int) -> list[bool]:
     ]
 
 
+@pytest.mark.check(SHARDINGS)
 def test_shards_whose_memory_has_moved_are_found_again() -> None:
     assert run_ranks(4, moved) == [[True] * 4] * 4
 
@@ -163,6 +164,7 @@ def refused(rank: int) -> list[tuple[str, str]]:
     return [error_of(attempt) for attempt in attempts]
 
 
+@pytest.mark.check(SHARDINGS)
 def test_what_cannot_be_exchanged_shard_by_shard_is_refused_with_what_to_do() -> None:
     for rank, errors in enumerate(run_ranks(4, refused)):
         texts = [text for _, text in errors]
@@ -214,7 +216,7 @@ def drift(rank: int, spoil: str) -> tuple[str, str]:
     return error_of(optimizer.sync)
 
 
-@pytest.mark.check(SHARDINGS, sample="replica")
+@pytest.mark.check(SHARDINGS)
 @pytest.mark.parametrize("spoil", ["replica", "whole", "first", "nan"])
 def test_copies_inside_a_site_that_differ_stop_the_round_everywhere(spoil: str) -> None:
     for kind, text in run_ranks(4, drift, spoil):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import Scripted, parameters
+from selection import MESSAGES
 from sites import run_ranks
 from states import Snapshot, assert_same, snapshot
 from torch import Tensor
@@ -61,6 +62,7 @@ def rounds(rank: int, wires: tuple[str, ...], exchange: str) -> tuple[Snapshot, 
     return snapshot(optimizer), optimizer.last_report.wire, seen
 
 
+@pytest.mark.check(MESSAGES, sample="owner")
 @pytest.mark.parametrize("exchange", ["gather", "owner"])
 def test_rounds_that_mix_three_codecs_have_the_bits_of_one(exchange: str) -> None:
     alike = run_ranks(3, rounds, ("fast", "fast", "fast"), exchange)

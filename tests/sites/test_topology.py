@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from selection import PRODUCTS
+from selection import CHECKPOINTS, PRODUCTS
 from sites import error_of, run_ranks
 from states import Snapshot, assert_same, snapshot
 from torch import nn
@@ -184,6 +184,7 @@ def resumed_site(rank: int) -> tuple[Snapshot, Snapshot]:
     return snapshot(whole[1]), snapshot(second[1])
 
 
+@pytest.mark.check(CHECKPOINTS)
 def test_resuming_a_site_of_two_ranks_equals_never_stopping() -> None:
     for whole, pieced in run_ranks(4, resumed_site):
         assert_same(whole, pieced)

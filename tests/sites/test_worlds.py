@@ -231,6 +231,7 @@ def trains_and_hosts(rank: int) -> tuple[int, bool]:
     return optimizer.round, any(hosted)
 
 
+@pytest.mark.check(FLEETS)
 def test_sites_meet_at_a_store_that_none_of_them_hosts() -> None:
     """So none has to serve the others when it ends; and a second run meets there."""
     at = f"127.0.0.1:{free_port()}"

@@ -35,6 +35,7 @@ def in_a_world_of_shards(rank: int, expected: list[Any]) -> tuple[int, int]:
     return optimizer.outer_state.numel, optimizer.last_report.site_bytes
 
 
+@pytest.mark.check(SHARDINGS)
 def test_worlds_of_two_shards_equal_sites_that_are_not_divided() -> None:
     expected = run_ranks(2, whole)
     told = run_worlds(["berlin", "paris"], 2, in_a_world_of_shards, expected)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from disks import DeadlyCall, small_disk
 from faulty_store import WHOLE
-from selection import INTERRUPTIONS
+from selection import SCHEDULES
 from sites import context
 
 from loco.sync.storage.folder_store import FolderStore
@@ -42,7 +42,7 @@ def write_until_killed(folder: str, number: int, replaces: bool) -> None:
     sys.exit(0)
 
 
-@pytest.mark.check(INTERRUPTIONS, sample="False")
+@pytest.mark.check(SCHEDULES)
 @pytest.mark.parametrize("replaces", [True, False])
 def test_a_writer_killed_at_any_moment_leaves_no_half_file(tmp_path: Path, replaces: bool) -> None:
     ends, store = [], FolderStore(tmp_path)

@@ -38,7 +38,7 @@ def started(folder: Path, *options: str, token: str = "") -> Iterator[tuple[subp
             process.kill()
 
 
-@pytest.mark.check(COMMANDS, sample="2-130")
+@pytest.mark.check(COMMANDS)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_server_serves_until_it_is_told_to_end_and_ends_quietly(
     tmp_path: Path, number: signal.Signals, status: int

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from faulty_store import WHOLE
-from selection import SCHEDULES
+from selection import MESSAGES, SCHEDULES
 from test_server import DATA, LONG, until
 
 from experiments.processes.orphans import through
@@ -71,6 +71,7 @@ def threads_of(process: subprocess.Popen[str]) -> int:
     return len(os.listdir(f"/proc/{process.pid}/task"))
 
 
+@pytest.mark.check(MESSAGES)
 def test_a_client_is_answered_while_380_others_send_half_a_request(tmp_path: Path) -> None:
     with limited(tmp_path, 256, TOKEN) as (process, url), ExitStack() as open_ones:
         connections = held(open_ones, url, 380, HALF)

@@ -75,7 +75,7 @@ def publishing(rank: int, layout: str, folder: str) -> list[int]:
     return sizes
 
 
-@pytest.mark.check(SHARDINGS, sample="fsdp")
+@pytest.mark.check(SHARDINGS)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_every_rank_publishes_its_own_shards(layout: str, tmp_path: Path) -> None:
     world = torch.tensor(LAYOUTS[layout][0]).prod().item()
@@ -96,6 +96,7 @@ def publishing_twice(rank: int, layout: str, folder: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.check(SHARDINGS)
 @pytest.mark.parametrize("layout", ["fsdp over tp, held twice", "fsdp of two sites"])
 def test_a_shard_that_two_ranks_publish_is_told(layout: str, tmp_path: Path) -> None:
     """Ranks of tensor parallelism that hold the same FSDP shards, whose mesh does not say so; and sites that
@@ -122,6 +123,7 @@ def publishing_after_rounds(rank: int, folder: str, together: bool) -> None:
         dist.barrier()
 
 
+@pytest.mark.check(SHARDINGS, sample="True")
 @pytest.mark.parametrize("together", [False, True])
 def test_a_round_is_published_when_the_ranks_of_a_site_have_shared_it(together: bool, tmp_path: Path) -> None:
     """Each applies a slice of it, and has the others' only then."""

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from faulty_store import WHOLE
 from fsspec.implementations.memory import MemoryFileSystem
+from selection import SCHEDULES
 from sites import run_ranks
 
 from loco.sync import Subscriber
@@ -234,6 +235,7 @@ def creating(rank: int, url: str, count: int) -> list[int]:
     return won
 
 
+@pytest.mark.check(SCHEDULES)
 @pytest.mark.parametrize("is_served", [False, True])
 def test_of_processes_that_create_the_same_file_exactly_one_wins(tmp_path: Path, is_served: bool) -> None:
     with serve(tmp_path, port=0, writable=True) as server:

@@ -101,7 +101,7 @@ def test_who_takes_every_version_reads_one_manifest_and_one_patch_for_each(tmp_p
         train(trained, generator)
 
 
-@pytest.mark.check(SCHEDULES, sample="63")
+@pytest.mark.check(SCHEDULES)
 @pytest.mark.parametrize("missed", [7, 63, 126, 127])
 def test_who_missed_versions_reads_few_patches_and_as_few_manifests(missed: int) -> None:
     """Manifests of all versions that it might have gone by were read, about log₂(n)² of them."""
@@ -179,6 +179,7 @@ def test_nothing_that_changed_takes_next_to_nothing(tmp_path: Path) -> None:
     assert subscriber.update().version == 2
 
 
+@pytest.mark.check(SCHEDULES)
 def test_old_versions_go_and_everybody_still_finds_a_way(tmp_path: Path) -> None:
     """Those who are at most `keep` behind by patches alone; newcomers and those far behind by an anchor."""
     trained, generator = model(width=9), torch.Generator().manual_seed(1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pages import code, page
 from published import cast
+from selection import LANGUAGES
 from torch import Tensor, nn
 
 from loco.sync import Publisher, Subscriber
@@ -78,6 +79,7 @@ def test_its_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(list((tmp_path / "shared/shards/versions").iterdir())) == 1
 
 
+@pytest.mark.check(LANGUAGES)
 def test_a_model_takes_new_weights_between_two_calls_of_generate(tmp_path: Path) -> None:
     trained, engine = llama(0), llama(1).bfloat16()
     publisher, subscriber = Publisher(trained, tmp_path), Subscriber(engine, tmp_path)
@@ -92,6 +94,7 @@ def test_a_model_takes_new_weights_between_two_calls_of_generate(tmp_path: Path)
     assert len({tuple(answer) for answer in answers}) > 1
 
 
+@pytest.mark.check(LANGUAGES)
 def test_a_model_takes_new_weights_between_two_tokens(tmp_path: Path) -> None:
     """What comes after the sixth token is as if another model went on with the first one's cache."""
     trained, engine = llama(0), llama(1).bfloat16()

@@ -7,7 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from pages import ROOT, page
+from selection import PAGES
 from sentences import Sentence, literals, pattern, runs, sentences, words
 
 # Modules whose sentences need no row, and why. A row may still be of one.
@@ -121,6 +123,7 @@ def file_of(test: str) -> Path | None:
     return None
 
 
+@pytest.mark.check(PAGES)
 def test_every_sentence_of_a_row_is_known_to_one_of_its_tests() -> None:
     """By words of it that no other row has: three in a row, in a text or a pattern of the test's file."""
     by_row = [set[str]().union(*map(runs, row.sentences)) for row in rows()]

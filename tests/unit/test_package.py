@@ -202,6 +202,7 @@ def test_every_public_name_is_found_when_it_is_first_used() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
 
 
+@pytest.mark.check(COMMANDS)
 def test_weights_are_received_without_the_rounds_modules() -> None:
     program = "import sys, loco.sync; print(*(name for name in sys.modules if name.startswith('loco.')))"
     loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()

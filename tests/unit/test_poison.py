@@ -10,7 +10,7 @@ from pathlib import Path
 import poison
 import pytest
 import torch
-from selection import C_BUILDS
+from selection import C_BUILDS, COMMANDS
 from sites import run_ranks
 
 TUNABLES = re.findall(r"GLIBC_TUNABLES=(\S+)", (Path(__file__).parents[2] / "Makefile").read_text())
@@ -35,6 +35,7 @@ def test_malloc_returns_negative_numbers_in_a_child() -> None:
     assert largest_int < 0
 
 
+@pytest.mark.check(COMMANDS)
 def test_torch_returns_nan_here_and_on_a_rank() -> None:
     poison.fill_tensors(True)
     try:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from selection import COMMANDS
 from sites import free_port
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -18,6 +20,7 @@ def loops() -> tuple[str, str]:
     return "\n".join(before), "\n".join(after)
 
 
+@pytest.mark.check(COMMANDS)
 def test_the_loop_runs_and_two_lines_differ_beside_data_and_a_print(tmp_path: Path) -> None:
     before, after = loops()
     changed = set(after.splitlines()) - set(before.splitlines())

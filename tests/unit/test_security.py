@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from selection import COMMANDS
+from selection import COMMANDS, MESSAGES
 from sites import error_of, run_ranks
 
 from experiments.training.gathering import from_all
@@ -96,6 +96,7 @@ def trapped(rank: int, path: Path) -> tuple[tuple[str, str], list[Any]]:
     return error_of(lambda: from_all(Trap(path) if rank else 0)), plain
 
 
+@pytest.mark.check(MESSAGES)
 def test_a_peers_pickle_is_not_run(tmp_path: Path) -> None:
     path = tmp_path / "it ran"
     for (kind, text), plain in run_ranks(2, trapped, path):

@@ -62,6 +62,7 @@ def run_installed(wheel: Path, program: str, tmp_path: Path) -> subprocess.Compl
     )
 
 
+@pytest.mark.check(COMMANDS)
 def test_a_built_wheel_installs_loco_with_all_its_modules_and_nothing_else(wheel: Path) -> None:
     names = [str(path.relative_to(wheel / "site")) for path in (wheel / "site").rglob("*") if path.is_file()]
     sources = {
@@ -77,6 +78,7 @@ def test_a_built_wheel_installs_loco_with_all_its_modules_and_nothing_else(wheel
     assert {name for name in names if "dist-info" not in name} == sources | {"loco/py.typed"}
 
 
+@pytest.mark.check(COMMANDS)
 def test_the_package_asks_for_torch_and_numpy_and_leaves_the_rest_to_extras(wheel: Path) -> None:
     (found,) = (wheel / "site").glob("*.dist-info/METADATA")
     metadata = email.message_from_string(found.read_text())

@@ -14,6 +14,7 @@ from experiments.processes.sites import Sites
 ROUNDS = 3
 
 
+@pytest.mark.check(BASELINES)
 def test_torchfts_diloco_and_ours_learn_the_same() -> None:
     """Their sums differ in the order of additions, and so in the last bits: by less than a thousandth of what
     the rounds have moved."""
@@ -37,6 +38,7 @@ def test_torchfts_diloco_and_ours_learn_the_same() -> None:
     assert all(far > 0 and near < 1e-3 * far for far, near in zip(moved, apart, strict=True))
 
 
+@pytest.mark.check(BASELINES)
 def test_post_local_sgd_leaves_the_mean_of_all_weights() -> None:
     method = "PostLocalSGD"
     with Sites(2, peers.Contender, 5000, [method], "") as sites:

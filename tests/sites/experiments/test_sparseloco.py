@@ -327,6 +327,7 @@ def test_signed_levels_err_less_than_uniform_ones() -> None:
     assert errors["signed"] < 0.7 * errors["uniform"] < 0.1
 
 
+@pytest.mark.check(BASELINES, sample="uniform-nan")
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("quantiser", ["uniform", "signed"])
 def test_a_site_that_is_not_finite_stops_all_and_nothing_is_changed(value: float, quantiser: str) -> None:

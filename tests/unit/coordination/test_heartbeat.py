@@ -310,6 +310,7 @@ def hold_the_lock(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
+@pytest.mark.check(INTERRUPTIONS, sample="keyed")
 @pytest.mark.parametrize("key", [b"", b"sixteen bytes and a few"], ids=["plain", "keyed"])
 def test_beats_go_on_without_the_interpreter_lock_and_none_comes_after_the_end(key: bytes) -> None:
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -271,7 +271,7 @@ def test_a_loss_gains_by_falling_and_has_no_interval_of_one_seed() -> None:
     assert [cell(of_text(), "PULSELoCo", title) for title in titles] == ["1.7000", "+0.1000", "75%"]
 
 
-@pytest.mark.check(PAGES, sample=r"a loss")
+@pytest.mark.check(PAGES)
 @pytest.mark.parametrize(
     "results",
     [
@@ -446,7 +446,7 @@ def test_no_table_of_results_is_wider_than_a_small_window(
         assert sum(DIGIT * max(pair) + CELL for pair in zip(words, cells, strict=True)) <= WINDOW
 
 
-@pytest.mark.check(PAGES, sample="3-3")
+@pytest.mark.check(PAGES)
 @pytest.mark.parametrize("seeds", [1, 3])
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_plots_are_drawn_for_any_number_of_labels_and_seeds(tmp_path: Path, count: int, seeds: int) -> None:
@@ -482,6 +482,7 @@ def test_the_gates_share_is_said_with_enough_digits(density: float, said: str) -
     assert cell([dataclasses.replace(one, rounds=rounds)], "PULSELoCo", "density") == said
 
 
+@pytest.mark.check(PAGES)
 def test_a_plot_that_has_nothing_to_show_is_not_left_from_before(tmp_path: Path) -> None:
     draw_all(Comparison.of([made("PULSELoCo", 0.5)]), tmp_path)
     assert (tmp_path / "gate.png").exists()
@@ -489,7 +490,7 @@ def test_a_plot_that_has_nothing_to_show_is_not_left_from_before(tmp_path: Path)
     assert not (tmp_path / "gate.png").exists()
 
 
-@pytest.mark.check(PAGES, sample="no DiLoCo")
+@pytest.mark.check(PAGES)
 @pytest.mark.parametrize(
     "results",
     [

@@ -90,10 +90,10 @@ def sliding() -> Any:
     )
 
 
-BEYOND = pytest.mark.check(LANGUAGES)
+pytestmark = pytest.mark.check(LANGUAGES)  # to import transformers takes longer than most tests do
 
 
-@pytest.fixture(params=[*(pytest.param(make, marks=BEYOND) for make in (llama, untied, gpt2)), sliding])
+@pytest.fixture(params=[llama, untied, gpt2, sliding])
 def source(request: pytest.FixtureRequest, hub: Any, tmp_path: Path) -> Any:
     """transformers' own model, saved in `tmp_path` with a tokenizer."""
     model = request.param().eval()
@@ -123,7 +123,6 @@ def test_the_forward_pass_is_the_librarys_with_rounded_weights(source: Any, mode
     assert torch.equal(logits, on_the_grid(source)(TOKENS).logits)
 
 
-@pytest.mark.check(LANGUAGES)
 def test_the_forward_pass_sees_only_the_bf16_cast_of_every_weight(model: HuggingFaceModel) -> None:
     on_the_grid(model)
     with torch.no_grad():

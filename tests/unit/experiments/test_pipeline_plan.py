@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selection import PAGES
 
 from experiments.errors import ExperimentError
 from experiments.pipeline.plan.against import held_against
@@ -171,6 +172,7 @@ def test_a_plan_that_can_not_be_made_is_one_sentence(
     assert str(raised.value).startswith(sentence)
 
 
+@pytest.mark.check(PAGES)
 def test_what_the_sentence_advises_can_be_planned(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError) as raised:
         plan(of(*LONG, "gpus=5"), tmp_path)
@@ -271,6 +273,7 @@ def test_predictions_are_held_against_what_was_measured() -> None:
     assert "largest error: 50%" in text
 
 
+@pytest.mark.check(PAGES)
 def test_the_plan_is_drawn_and_kept(tmp_path: Path) -> None:
     text = plan(of("gpus=12", "link_mbit=10"), tmp_path)
     assert "12 GPUs, 2 sites" in text

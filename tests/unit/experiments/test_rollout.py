@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from languages import Scripted, chance, parrot
+from selection import LANGUAGES
 
 from experiments.models.model import ByteTransformer
 from experiments.settings.config import TransformerConfig
@@ -52,6 +53,7 @@ def test_every_token_is_the_one_in_whose_share_of_the_unit_interval_its_uniform_
             text = [*text, token]
 
 
+@pytest.mark.check(LANGUAGES)
 def test_over_an_even_grid_of_uniforms_every_answer_comes_as_often_as_it_is_likely() -> None:
     """Of all answers of two tokens: 150² points of the unit square."""
     model, side = chance(3), 150

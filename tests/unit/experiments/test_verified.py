@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from languages import END, pupil
-from selection import BASELINES
+from selection import BASELINES, LANGUAGES
 from sites import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -118,6 +118,7 @@ def test_the_warm_start_makes_its_share_of_slips() -> None:
     assert shares[2] == 1
 
 
+@pytest.mark.check(LANGUAGES)
 def test_the_warm_starts_loss_is_the_mean_over_answer_tokens(model: nn.Module) -> None:
     it = task()
     chosen = it._problems.train[:7]
@@ -172,6 +173,7 @@ def test_sampled_is_the_probability_of_the_right_answer_and_how_often_a_sample_i
     assert often / tries == pytest.approx(exact, abs=4 * math.sqrt(20 * 0.25 / tries))  # four deviations
 
 
+@pytest.mark.check(BASELINES)
 def test_the_ranks_shares_of_the_held_out_problems_add_up(model: nn.Module) -> None:
     whole = task().scores(model)
     parts = [task(rank=rank, ranks=3).scores(model) for rank in range(3)]
@@ -226,6 +228,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.check(LANGUAGES)
 def test_answers_without_an_advantage_are_left_out_and_no_gradient_is_changed(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def test_who_begin_at_once_compile_once(compiles: list[Path], monkeypatch: pytes
     assert len(compiles) == 1
 
 
+@pytest.mark.check(C_BUILDS)
 def test_one_that_stands_still_while_it_compiles_does_not_hold_up_the_others(
     compiles: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_other_flags_and_other_sources_are_other_libraries(
     assert len({path.name for path in compiles}) == 3
 
 
+@pytest.mark.check(C_BUILDS)
 def test_what_is_compiled_is_said_once(compiles: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     assert works()
     assert works()

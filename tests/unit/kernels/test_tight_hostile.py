@@ -18,7 +18,7 @@ import pytest
 import torch
 from homes import builds, same_bits
 from sanitizing import fuzz
-from selection import HOSTILE
+from selection import HOSTILE, MEMORY
 from tight_cases import case
 from torch import Tensor
 
@@ -171,7 +171,7 @@ def test_an_entry_of_a_level_without_symbols_is_refused(home: Any) -> None:
         home.unpack(torch.tensor(list(without), dtype=torch.uint8), count, known)
 
 
-MEMORY = """
+BOUNDED = """
 import resource, torch
 from loco.kernels import BLOCK, Gate, Known, MalformedError, cpu
 
@@ -191,6 +191,7 @@ print(used() - before)
 """
 
 
+@pytest.mark.check(MEMORY)
 def test_a_frame_that_promises_much_takes_no_more_memory_than_it_has_entries() -> None:
     """A few hundred bytes that name as many entries as there are elements: 80 MB that are not taken."""
     if not COMPILED:
@@ -198,7 +199,7 @@ def test_a_frame_that_promises_much_takes_no_more_memory_than_it_has_entries() -
     entries, known = case(60, 0.3, momentum=False)
     raw = reference_tight.pack(entries, known).numpy().tobytes()
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY], input=raw.hex(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", BOUNDED], input=raw.hex(), capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 8 << 20
 

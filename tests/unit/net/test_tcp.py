@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from selection import INTERRUPTIONS, MESSAGES
 from torch import Tensor
 
 from loco.net.connection import LENGTH
@@ -66,6 +67,7 @@ def in_threads(*do: Callable[[], object]) -> None:
         raise failed[0]
 
 
+@pytest.mark.check(MESSAGES, sample="2")
 @pytest.mark.parametrize("seed", range(4))
 def test_messages_of_all_sizes_arrive_whole_and_in_order(seed: int) -> None:
     """Three members send to each other at once; rooms are larger than messages, or just as large."""
@@ -289,6 +291,7 @@ def test_links_in_a_circle_of_references_are_dropped_by_whichever_thread_finds_t
             awaited.wait(SOON)
 
 
+@pytest.mark.check(INTERRUPTIONS)
 def test_a_signal_at_any_point_of_a_wait_leaves_no_lock_behind() -> None:
     """While the thread moves messages. The wait ends by the signal, or goes on; or the message is lost with
     its connection, where it came between two of its bytes."""

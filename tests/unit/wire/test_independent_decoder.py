@@ -7,7 +7,7 @@ from typing import NamedTuple
 import independent_decoder
 import pytest
 import torch
-from selection import ALL_VALUES
+from selection import ALL_VALUES, HOSTILE
 from torch import Tensor
 
 from experiments.noise import simulate
@@ -48,7 +48,7 @@ def check(entries: Entries, known: Known) -> None:
     assert read_independently(frame, len(sent), known) == sent
 
 
-@pytest.mark.check(ALL_VALUES, sample="(63|1003)-momentum|20000-plain")
+@pytest.mark.check(ALL_VALUES, sample=r"(63|1003)-momentum")
 @pytest.mark.parametrize("outer_momentum", [0.9, 0.0], ids=["momentum", "plain"])
 @pytest.mark.parametrize("numel", [1, 63, 256, 1003, 20_000])
 def test_frames_of_noise(numel: int, outer_momentum: float) -> None:
@@ -157,6 +157,7 @@ def test_the_example_of_the_specification_is_golden() -> None:
     assert "".join(blocks).replace(" ", "") == GOLDEN["of the specification"].frame
 
 
+@pytest.mark.check(HOSTILE, sample="of the specification")
 @pytest.mark.parametrize("name", GOLDEN)
 def test_both_decoders_refuse_the_same_frames(name: str) -> None:
     """Bits turned, and every length cut: both see a fault, or both read the same other entries."""
