@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from masters import Sites, WithMasters
 from torch import nn
@@ -14,7 +14,10 @@ KINDS: list[Any] = [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, tor
 SGD, ADAMW, RMSPROP, ADAGRAD = (type(kind.__name__, (kind,), {}) for kind in KINDS)
 OTHERS = [(SGD, {}), (SGD, {"momentum": 0.9, "nesterov": True}), (ADAMW, {}), (RMSPROP, {}), (ADAGRAD, {})]
 
+few = settings(max_examples=settings().max_examples // 3)  # each trains some models
 
+
+@few
 @given(
     st.sampled_from(OTHERS),
     st.floats(-7, -1.5),
@@ -56,6 +59,7 @@ def test_one_that_does_not_move_its_parameters_is_not_blamed(build: Any) -> None
     assert run.undone() == ["", ""]
 
 
+@few
 @given(st.sampled_from([ADAMW, RMSPROP, ADAGRAD]), st.floats(-5.5, -4), st.sampled_from([2, 8]))
 def test_masters_are_noticed_after_few_rounds(kind: Any, exponent: float, steps: int) -> None:
     run = Sites(
