@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .types import BLOCK, Encoded, Entries, Gate, OuterStep
+from .types import Encoded, Entries, Gate, OuterStep
 
 CHUNK = 1 << 18  # elements: temporaries fit in cache, and the fixed cost of a torch call is negligible
 
@@ -147,10 +147,10 @@ def apply(
                 kept.zero_()
             else:
                 sent = torch.zeros_like(kept)
-                where, what = _within(own, at)
+                where, what = own.within(at)
                 sent[where] = what
                 if returned is not None:
-                    where, what = _within(returned, at)
+                    where, what = returned.within(at)
                     sent[where] -= what
                 kept -= sent
             residual[at] = kept
@@ -161,7 +161,7 @@ def apply(
             if contribution.starts is None:
                 total += contribution.values[at]
             else:
-                where, what = _within(contribution, at)
+                where, what = contribution.within(at)
                 total[where] += what  # a contribution names an index once, so this is one addition
         # Divided by a tensor: CUDA divides by a Python scalar through its reciprocal, in other bits.
         mean = total / sites
@@ -220,16 +220,6 @@ def _chunks(weights: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         for chunk in piece.split(CHUNK):
             yield slice(start, start + chunk.numel()), chunk
             start += chunk.numel()
-
-
-def _within(entries: Entries, at: slice) -> tuple[Tensor, Tensor]:
-    """The entries of a chunk: their positions in it, and their values."""
-    assert entries.starts is not None
-    first, last = at.start // BLOCK, -(-at.stop // BLOCK)
-    where = entries.indices(first, last)
-    here = (where >= at.start) & (where < at.stop)
-    values = entries.values[int(entries.starts[first]) : int(entries.starts[last])]
-    return where[here] - at.start, values[here]
 
 
 def _join(pieces: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

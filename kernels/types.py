@@ -113,6 +113,15 @@ class Entries(NamedTuple):
     def to(self, device: torch.device | str) -> "Entries":
         return Entries(*(None if x is None else x.to(device) for x in self))  # pyright: ignore[reportArgumentType]
 
+    def within(self, at: slice) -> tuple[Tensor, Tensor]:
+        """The entries among some elements: their positions in these, and their values."""
+        assert self.starts is not None
+        first, last = at.start // BLOCK, -(-at.stop // BLOCK)
+        where = self.indices(first, last)
+        here = (where >= at.start) & (where < at.stop)
+        values = self.values[int(self.starts[first]) : int(self.starts[last])]
+        return where[here] - at.start, values[here]
+
     def indices(self, first: int = 0, last: int | None = None) -> Tensor:
         """The positions of all entries, or of those in the blocks first … last. -> int64"""
         assert self.starts is not None

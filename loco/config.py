@@ -32,6 +32,7 @@ class Settings:
     value_steps: int | None  # V
     outlier_factor: float | None = None
     sums_margin: float | None = None  # F
+    overlap: float | None = None  # β; None: training waits for each round
 
     def __post_init__(self) -> None:
         if not 1 <= self.sync_every < float("inf") or self.sync_every != int(self.sync_every):
@@ -77,6 +78,13 @@ class Settings:
                     f"none: leave it out (got {self.outlier_factor}), or choose another gate"
                 )
             object.__setattr__(self, "outlier_factor", float(self.outlier_factor))
+        if self.overlap is not None:
+            if not 0 <= _in_fp32(self.overlap) < float("inf"):
+                raise ValueError(
+                    f"overlap must be True, False or how far a site runs ahead by its own update, "
+                    f"finite and >= 0, got {self.overlap}"
+                )
+            object.__setattr__(self, "overlap", float(self.overlap))
         # Plain types, so that 8, 8.0 and a numpy number are one setting on all sites.
         for name, kind in (
             ("sync_every", int),

@@ -206,6 +206,8 @@ class PulseLoCo(LowCommunicationOptimizer):
         outlier_factor: leave a site out of a round, on all sites alike, if the norm of what it would send is
             more than this many times the median of the others'; its update stays in its residual, and
             `last_report.left_out` names it. None leaves no site out.
+        overlap: True lets the inner steps go on while a round travels. It is applied one round late: see
+            docs/overlap.md. A number is β, how far each site runs ahead by what it has sent (True: 1).
         wire: how entries are coded, which changes no bit of a round: "tight" (about 2.3 bytes each, coded on
             the CPU; always the fewest bytes, for metered links), "fast" (5 bytes), or "auto": the one that
             takes less time, whatever the bytes.
@@ -236,6 +238,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         value_steps: int | None = None,
         sums_margin: float | None = None,
         outlier_factor: float | None = None,
+        overlap: bool | float = False,
         wire: str = "auto",
         exchange: str = "auto",
         offload: bool = False,
@@ -252,6 +255,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             value_steps=value_steps,
             sums_margin=sums_margin,
             outlier_factor=outlier_factor,
+            overlap=_run_ahead(overlap),
         )
         super().__init__(inner, settings, topology, WireConfig.of_entries(wire, exchange, gate=gate), offload)
 
@@ -278,6 +282,7 @@ class DiLoCo(LowCommunicationOptimizer):
         nesterov: whether the step looks ahead.
         topology: who the sites are; by default what LOCO_SITES, LOCO_SITE, LOCO_AT and LOCO_LIGHTHOUSE say,
             or, without them, each rank of the default process group.
+        overlap: as `PulseLoCo`.
         wire: "float32"; or "bfloat16" or "int8" (with one scale for every 256 values), which round both what
             is sent and the sums.
         offload: keep θ and m in host memory, as `PulseLoCo`.
@@ -295,6 +300,7 @@ class DiLoCo(LowCommunicationOptimizer):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         topology: SiteTopology | None = None,
+        overlap: bool | float = False,
         wire: str = "float32",
         offload: bool = False,
     ) -> None:
@@ -308,5 +314,13 @@ class DiLoCo(LowCommunicationOptimizer):
             gate_gain=1.0,
             gate_margin=0.0,
             value_steps=None,
+            overlap=_run_ahead(overlap),
         )
         super().__init__(inner, settings, topology, WireConfig.of_all(wire), offload)
+
+
+def _run_ahead(overlap: bool | float) -> float | None:
+    """-> β, or None where rounds do not overlap."""
+    if overlap is True or overlap is False:
+        return 1.0 if overlap else None
+    return overlap

@@ -58,7 +58,10 @@ class SyncReport:
             they have no names.
         residual_norm: the L2 norm of what this rank withholds after the round.
         seconds: how long each phase took: "encode", "exchange" and "apply"; or "rejoin".
-        waited: seconds of the exchange that passed until all sites had come to the round.
+        waited: seconds of the exchange that passed until all sites had come to the round. Where rounds
+            overlap: seconds for which training stood still until this one had come.
+        in_flight: where rounds overlap, seconds that this one travelled beside the inner steps of the next;
+            its `seconds` of "exchange" are those for which training stood still.
         site: the totals of this site.
     """
 
@@ -79,12 +82,15 @@ class SyncReport:
     seconds: Mapping[str, float]
     waited: float
     site: SiteTotals
+    in_flight: float = 0.0
 
     def __str__(self) -> str:
         site = self.site
         share = f", {site.sent_bytes / site.dense_bytes:.1%} of dense" if site.dense_bytes else ""
         left_out = f", without site {', '.join(self.left_out)}" if self.left_out else ""
         phases = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items())
+        if self.in_flight:
+            phases += f", {self.in_flight:.3f} s in flight"
         return (
             f"round {self.round}: sent {site.density:.2%} of {site.numel:,} entries in "
             f"{site.sent_bytes:,} bytes{share} ({self.exchange}, {self.wire}){left_out}; {phases}, of which "

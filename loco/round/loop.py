@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from loco import kernels
+from loco.kernels import Encoded
+
 from ..config import Settings
-from ..coordination.commit import ABORT, COMMIT
+from ..coordination.commit import COMMIT
 from ..errors import SAME_STEPS, START_AGAIN, TransportError, WireError, advising
 from ..exchange.tuning import ExchangeTuner
 from ..exchange.wire_config import WireConfig
@@ -24,6 +27,7 @@ from .inside_site import share_anchor
 from .joining.first_anchor import agree_to_adopt, share_first_anchor, start_again
 from .joining.handshake import agree_on_parameters
 from .outer_state import OuterState
+from .overlap.overlapped import OverlappedRounds, require_one_rank_per_site
 from .round import Round
 from .state import load_inner, pop_own_state, state_of, take_over
 from .views import Views
@@ -88,6 +92,10 @@ class OuterLoop:
         self.views = Views(self.state, membership)
         self.views.begin()
         self._masters = OwnMasters(inner, agreed.parameters)
+        self._overlapped: OverlappedRounds | None = None
+        if settings.overlap is not None:
+            require_one_rank_per_site(topology)
+            self._overlapped = OverlappedRounds(self.state, self.views, wire, self.hooks, self._check_inner)
         self._warnings = SetupWarnings(settings, topology, agreed.parameters, self.state.anchor, inner)
 
     def before_step(self) -> None:
@@ -113,7 +121,10 @@ class OuterLoop:
         if self.local_step == 1:
             self._masters.after_first_step(self.state.rounds_done)
         if self.local_step >= self.state.settings.sync_every:
-            self.run_round()
+            if self._overlapped is None:
+                self.run_round()
+            else:
+                self._cross(self._overlapped)
 
     @torch.no_grad()
     def run_round(self) -> SyncReport:
@@ -125,6 +136,8 @@ class OuterLoop:
         self.refuse_in_eval("sync()")
         self._masters.before_round()
         self.state.check_whole()
+        if self._overlapped is not None:
+            return self._done(self._overlapped.sync().report())
         views = self.views
         attempts = views.membership.attempts()
         while True:
@@ -140,8 +153,8 @@ class OuterLoop:
                     return self._done(views.adopt(view))
                 if report is not None and not view.runs_round:
                     return self._done(report)
-                current = Round(self.state, view, self._wire, check_inner=self._check_inner, hooks=self.hooks)
-                report = self._run_once(current)
+                current = Round(self.state, view, self._wire, encode=self._encode, hooks=self.hooks)
+                report = self._settled(current)
             except Refused as refusal:
                 error, refused = refusal.error, True
             except (TransportError, WireError) as failure:
@@ -159,40 +172,32 @@ class OuterLoop:
             return advising(_COMING_AND_GOING)
         return advising(_FIXED, SAME_STEPS)
 
+    def _encode(self) -> Encoded:
+        self._check_inner()
+        state = self.state
+        with state.parameters.pieces(state.start, state.stop) as weights:
+            return kernels.encode(state.anchor, weights, state.residual, state.gate)
+
     def _check_inner(self) -> None:
         self.state.parameters.check_unchanged(self.inner)
         self._masters.check()
 
-    def _run_once(self, current: Round) -> SyncReport:
-        """Steps 2 to 8. If they fail once this rank has promised the round, its verdict decides.
+    @torch.no_grad()
+    def _cross(self, overlapped: OverlappedRounds) -> None:
+        """The boundary between two rounds that overlap."""
+        self._masters.before_round()
+        self.state.check_whole()
+        come = overlapped.cross()
+        if come is None:
+            self.local_step, self._is_unmoved = 0, True
+        else:
+            self._done(come.report())
 
-        Raises:
-            Refused: by all ranks together; their links are whole.
-        """
-        views = self.views
-        views.pending = current  # first: Ctrl-C may come between a promise and any line after it
-        try:
-            with views.conversing():
-                current.run()
-        except BaseException as error:
-            if not current.is_promised:
-                views.pending = None
-                raise
-            if not isinstance(error, Exception):  # Ctrl-C, say: the next call settles it
-                raise
-            report = views.settle(ABORT)
-            if report is None:
-                raise
-            _logger.warning("%s; the round counts all the same", error)
-            return report
-        report = views.settle(COMMIT)
-        if report is None:
-            error = TransportError(
-                f"round {current.number}: another rank lost its links in the last vote, so no rank has "
-                f"applied the round"
-            )
-            views.hang_up(error)
-            raise error
+    def _settled(self, current: Round) -> SyncReport:
+        """Steps 2 to 8."""
+        self.views.run(current)
+        report = self.views.settle(COMMIT)
+        assert report is not None
         return report
 
     def _done(self, report: SyncReport) -> SyncReport:
@@ -224,6 +229,8 @@ class OuterLoop:
             LocoError: it can't be finished yet; or this rank can't go on, see `OuterState.check_whole`.
         """
         self.state.check_whole()
+        if self._overlapped is not None:
+            return None  # a round in flight ends at the next boundary
         with self._advice():
             report = self.views.settle_unless_told_later()
         if abandon:
@@ -266,6 +273,8 @@ class OuterLoop:
         views, pending = self.views, self.views.pending
         in_doubt = pending is not None and (pending.is_promised or pending.phase in COUNTS)
         may_be_ahead = views.membership.others_may_be_ahead
+        if self._overlapped is not None:
+            self._overlapped.drop()
         with self._advice():
             agree_to_adopt(self.state, others_may_be_ahead=may_be_ahead, round_in_doubt=in_doubt)
             view = views.form(ready=True)
@@ -277,7 +286,11 @@ class OuterLoop:
 
     def own_state(self, inner_state: dict[str, Any]) -> dict[str, Any]:
         """What a state dict has under "loco", beside the inner optimizer's state."""
-        own = state_of(self.state, undecided_round=self.views.undecided_round())
+        overlapped = self._overlapped
+        undecided = self.views.undecided_round() if overlapped is None else None
+        own = state_of(self.state, undecided_round=undecided)
+        if overlapped is not None:
+            own |= overlapped.own_state()
         if self._shown is not None:
             own["weights"] = self._shown.weights
         return own | {"local_step": self.local_step, "inner_entries": len(inner_state["state"])}
@@ -300,6 +313,8 @@ class OuterLoop:
     def take_over(self, own: dict[str, Any]) -> None:
         """Continue from what `check_own_state` returned."""
         self._shown = None
+        if self._overlapped is not None:
+            self._overlapped.drop()
         take_over(self.state, own)
         self.views.pending, self.views.committed = None, ""
         with self._advice():
@@ -308,6 +323,8 @@ class OuterLoop:
         if not was_given:
             self.local_step = int(own["local_step"])
             self._is_unmoved = self.local_step == 0
+        if self._overlapped is not None:
+            self._overlapped.take_over(own)
 
     def _forget(self) -> None:
         """The state was replaced."""

@@ -16,6 +16,7 @@ class Meter:
 
     Attributes:
         votes_of_site: the last ones of all its ranks, once they have come.
+        in_flight: seconds that an overlapped round travelled beside the inner steps.
     """
 
     def __init__(self, view: View) -> None:
@@ -26,6 +27,8 @@ class Meter:
         self._all_had_come = self._ended = 0.0
         self._vote: Vote | None = None  # the last one of this rank
         self.votes_of_site: Sequence[Vote] = ()
+        self.in_flight = 0.0
+        self._stood_still = 0.0
 
     def begin(self, phase: str) -> None:
         self._began[phase] = time.perf_counter()
@@ -36,6 +39,10 @@ class Meter:
 
     def end(self) -> None:
         self._ended = time.perf_counter()
+
+    def travelled(self, in_flight: float, stood_still: float) -> None:
+        """The round travelled beside the inner steps, which stood still for the second of these times."""
+        self.in_flight, self._stood_still = in_flight, stood_still
 
     def _sent(self) -> int:
         """Bytes to the other sites, so far."""
@@ -51,9 +58,12 @@ class Meter:
 
     def seconds(self) -> Mapping[str, float]:
         ends = [*list(self._began.values())[1:], self._ended]
-        return {what: end - began for (what, began), end in zip(self._began.items(), ends, strict=True)}
+        took = {what: end - began for (what, began), end in zip(self._began.items(), ends, strict=True)}
+        return took | {"exchange": self._stood_still} if self.in_flight else took
 
     def waited(self) -> float:
+        if self.in_flight:
+            return self._stood_still
         return self._all_had_come - self._began["exchange"]
 
     def bytes(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loco import kernels
-from loco.kernels import Gate
+from loco.kernels import Entries, Gate, OuterStep
 from loco.kernels.recycle import Recycler
 from loco.kernels.reserve import lasting_zeros
 
@@ -39,6 +39,8 @@ class OuterState:
         rounds_done: the round that the state is after.
         took_part: the last round of each site that has a name.
         sent_bytes: by this site, in all rounds, to the others.
+        ahead: where rounds overlap, what this rank has sent and θ has not got yet: v. The inner steps began
+            from cast(θ − β·v).
         memory: what rounds leave to each other.
         anchor_incomplete: θ or m is only a part of what another site was sending.
     """
@@ -55,6 +57,7 @@ class OuterState:
     rounds_done: int = 0
     took_part: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
+    ahead: Entries | None = None
     anchor_incomplete: bool = False
     _is_torn: bool = False
     memory: Recycler = field(default_factory=Recycler)
@@ -87,7 +90,7 @@ class OuterState:
             part=part,
             anchor=zeros(),
             momentum=zeros() if settings.outer_momentum else None,
-            residual=None if seen is None else zeros(),
+            residual=None if seen is None and settings.overlap is None else zeros(),
             gate=None
             if seen is None
             else Gate(
@@ -135,6 +138,28 @@ class OuterState:
         """8. w = cast(θ), of this rank's part."""
         with self.parameters.pieces(self.start, self.stop, write=True) as weights:
             kernels.write_weights(self.anchor, weights)
+
+    def step_over(self, sites: int) -> OuterStep:
+        settings = self.settings
+        return OuterStep(
+            num_sites=sites,
+            lr=settings.outer_lr,
+            momentum=settings.outer_momentum,
+            nesterov=settings.nesterov,
+        )
+
+    def unmoved(self, at: slice) -> Tensor:
+        """What the inner steps began from is the cast of this, in these elements of the part: θ, or where
+        rounds overlap θ − β·v."""
+        theta, v, beta = self.anchor[at], self.ahead, self.settings.overlap
+        if v is None or not beta:
+            return theta
+        if v.starts is None:
+            return theta - beta * v.values[at]
+        where, values = v.within(at)
+        theta = theta.clone()
+        theta[where] -= beta * values
+        return theta
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:

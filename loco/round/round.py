@@ -12,7 +12,8 @@ is left waiting. Only a lost link can't be voted on.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor
@@ -48,14 +49,19 @@ class Round:
         state: what the round reads, and writes in `apply` alone.
         view: who takes part.
         wire: how entries travel.
-        check_inner: raises a ValueError if the inner optimizer can't take part.
+        encode: finds what this rank sends. If it raises, the round is refused by all ranks.
         hooks: the user's, called at every phase.
+        number: of the round; by default the one after those that are done.
 
     Attributes:
         phase: how far it has come.
         number: of the round, from 1.
         problem: why this rank votes against it.
         failed_here: this rank itself could not encode.
+        left_out: the sites whose entries count as none.
+        contributions: what is added up.
+        kept: sums that come back to this rank alone.
+        meter: of seconds and bytes.
         is_shared: after it was applied, the ranks of this site have shared θ.
         is_promised: this rank has voted for the round, or is about to: others may count on it.
     """
@@ -66,19 +72,20 @@ class Round:
         view: View,
         wire: WireConfig,
         *,
-        check_inner: Callable[[], None],
+        encode: Callable[[], Encoded],
         hooks: Hooks[RoundProgress],
+        number: int | None = None,
     ) -> None:
         self.state = state
         self.view = view
-        self.number = state.rounds_done + 1
+        self.number = state.rounds_done + 1 if number is None else number
         self.phase = Phase.BEGUN
         self.problem: Problem | None = None
         self.failed_here = False
         self.is_promised = False
         self.is_shared = False
         self._wire = wire
-        self._check_inner = check_inner
+        self._encode = encode
         self._hooks = hooks
         self._encoded: Encoded | None = None
         self._codec: Codec = WHOLE
@@ -86,14 +93,14 @@ class Round:
         self._announced: list[Announcement] = []
         self._opening: Opening | None = None
         self._enclosed: dict[int, Tensor] | None = None  # by peer, if all sites enclosed theirs
-        self._left_out: tuple[int, ...] = ()
+        self.left_out: tuple[int, ...] = ()
         self._own: Entries | None = None  # what this rank really sends
-        self._kept: Entries | None = None  # sums that come back to it alone
-        self._contributions: Sequence[Entries] = ()
+        self.kept: Entries | None = None
+        self.contributions: Sequence[Entries] = ()
         self._exchange = ""
         self._payload_bytes = 0
         self._residual_norm = 0.0
-        self._meter = Meter(view)
+        self.meter = Meter(view)
 
     def run(self) -> None:
         """All steps, up to the moment when the round is certain to count.
@@ -114,11 +121,9 @@ class Round:
         self.view.liveness.say(f"round {self.number}, encoding")
 
         def encoded() -> Encoded:
-            self._check_inner()
             check_denormals(state.device)
             self._call_hooks()
-            with state.parameters.pieces(state.start, state.stop) as weights:
-                return kernels.encode(state.anchor, weights, state.residual, state.gate)
+            return self._encode()
 
         self._encoded = self._or_problem(encoded)
         if self._encoded is not None:
@@ -132,7 +137,7 @@ class Round:
     def announce(self) -> None:
         """Every site's announcement to all, or why it refuses the round: then all ranks do."""
         state, view = self.state, self.view
-        self._meter.begin("exchange")
+        self.meter.begin("exchange")
         view.liveness.say(f"round {self.number}, exchanging")
         view.verdicts.prepare(self.number)
         norm, drift = compare(view.inside, state, self._norm, self.number, encoded=self._own is not None)
@@ -140,16 +145,16 @@ class Round:
         self._opening = self._or_problem(lambda: self._open(norm))
         mine = self._opening or Opening(vote_of(view, self.problem, self.number))
         said = announce(view, mine.record, mine.frame)
-        self._meter.all_have_come()
+        self.meter.all_have_come()
         self._announced = [one for one in said.records if isinstance(one, Announcement)]
         self.problem = self.problem or replica_problem(self.view.across, said.records)
         votes = [one for one in said.records if isinstance(one, Vote)]
         refuse(view, self.problem, votes, round=self.number, name_of=state.parameters.name_of)
         state.tuner.hear(self._announced)
-        self._left_out = outliers(self.norms, state.settings.outlier_factor)
+        self.left_out = outliers(self.norms, state.settings.outlier_factor)
         if all(one.enclosed_bytes for one in self._announced):
             self._enclosed = {
-                site: frame for site, frame in said.enclosed.items() if site not in self._left_out
+                site: frame for site, frame in said.enclosed.items() if site not in self.left_out
             }
         self._enter(Phase.ANNOUNCED)
 
@@ -158,7 +163,7 @@ class Round:
         state, view, encoded = self.state, self.view, self._encoded
         assert encoded is not None
         own, numel = encoded.entries, state.numel
-        if view.site in self._left_out:
+        if view.site in self.left_out:
             own = Entries.none(numel, state.device)
         self._own = own
         self._exchange = self._chosen_exchange(own)
@@ -167,37 +172,39 @@ class Round:
         enclosed = self._opening.framing if self._opening and self._enclosed is not None else None
         framing = enclosed or self._framing(encoded)
         # What is sent as it lies in memory gives way to the sums, frame by frame.
+        # An overlapped round needs what it has sent to the end: it is in the weights meanwhile.
         in_place = own.starts is None and self._codec.in_place and view.across.device == state.device
+        in_place = in_place and state.settings.overlap is None
         sums = own.values if in_place else None
         margin = state.settings.sums_margin
         transfer = Transfer(view.across, framing, problem=self.problem, sums=sums, margin=margin)
         began = time.perf_counter()
         if self._enclosed is None:
-            self._contributions = EXCHANGES[self._exchange](transfer, own, numel)
+            self.contributions = EXCHANGES[self._exchange](transfer, own, numel)
         else:
-            self._contributions = open_enclosed(transfer, own, numel, self._enclosed)
+            self.contributions = open_enclosed(transfer, own, numel, self._enclosed)
         seconds = time.perf_counter() - began if self._enclosed is None else None
         self._payload_bytes = framing.coded_bytes
         self.problem = transfer.verdict()
-        self._kept = transfer.kept
-        if self._or_problem(lambda: adds_up_to_infinity(self._contributions, numel)):
+        self.kept = transfer.kept
+        if self._or_problem(lambda: adds_up_to_infinity(self.contributions, numel)):
             self.problem = Problem(Status.OVERFLOW, seen=NonFiniteError(overflow_text(self.number)))
-        if self.problem is None and view.site not in self._left_out:
-            state.tuner.learn(self._codec, framing, seconds, self._contributions, own)
+        if self.problem is None and view.site not in self.left_out:
+            state.tuner.learn(self._codec, framing, seconds, self.contributions, own)
         self._enter(Phase.RECEIVED)
 
     def vote(self) -> None:
         """The last vote: has everything arrived, everywhere? If so the round is for all ranks to apply."""
         assert self._own is not None
         mine = vote_of(self.view, self.problem, self.number)
-        mine = self._meter.last_vote(mine, numel=self.state.numel, entries=self._own.values.numel())
+        mine = self.meter.last_vote(mine, numel=self.state.numel, entries=self._own.values.numel())
         self.is_promised = True
         try:
             votes = vote(self.view, mine, self.problem, name_of=self.state.parameters.name_of)
         except Refused:
             self.is_promised = False  # no rank has all votes
             raise
-        self._meter.votes_of_site = votes
+        self.meter.votes_of_site = votes
         self._enter(Phase.VOTED)
 
     def commit(self, vote: str = COMMIT) -> bool:
@@ -219,25 +226,24 @@ class Round:
 
     def apply(self) -> None:
         """5. e = what was not sent   6. g = Σ / R   7. m = μ·m + g, θ = θ − α·(g + μ·m)   8. w = cast(θ)"""
-        state, view, settings = self.state, self.view, self.state.settings
+        state = self.state
+        with self.applying() as step, state.parameters.pieces(state.start, state.stop, write=True) as weights:
+            assert self._own is not None
+            outer = (state.anchor, state.momentum, weights, state.residual)
+            self._residual_norm = kernels.apply(*outer, self._own, self.contributions, step, self.kept)
+
+    @contextmanager
+    def applying(self) -> Iterator[OuterStep]:
+        """Around what writes a committed round into the state."""
+        state, view = self.state, self.view
         assert self.phase is Phase.COMMITTED
         assert self._own is not None
-        self._meter.begin("apply")
+        self.meter.begin("apply")
         view.liveness.say(f"round {self.number}, applying")
-        step = OuterStep(
-            num_sites=view.num_sites,
-            lr=settings.outer_lr,
-            momentum=settings.outer_momentum,
-            nesterov=settings.nesterov,
-        )
         try:
             with state.rewriting():
-                with state.parameters.pieces(state.start, state.stop, write=True) as weights:
-                    outer = (state.anchor, state.momentum, weights, state.residual)
-                    self._residual_norm = kernels.apply(
-                        *outer, self._own, self._contributions, step, self._kept
-                    )
-                self._meter.end()
+                yield state.step_over(view.num_sites)
+                self.meter.end()
                 state.took_part |= dict.fromkeys(view.site_names, self.number)
                 self.phase = Phase.APPLIED  # before the state counts as whole: no round is applied twice
                 state.rounds_done = self.number
@@ -256,9 +262,9 @@ class Round:
         before = view.bytes_so_far[2]
         share_anchor(self.state, view)
         if view is not self.view:
-            self._meter.add_elsewhere(view.bytes_so_far[2] - before)
+            self.meter.add_elsewhere(view.bytes_so_far[2] - before)
         self.is_shared = True
-        self._meter.end()
+        self.meter.end()
 
     @property
     def norms(self) -> tuple[float, ...]:
@@ -277,14 +283,15 @@ class Round:
             wire=self._codec.name,
             exchange=self._exchange,
             payload_bytes=self._payload_bytes,
-            **self._meter.bytes(),
+            **self.meter.bytes(),
             dense_bytes=dense_bytes(numel, sites),
             update_norms=self.norms,
-            left_out=tuple(map(self.view.across.name_of, self._left_out)),
+            left_out=tuple(map(self.view.across.name_of, self.left_out)),
             residual_norm=self._residual_norm,
-            seconds=self._meter.seconds(),
-            waited=self._meter.waited(),
-            site=self._meter.site(),
+            seconds=self.meter.seconds(),
+            waited=self.meter.waited(),
+            in_flight=self.meter.in_flight,
+            site=self.meter.site(),
         )
 
     def _open(self, norm: float) -> Opening:
@@ -339,6 +346,6 @@ class Round:
                 view=self.view,
                 state=self.state,
                 entries=self._own,
-                contributions=self._contributions,
+                contributions=self.contributions,
             )
         )

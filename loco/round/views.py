@@ -122,14 +122,44 @@ class Views:
         except TransportError as error:  # the round is done; the receivers will ask again
             _logger.warning("%s", error)
 
-    def settle(self, vote: str) -> SyncReport | None:
-        """Apply the pending round, if it counts -> its report.
+    def run(self, current: Round) -> Round:
+        """Steps 2 to 7, to the verdict: the round counts. If they fail once this rank has promised the round,
+        its verdict decides.
+
+        Raises:
+            Refused: by all ranks together; their links are whole.
+        """
+        self.pending = current  # first: Ctrl-C may come between a promise and any line after it
+        try:
+            with self.conversing():
+                current.run()
+        except BaseException as error:
+            if not current.is_promised:
+                self.pending = None
+                raise
+            if not isinstance(error, Exception):  # Ctrl-C, say: the next call settles it
+                raise
+            if self.decide(ABORT) is None:
+                raise
+            _logger.warning("%s; the round counts all the same", error)
+            return current
+        if self.decide(COMMIT) is None:
+            error = TransportError(
+                f"round {current.number}: another rank lost its links in the last vote, so no rank has "
+                f"applied the round"
+            )
+            self.hang_up(error)
+            raise error
+        return current
+
+    def decide(self, vote: str) -> Round | None:
+        """Learn whether the pending round counts -> it, if it does.
 
         Args:
             vote: what this rank writes as the verdict, unless another rank was quicker.
 
         Raises:
-            TransportError: it can't be settled now; the next call tries again.
+            TransportError: it can't be learned now; the next call tries again.
         """
         pending = self.pending
         if pending is not None and pending.is_promised:
@@ -137,6 +167,16 @@ class Views:
             pending.commit(vote)
         if pending is None or pending.phase not in COUNTS:
             self.pending = None
+        return self.pending
+
+    def settle(self, vote: str) -> SyncReport | None:
+        """Apply the pending round, if it counts -> its report.
+
+        Raises:
+            TransportError: as `decide`.
+        """
+        pending = self.decide(vote)
+        if pending is None:
             return None
         if pending.phase is Phase.COMMITTED:
             pending.apply()

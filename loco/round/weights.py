@@ -17,9 +17,9 @@ _AT_A_TIME = 1 << 20  # elements
 def require_cast_of_anchor(state: OuterState) -> None:
     """
     Raises:
-        ValueError: a weight of this rank's slice is not cast(θ).
+        ValueError: a weight of this rank's slice is not cast(θ) or, where rounds overlap, cast(θ − β·v).
     """
-    if name := first_changed(state):
+    if name := first_changed(state, state.unmoved):
         since = f"round {state.rounds_done}" if state.rounds_done else "the optimizer was built"
         raise ValueError(
             f"parameter {name} was changed from outside since {since}, so it is no longer the cast of θ, "
@@ -29,8 +29,9 @@ def require_cast_of_anchor(state: OuterState) -> None:
 
 
 @torch.no_grad()
-def first_changed(state: OuterState) -> str | None:
-    """The first parameter of this rank's slice whose weights are not cast(θ), in values; None if all are.
+def first_changed(state: OuterState, expected: Callable[[slice], Tensor]) -> str | None:
+    """The first parameter of this rank's slice whose weights are not the cast of what is expected, in values;
+    None if all are.
 
     One pass, which reads 4 bytes of θ for each parameter, and the weights.
     """
@@ -39,7 +40,7 @@ def first_changed(state: OuterState) -> str | None:
         for weights in pieces:
             for part in weights.split(_AT_A_TIME):
                 begin = position - state.start
-                theta = state.anchor[begin : begin + part.numel()]
+                theta = expected(slice(begin, begin + part.numel()))
                 if not torch.equal(cast(theta.to(part.device), part.dtype), part):
                     return state.parameters.name_at(position)
                 position += part.numel()
@@ -70,7 +71,7 @@ class ShownAnchor:
     @torch.no_grad()
     def give_back(self) -> None:
         """The weights are again what they were, bit for bit."""
-        if name := first_changed(self._state):
+        if name := first_changed(self._state, self._state.anchor.__getitem__):
             _logger.warning("parameter %s was changed in eval mode, and train() discards that", name)
         self._write()
 

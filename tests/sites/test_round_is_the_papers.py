@@ -1,62 +1,20 @@
 """Multi-site runs through the library equal the specification (`paper.py`) bit for bit."""
 
-from dataclasses import asdict, dataclass
-from itertools import product
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from paper import Paper, to_bf16
+from round_cases import CASES, DILOCO_TAKES, NUMEL, SEED, Case
 from scripted import Scripted, bits, flat, move, parameters
 from selection import PRODUCTS
 from sites import run_ranks
 
 import loco
 
-NUMEL, ROUNDS, SEED = 1003, 4, 7
-
-
-@dataclass(frozen=True)
-class Case:
-    kind: str
-    sync_every: int = 1
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    nesterov: bool = True
-    gate: str = "bf16"
-    gate_gain: float = 1.0
-    gate_margin: float = 0.0
-    value_steps: int | None = None
-    sums_margin: float | None = None
-    bf16: bool = False
-
-
-CASES = [
-    Case(kind, sync_every=h, outer_momentum=mu, nesterov=nesterov, bf16=bf16)
-    for kind, h, (mu, nesterov), bf16 in product(
-        ("PulseLoCo", "DiLoCo"), (1, 3), ((0.9, True), (0.9, False), (0.0, True)), (False, True)
-    )
-]
-CASES += [
-    Case("PulseLoCo", gate_gain=7.0),
-    Case("PulseLoCo", sync_every=2, outer_lr=1.0, outer_momentum=0.0),
-    Case("PulseLoCo", gate="fp16"),
-    Case("PulseLoCo", gate="fp8_e4m3", gate_gain=50.0),
-    Case("PulseLoCo", gate="fp8_e5m2", gate_gain=50.0),
-    Case("PulseLoCo", gate_margin=0.25),
-    Case("PulseLoCo", value_steps=2),
-    Case("PulseLoCo", value_steps=256, bf16=True),
-    Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=16, bf16=True),
-    Case("PulseLoCo", gate="fp16", gate_margin=0.03, value_steps=64, outer_momentum=0.0),
-    Case("PulseLoCo", gate="fp8_e4m3", gate_gain=50.0, gate_margin=0.3, value_steps=4),
-    Case("PulseLoCo", value_steps=16, sums_margin=0.5),
-    Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=4, sums_margin=0.75, bf16=True),
-    Case("PulseLoCo", outer_lr=4.0, outer_momentum=0.0, gate_gain=2.0, value_steps=1, sums_margin=2.0),
-]
-
-
-DILOCO_TAKES = ("sync_every", "outer_lr", "outer_momentum", "nesterov")
+ROUNDS = 4
 
 
 def run_library(

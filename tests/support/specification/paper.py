@@ -67,6 +67,7 @@ class Paper:
     dense: bool = False
     momentum: np.ndarray = field(init=False)
     residuals: list[np.ndarray] = field(init=False)
+    sums: np.ndarray = field(init=False)  # of the latest round, before small ones go back
 
     def __post_init__(self) -> None:
         self.momentum = np.zeros_like(self.anchor)
@@ -84,41 +85,103 @@ class Paper:
     def round(self, weights: list[np.ndarray]) -> list[int]:
         """One round after the inner steps left `weights`, one vector a site -> entries each site sent."""
         theta = self.anchor
-        total = np.zeros_like(theta)
-        sent, updates, left = [], [], []
-        for site, w in enumerate(weights):
-            s = (self.cast(theta) - w) + self.residuals[site]
-            if self.dense:
-                send = np.ones(theta.shape, dtype=bool)
-            else:
-                send = to_format(theta, self.gate) != to_format(theta - F32(self.gain) * s, self.gate)
-            v = s
-            if self.margin:
-                send &= np.abs(s) > F32(self.margin) * bf16_ulp(theta).astype(F32)
-            if self.value_steps:
-                v = in_steps(s, theta, self.value_steps)
-                send &= v != 0
+        updates = [(self.cast(theta) - w) + e for w, e in zip(weights, self.residuals, strict=True)]
+        chosen = [self.chosen(s) for s in updates]
+        for site, (s, (send, v)) in enumerate(zip(updates, chosen, strict=True)):
             self.residuals[site] = np.where(send, s - v, s)
+        total, returned = self.added_up(chosen)
+        for site, (s, (send, v)) in enumerate(zip(updates, chosen, strict=True)):
+            back = returned[site]
+            left = np.where(send, v, F32(0))
+            self.residuals[site][back] = s[back] - (left[back] - self.sums[back])
+        self.outer_step(total)
+        return [int(send.sum()) for send, _ in chosen]
+
+    def chosen(self, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What a site sends of s: where, and which values."""
+        theta, v = self.anchor, s
+        if self.dense:
+            send = np.ones(theta.shape, dtype=bool)
+        else:
+            send = to_format(theta, self.gate) != to_format(theta - F32(self.gain) * s, self.gate)
+        if self.margin:
+            send &= np.abs(s) > F32(self.margin) * bf16_ulp(theta).astype(F32)
+        if self.value_steps:
+            v = in_steps(s, theta, self.value_steps)
+            send &= v != 0
+        return send, v
+
+    def added_up(self, chosen: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The sum of what all sites sent, and where it goes back to each of them instead: into its e."""
+        total = np.zeros_like(self.anchor)
+        for send, v in chosen:
             total = np.where(send, total + v, total)
-            sent.append(int(send.sum()))
-            updates.append(s)
-            left.append(np.where(send, v, F32(0)))
+        self.sums = total.copy()
+        small = np.zeros(total.shape, dtype=bool)
         if self.sums_margin:
-            small = np.abs(total) <= F32(self.sums_margin) * bf16_ulp(theta).astype(F32)
-            for site, (residual, s, v) in enumerate(zip(self.residuals, updates, left, strict=True)):
-                owned = small & (self.owner == site)
-                residual[owned] = s[owned] - (v[owned] - total[owned])
+            small = np.abs(total) <= F32(self.sums_margin) * bf16_ulp(self.anchor).astype(F32)
             total[small] = 0
+        return total, [small & (self.owner == site) for site in range(self.sites)]
+
+    def outer_step(self, total: np.ndarray) -> None:
         g = total / F32(self.sites)
         lr, mu = F32(self.lr), F32(self.mu)
         self.momentum = mu * self.momentum + g
         if self.mu == 0:
-            self.anchor = theta - lr * g
+            self.anchor = self.anchor - lr * g
         elif self.nesterov:
-            self.anchor = theta - lr * (g + mu * self.momentum)
+            self.anchor = self.anchor - lr * (g + mu * self.momentum)
         else:
-            self.anchor = theta - lr * self.momentum
-        return sent
+            self.anchor = self.anchor - lr * self.momentum
+
+
+@dataclass
+class OverlappedPaper(Paper):
+    """Rounds that are applied one boundary late.
+
+    began: ŵ of each site, which its inner steps began from.
+    flying: what each site has sent and θ lacks.
+    """
+
+    beta: float = 1.0
+    began: list[np.ndarray] = field(init=False)
+    flying: list[tuple[np.ndarray, np.ndarray]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.flying = []
+        self.began = [self.cast(self.anchor)] * self.sites
+
+    def boundary(self, weights: list[np.ndarray]) -> None:
+        self.land()
+        for site, w in enumerate(weights):
+            s = (self.began[site] - w) + self.residuals[site]
+            send, v = self.chosen(s)
+            self.residuals[site] = np.where(send, s - v, s)
+            self.flying.append((send, v))
+            ahead = np.where(send, self.anchor - F32(self.beta) * v, self.anchor)
+            self.began[site] = self.cast(ahead)
+
+    def land(self) -> None:
+        """The round that is on its way is applied."""
+        if not self.flying:
+            return
+        total, returned = self.added_up(self.flying)
+        for residual, back in zip(self.residuals, returned, strict=True):
+            residual[back] += self.sums[back]
+        self.outer_step(total)
+        self.flying = []
+
+    def fail(self) -> None:
+        """The round that is on its way does not count."""
+        for residual, (send, v) in zip(self.residuals, self.flying, strict=True):
+            residual[send] += v[send]
+        self.flying = []
+
+    def sync(self, weights: list[np.ndarray]) -> None:
+        self.boundary(weights)
+        self.land()
+        self.began = [self.cast(self.anchor)] * self.sites
 
 
 def plain_digest(data: bytes) -> int:

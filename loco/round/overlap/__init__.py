@@ -1,0 +1,1 @@
+"""Rounds that travel beside the inner steps of the next one."""

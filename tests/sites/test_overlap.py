@@ -1,0 +1,168 @@
+"""Rounds that travel beside the inner steps: the bits of a second statement of the algorithm, whatever the
+clocks do."""
+
+import copy
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paper import OverlappedPaper
+from round_cases import CASES, DILOCO_TAKES, NUMEL, SEED, Case
+from scripted import Scripted, bits, flat, move, parameters
+from selection import PRODUCTS
+from sites import run_ranks
+from states import assert_same, snapshot
+
+import loco
+
+BOUNDARIES = 4
+State = dict[str, Any]
+
+
+def built(case: Case, rank: int, beta: float, **more: Any) -> tuple[Any, list[torch.nn.Parameter]]:
+    params = parameters(SEED if rank == 0 else 99 + rank, NUMEL, case.bf16)
+    options = asdict(case)
+    kind, _ = options.pop("kind"), options.pop("bf16")
+    if kind == "DiLoCo":
+        options = {name: options[name] for name in DILOCO_TAKES}
+    return getattr(loco, kind)(Scripted(params, SEED, rank), overlap=beta, **options | more), params
+
+
+def state_of(optimizer: Any, params: list[torch.nn.Parameter]) -> State:
+    outer = optimizer.outer_state
+    found = {"anchor": outer.anchor, "residual": outer.residual, "weights": flat(params)}
+    if outer.momentum is not None:
+        found["momentum"] = outer.momentum
+    return {name: bits(value) for name, value in found.items()}
+
+
+def run_library(rank: int, cases: list[tuple[Case, float, dict]], stalls: bool = False) -> list[list[State]]:
+    told = []
+    for case, beta, more in cases:
+        optimizer, params = built(case, rank, beta, **more)
+        rng = np.random.default_rng(rank)
+        history = []
+        for step in range(BOUNDARIES * case.sync_every):
+            if stalls:
+                time.sleep(0.05 * rng.random())
+            optimizer.step()
+            if (step + 1) % case.sync_every == 0:
+                history.append(state_of(optimizer, params))
+        optimizer.sync()
+        told.append([*history, state_of(optimizer, params)])
+        assert optimizer.round == BOUNDARIES + 1
+    return told
+
+
+def run_paper(case: Case, beta: float, sites: int) -> list[list[State]]:
+    """-> [boundary][site], and after the last sync()"""
+    is_bf16 = np.zeros(NUMEL, dtype=bool)
+    is_bf16[13:] = case.bf16
+    paper = OverlappedPaper(
+        anchor=flat(parameters(SEED, NUMEL, case.bf16)),
+        bf16=is_bf16,
+        sites=sites,
+        lr=case.outer_lr,
+        mu=case.outer_momentum,
+        nesterov=case.nesterov,
+        gain=case.gate_gain,
+        gate=case.gate,
+        margin=case.gate_margin,
+        value_steps=case.value_steps,
+        sums_margin=case.sums_margin,
+        dense=case.kind == "DiLoCo",
+        beta=beta,
+    )
+
+    def states() -> list[State]:
+        vectors = {"anchor": paper.anchor, "momentum": paper.momentum}
+        return [
+            {
+                name: bits(value)
+                for name, value in (
+                    vectors | {"residual": paper.residuals[site], "weights": paper.began[site]}
+                ).items()
+            }
+            for site in range(sites)
+        ]
+
+    history = []
+    for n in range(BOUNDARIES):
+        weights = []
+        for site in range(sites):
+            w = paper.began[site]
+            for h in range(case.sync_every):
+                w = paper.cast(w - move(SEED, site, n * case.sync_every + h, NUMEL, 3e-5))
+            weights.append(w)
+        paper.boundary(weights)
+        history.append(states())
+    paper.sync(paper.began)
+    return [*history, states()]
+
+
+def check(cases: list[tuple[Case, float, dict]], sites: int, **how: bool) -> None:
+    told = run_ranks(sites, run_library, cases, *how.values())
+    for number, (case, beta, _) in enumerate(cases):
+        expected = run_paper(case, beta, sites)
+        for site in range(sites):
+            for boundary, (got, wanted) in enumerate(
+                zip(told[site][number], (of_all[site] for of_all in expected), strict=True)
+            ):
+                for name, value in got.items():
+                    where = f"{case}, β {beta}, site {site}, boundary {boundary}: {name}"
+                    np.testing.assert_array_equal(value, wanted[name], err_msg=where)
+
+
+@pytest.mark.check(PRODUCTS, sample="2")
+@pytest.mark.parametrize("sites", [2, 3, 4])
+def test_overlapped_rounds_equal_the_specification_bit_for_bit(sites: int) -> None:
+    check([(case, 1.0, {}) for case in CASES], sites)
+
+
+def test_a_site_runs_ahead_by_any_multiple_of_what_it_has_sent() -> None:
+    some = [case for case in CASES if case.sync_every > 1]
+    check([(case, beta, {}) for case in some for beta in (0.0, 0.5, 4.0)], 2)
+
+
+def test_every_exchange_and_code_gives_the_same_bits() -> None:
+    some = [case for case in CASES if case.kind == "PulseLoCo" and case.sync_every > 1][-3:]
+    frames = [{"exchange": way, "wire": wire} for way in ("gather", "owner") for wire in ("fast", "tight")]
+    ways = [*frames, {"exchange": "dense"}]
+    fits = [
+        (case, 1.0, way)
+        for case in some
+        for way in ways
+        if case.sums_margin is None or way["exchange"] == "owner"
+    ]
+    check(fits, 3)
+
+
+def test_a_link_and_steps_of_any_speed_give_the_same_bits() -> None:
+    check([(case, 1.0, {}) for case in CASES[:3]], 3, stalls=True)
+
+
+def resumed(rank: int) -> tuple[Any, Any]:
+    case = replace(CASES[0], sync_every=2, value_steps=16, gate_margin=0.1)
+    whole, _ = built(case, rank, 1.0)
+    for _ in range(7):
+        whole.step()
+    first, _ = built(case, rank, 1.0)
+    for _ in range(5):  # a round is in flight, and a step of the next is made
+        first.step()
+    saved = copy.deepcopy(first.state_dict())
+    second, _ = built(case, rank, 1.0)
+    second.load_state_dict(saved)
+    second.inner.count = 5
+    for _ in range(2):
+        second.step()
+    whole.sync()
+    second.sync()
+    return snapshot(whole), snapshot(second)
+
+
+def test_a_run_that_is_resumed_with_a_round_in_flight_equals_one_that_never_stopped() -> None:
+    for whole, second in run_ranks(2, resumed):
+        assert_same(whole, second)
