@@ -6,7 +6,7 @@ import importlib
 import signal
 import sys
 
-PARTS = ("kernels", "wire", "peers", "sync", "link")  # the last one ends here without root
+PARTS = ("kernels", "wire", "peers", "sync", "overlap", "link")  # the last one ends here without root
 
 
 def main(arguments: list[str]) -> int:

@@ -96,6 +96,7 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
         "nesterov": config.nesterov,
         "topology": topology,
         "wire": wire_of(config),
+        "overlap": False if config.overlap is None else config.overlap,
     }
     if config.method == "diloco":
         return Trainee(module, loco.DiLoCo(inner, **outer), wait, None)
@@ -106,6 +107,6 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
         whole_ulps(optimizer)
     if not config.error_feedback:
         forgetting(optimizer)
-    if config.gate != "open":
+    if config.gate != "open" and config.overlap is None:
         trainee.observer = Observer(optimizer)  # registered last: it sees what the variants leave to the gate
     return trainee

@@ -184,6 +184,7 @@ class RunConfig:
     gate_margin: float = 0.0  # of a BF16 ulp
     value_steps: int | None = None  # to a BF16 ulp; None: exact values
     sums_margin: float | None = None  # of a BF16 ulp; None: all sums are sent back
+    overlap: float | None = None  # β: rounds travel beside the inner steps; None: each is waited for
     error_feedback: bool = True  # False: what a round withholds is forgotten
     whole_ulps: bool = False  # differences of BF16 casts are sent instead of updates
     wire: str | None = None  # None: PULSELoCo's tight, DiLoCo's float32
@@ -231,6 +232,12 @@ class RunConfig:
         require(
             self.method != "sparseloco" or self.ranks_per_site == 1,
             f"SparseLoCo here has sites of one rank, got ranks_per_site={self.ranks_per_site}",
+        )
+        require(
+            self.overlap is None
+            or (self.error_feedback and not self.whole_ulps and self.ranks_per_site == 1),
+            "overlap is for sites of one rank, and for the method as it is: leave out ranks_per_site, "
+            "error_feedback and whole_ulps",
         )
         self._check_with_loco()
         # Between two rounds each site has weights of its own; only right after a round do all sites hold the

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
@@ -39,7 +41,9 @@ def train(
     keeper = Keeper(saving, run, trainee, model, seat, meter) if saving else None
 
     def score(step: int) -> None:
-        point = {"scores": evaluate(task, model, seat), "sent_bytes": meter.summary()["sent_bytes"]}
+        with shown(trainee, config):
+            scores = evaluate(task, model, seat)
+        point = {"scores": scores, "sent_bytes": meter.summary()["sent_bytes"]}
         meter.found.evaluations.append({"step": step, **point})
 
     if keeper is None or not keeper.resume():
@@ -58,6 +62,8 @@ def train(
             take_step(step, config, task, trainee, model, meter)
             if seen_before is not None:
                 found.one_step_density = (bf16_weights(model) != seen_before).sum().item() / numel
+            if step == config.steps and config.overlap is not None:
+                trainee.optimizer.sync()  # pyright: ignore[reportAttributeAccessIssue]
             if step % config.eval_every == 0 or step == config.steps:
                 score(step)
             found.step, found.seconds = step, time.perf_counter() - began
@@ -121,6 +127,18 @@ def warm_up(optimizer: torch.optim.Optimizer, step: int, config: RunConfig) -> N
     """From 0 to the learning rate in the first steps."""
     for group in optimizer.param_groups:
         group["lr"] = config.lr * min(1.0, step / max(1, config.warmup))
+
+
+@contextmanager
+def shown(trainee: Trainee, config: RunConfig) -> Iterator[None]:
+    """The weights that all sites agree on: where rounds overlap, each site is ahead of them at all times."""
+    optimizer: Any = trainee.optimizer
+    if config.overlap is None:
+        yield
+        return
+    optimizer.eval()
+    yield
+    optimizer.train()
 
 
 @torch.no_grad()

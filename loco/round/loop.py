@@ -270,11 +270,11 @@ class OuterLoop:
 
     @torch.no_grad()
     def adopt_weights(self) -> None:
+        if self._overlapped is not None:
+            self._overlapped.drop()
         views, pending = self.views, self.views.pending
         in_doubt = pending is not None and (pending.is_promised or pending.phase in COUNTS)
         may_be_ahead = views.membership.others_may_be_ahead
-        if self._overlapped is not None:
-            self._overlapped.drop()
         with self._advice():
             agree_to_adopt(self.state, others_may_be_ahead=may_be_ahead, round_in_doubt=in_doubt)
             view = views.form(ready=True)

@@ -58,8 +58,7 @@ class Round:
         number: of the round, from 1.
         problem: why this rank votes against it.
         failed_here: this rank itself could not encode.
-        left_out: the sites whose entries count as none.
-        contributions: what is added up.
+        left_out, contributions: the sites whose entries count as none, and what is added up.
         kept: sums that come back to this rank alone.
         meter: of seconds and bytes.
         is_shared: after it was applied, the ranks of this site have shared θ.
@@ -172,7 +171,7 @@ class Round:
         enclosed = self._opening.framing if self._opening and self._enclosed is not None else None
         framing = enclosed or self._framing(encoded)
         # What is sent as it lies in memory gives way to the sums, frame by frame.
-        # An overlapped round needs what it has sent to the end: it is in the weights meanwhile.
+        # Not where rounds overlap: what was sent is in the weights meanwhile.
         in_place = own.starts is None and self._codec.in_place and view.across.device == state.device
         in_place = in_place and state.settings.overlap is None
         sums = own.values if in_place else None

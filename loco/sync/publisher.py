@@ -183,10 +183,17 @@ class Publisher:
                 ahead = max(newest + 1 - report.round, 0)
             with suppress(Exception):  # of an earlier round; logged already
                 self.flush()
+            # Where rounds overlap, the weights are this site's own at any time.
+            overlaps = optimizer.settings.overlap is not None
+            if overlaps:
+                optimizer.eval()
             try:
                 self.publish(report.round + ahead, wait=wait)
             except Exception:
                 logger.exception("the weights after round %d were not published", report.round)
+            finally:
+                if overlaps:
+                    optimizer.train()
 
         return optimizer.register_report_hook(publish)
 

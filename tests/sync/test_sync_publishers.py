@@ -125,6 +125,29 @@ def test_an_optimizer_publishes_after_each_round(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.usefixtures("single_site")
+def test_where_rounds_overlap_what_the_sites_agree_on_is_published(tmp_path: Path) -> None:
+    trained = nn.Linear(8, 8)
+    optimizer = loco.PulseLoCo(torch.optim.SGD(trained.parameters(), lr=0.1), sync_every=2, overlap=True)
+    publisher = Publisher(trained, tmp_path)
+    publisher.after(optimizer)
+    engine = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in trained.state_dict().items()}
+    subscriber = Subscriber(engine, tmp_path)
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        trained(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        if step % 2 == 0 and step > 2:
+            before = [p.detach().clone() for p in trained.parameters()]
+            assert subscriber.update().version == step // 2 - 1
+            optimizer.eval()
+            same_bits(engine, held(trained))
+            optimizer.train()
+            assert all(torch.equal(p, b) for p, b in zip(trained.parameters(), before, strict=True))
+            own = {name: t.bfloat16() for name, t in trained.state_dict().items()}
+            assert not all(torch.equal(engine[name], t) for name, t in own.items())
+
+
+@pytest.mark.usefixtures("single_site")
 def test_a_run_that_goes_back_to_a_checkpoint_publishes_the_next_version(tmp_path: Path) -> None:
     """Whether it publishes from before the checkpoint is loaded, or after."""
 

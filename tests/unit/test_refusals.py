@@ -42,6 +42,10 @@ pytestmark = pytest.mark.usefixtures("single_site")
             {"gate": "open", "sums_margin": 0.5},
             'gate="open" sends every entry exactly, so sums_margin must be None',
         ),
+        (
+            {"overlap": -1.0},
+            "overlap must be True, False or how far a site runs ahead by its own update",
+        ),
         ({"value_steps": 0}, "value_steps must be None or a power of two from 1 to 256, got 0"),
         ({"value_steps": 12}, "value_steps must be None or a power of two from 1 to 256, got 12"),
         ({"value_steps": 512}, "value_steps must be None or a power of two from 1 to 256, got 512"),

@@ -1,0 +1,303 @@
+"""A round in flight that fails is one in which nobody sent anything, and training has gone on meanwhile."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from paper import OverlappedPaper
+from scripted import Scripted, bits, flat, move, parameters
+from sites import error_of, free_port, hear, run_ranks, tell
+from states import Snapshot, assert_same, snapshot
+
+import loco
+from loco.exchange.stream import FrameStream
+
+NUMEL, SEED, STEPS = 1003, 3, 2
+SETTINGS = {"gate_margin": 0.1, "value_steps": 16}
+
+
+def built(rank: int, *, repeats: int = 2, **options: Any) -> loco.PulseLoCo:
+    topology = loco.Topology(dead_after=2.0, repeats=repeats, patience=30.0)
+    inner = Scripted(parameters(SEED, NUMEL), SEED, rank)
+    return loco.PulseLoCo(
+        inner, sync_every=STEPS, overlap=True, exchange="gather", topology=topology, **SETTINGS, **options
+    )
+
+
+def losing(rank: int, losses: int) -> Any:
+    """From now on site 1 loses its links so many times, once entries have arrived."""
+    arrived, left = FrameStream.arrived, losses
+
+    def lose(self: FrameStream) -> Any:
+        nonlocal left
+        frames = arrived(self)
+        if rank == 1 and frames and left:
+            left -= 1
+            raise loco.TransportError("lost a link (injected)")
+        return frames
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(FrameStream, "arrived", lose)
+    return patch
+
+
+def run_on(optimizer: loco.PulseLoCo, rank: int, steps: int) -> list[tuple[str, str]]:
+    return [error_of(optimizer.step) for _ in range(steps)]
+
+
+def lost_once(rank: int) -> tuple[list[tuple[str, str]], Snapshot, Snapshot]:
+    clean, hurt = built(rank), built(rank)
+    run_on(clean, rank, 6)
+    clean.sync()
+    run_on(hurt, rank, 1)
+    patch = losing(rank, 1)
+    errors = run_on(hurt, rank, 5)
+    hurt.sync()
+    patch.undo()
+    return errors, snapshot(clean), snapshot(hurt)
+
+
+def test_a_link_that_is_lost_in_flight_is_built_anew_and_costs_no_bit() -> None:
+    for errors, clean, hurt in run_ranks(3, lost_once):
+        assert {kind for kind, _ in errors} == {""}
+        assert_same(clean, hurt)
+
+
+def lost_for_good(rank: int) -> dict[str, Any]:
+    """The first round in flight fails: its error comes at the boundary at which it should be applied."""
+    optimizer = built(rank, repeats=0)
+    patch = losing(rank, 1)
+    errors = run_on(optimizer, rank, 4)
+    failed = snapshot(optimizer)
+    patch.undo()
+    steps = 0
+    while optimizer.round < 1:  # the boundary that failed is crossed by the next step, and two more land it
+        errors += run_on(optimizer, rank, 1)
+        steps += 1
+    optimizer.sync()
+    return {"errors": errors, "failed": failed, "steps": steps, "end": snapshot(optimizer)}
+
+
+def test_a_round_that_fails_is_one_in_which_nobody_has_sent_anything() -> None:
+    results = run_ranks(3, lost_for_good)
+    paper = OverlappedPaper(
+        anchor=flat(parameters(SEED, NUMEL)),
+        bf16=np.zeros(NUMEL, dtype=bool),
+        sites=3,
+        lr=0.7,
+        mu=0.9,
+        nesterov=True,
+        gain=3.5,
+        margin=SETTINGS["gate_margin"],
+        value_steps=SETTINGS["value_steps"],
+    )
+    weights = [began.copy() for began in paper.began]
+    steps = [0]
+
+    def train(count: int) -> None:
+        for step in range(steps[0], steps[0] + count):
+            for site in range(3):
+                weights[site] = weights[site] - move(SEED, site, step, NUMEL, 3e-5)
+        steps[0] += count
+
+    def boundary() -> None:
+        paper.boundary(weights)
+        weights[:] = [began.copy() for began in paper.began]
+
+    train(2)
+    boundary()
+    train(2)
+    paper.fail()
+    for site, result in enumerate(results):
+        kinds = [kind for kind, _ in result["errors"]]
+        assert kinds[:4] == ["", "", "", "TransportError"]
+        assert set(kinds[4:]) == {""}
+        assert "What this site had sent goes with the next round" in result["errors"][3][1]
+        np.testing.assert_array_equal(result["failed"]["residual"], bits(paper.residuals[site]))
+        np.testing.assert_array_equal(result["failed"]["weights"], bits(weights[site]))
+        np.testing.assert_array_equal(result["failed"]["anchor"], bits(paper.anchor))
+        assert result["steps"] == 3
+    train(1)
+    boundary()
+    train(2)
+    boundary()
+    paper.sync(weights)
+    for site, result in enumerate(results):
+        np.testing.assert_array_equal(result["end"]["anchor"], bits(paper.anchor))
+        np.testing.assert_array_equal(result["end"]["residual"], bits(paper.residuals[site]))
+
+
+def one_is_not_finite(rank: int) -> dict[str, Any]:
+    optimizer = built(rank)
+    run_on(optimizer, rank, 3)
+    weight = optimizer.param_groups[0]["params"][3]
+    with torch.no_grad():
+        before = weight[5].clone()
+        if rank == 1:
+            weight[5] = float("nan")
+    state = snapshot(optimizer)
+    errors = [error_of(optimizer.sync)]
+    same = rank != 1 or all(np.array_equal(state[name], value) for name, value in snapshot(optimizer).items())
+    if rank != 1:  # these learn of it when they wait for the round
+        assert errors[0][0] == "NonFiniteError"
+    with torch.no_grad():
+        if rank == 1:
+            weight[5] = before
+    optimizer.sync()
+    return {"error": errors[0], "same": same, "end": snapshot(optimizer), "round": optimizer.round}
+
+
+def test_weights_that_are_not_finite_are_refused_by_all_before_anything_is_applied() -> None:
+    results = run_ranks(3, one_is_not_finite)
+    for result in results:
+        assert result["error"][0] == "NonFiniteError"
+        assert result["same"]
+        assert result["round"] == 2
+        for name in ("anchor", "momentum", "weights"):
+            np.testing.assert_array_equal(result["end"][name], results[0]["end"][name])
+
+
+def stands_still(rank: int) -> dict[str, Any]:
+    """Site 1 is stopped with a round in flight, until the others have noticed."""
+    optimizer = built(rank, repeats=0)
+    processes = [0] * 3
+    dist.all_gather_object(processes, os.getpid())
+    run_on(optimizer, rank, 3)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began, errors = time.monotonic(), [("", "")]
+    while rank != 1 and errors[-1][0] == "":
+        errors += run_on(optimizer, rank, 1)
+        time.sleep(0.2)
+    seconds = time.monotonic() - began
+    tell(f"{rank} has noticed")
+    if rank == 0:
+        hear("2 has noticed")
+        os.kill(processes[1], signal.SIGCONT)
+    hear("0 has noticed")
+    while optimizer.round < 4:
+        errors.append(error_of(optimizer.sync))
+    return {"errors": errors, "seconds": seconds, "round": optimizer.round, "end": snapshot(optimizer)}
+
+
+def test_a_site_that_is_stopped_with_a_round_in_flight_is_named_and_all_go_on_when_it_is_back() -> None:
+    results = run_ranks(3, stands_still)
+    for rank in (0, 2):
+        first = next(text for kind, text in results[rank]["errors"] if kind)
+        assert "no heartbeat from site 1" in first
+        assert results[rank]["seconds"] < 20
+    for result in results:
+        for name in ("anchor", "momentum", "weights"):
+            np.testing.assert_array_equal(result["end"][name], results[0]["end"][name])
+
+
+def shows(rank: int) -> dict[str, Any]:
+    optimizer = built(rank)
+    run_on(optimizer, rank, 5)
+    before = snapshot(optimizer)
+    optimizer.eval()
+    shown = snapshot(optimizer)
+    refused = error_of(optimizer.step)
+    optimizer.train()
+    after = snapshot(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.adopt_weights()
+    adopted = snapshot(optimizer)
+    optimizer.load_state_dict(saved)
+    loaded = snapshot(optimizer)
+    optimizer.sync()
+    states = {"before": before, "shown": shown, "after": after, "adopted": adopted, "loaded": loaded}
+    return states | {"refused": refused, "end": snapshot(optimizer)}
+
+
+def test_eval_shows_theta_and_what_is_loaded_or_adopted_takes_the_place_of_a_round_in_flight() -> None:
+    results = run_ranks(2, shows)
+    for result in results:
+        np.testing.assert_array_equal(result["shown"]["weights"], result["shown"]["anchor"])
+        assert result["refused"][0] == "ValueError"
+        assert_same(result["before"], result["after"])
+        assert_same(result["before"], result["loaded"])
+        np.testing.assert_array_equal(result["adopted"]["weights"], result["adopted"]["anchor"])
+        for name in ("anchor", "weights", "momentum"):
+            np.testing.assert_array_equal(result["end"][name], results[0]["end"][name])
+
+
+def several_ranks(rank: int) -> tuple[str, str]:
+    inner = Scripted(parameters(SEED, NUMEL), SEED, rank)
+    return error_of(lambda: loco.PulseLoCo(inner, overlap=True, topology=loco.Topology(ranks_per_site=2)))
+
+
+def test_sites_whose_rounds_can_not_overlap_are_told() -> None:
+    for kind, text in run_ranks(2, several_ranks):
+        assert kind == "ValueError"
+        assert text.startswith(
+            "overlap=True is for sites of one rank that stay the same; these have several ranks: leave it out"
+        )
+
+
+@pytest.mark.usefixtures("single_site")
+def test_an_update_that_fp32_can_not_hold_is_an_error_and_leaves_a_state_that_refuses_to_go_on() -> None:
+    weight = torch.nn.Parameter(torch.full((300,), 3e38))
+    optimizer = loco.PulseLoCo(torch.optim.SGD([weight], lr=1.0), sync_every=1, overlap=True)
+    weight.grad = torch.zeros(300)
+    weight.grad[299] = 3e38
+    for _ in range(2):
+        kind, text = error_of(optimizer.step)
+        if kind == "NonFiniteError":
+            break
+    assert text.startswith("FP32 has no room for how far parameter ")
+    kind, text = error_of(optimizer.sync)
+    assert kind == "LocoError"
+    assert "Load the last checkpoint" in text
+
+
+ENDS = """
+import torch, loco
+weight = torch.nn.Parameter(torch.ones(300))
+optimizer = loco.PulseLoCo(torch.optim.SGD([weight], lr=1e-3), sync_every=2, overlap=True)
+for _ in range(4):
+    weight.grad = torch.ones(300)
+    optimizer.step()
+{end}
+"""
+
+
+def told_at_the_end(end: str) -> str:
+    names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS.format(end=end)],
+        env={**os.environ, **names},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stderr
+
+
+def test_a_program_that_ends_with_a_round_in_flight_is_told_to_sync() -> None:
+    told = "the program ends with round 2 in flight, which is in no site's weights: call sync() after"
+    assert told in told_at_the_end("")
+    assert told not in told_at_the_end("optimizer.sync()")
+
+
+def moved(rank: int) -> tuple[str, str]:
+    optimizer = built(rank)
+    run_on(optimizer, rank, 4)
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][3][7] += 1.0
+    return error_of(optimizer.step)
+
+
+def test_weights_that_are_changed_after_a_boundary_are_refused() -> None:
+    for kind, text in run_ranks(2, moved):
+        assert kind == "ValueError"
+        assert "was changed from outside since round 1" in text
