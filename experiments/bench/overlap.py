@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from statistics import fmean, median
 from typing import Any
 
@@ -29,7 +30,7 @@ from experiments.processes.sites import Sites
 from loco import kernels
 
 STEP = 0.05  # seconds
-METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+METHODS: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "loco.DiLoCo": (loco.DiLoCo, {}),
     "loco.PulseLoCo": (loco.PulseLoCo, {}),
     "SAVING": (loco.PulseLoCo, loco.SAVING),
@@ -48,7 +49,7 @@ class Drift(torch.optim.Optimizer):
         self._noise = torch.randn(2 * max(w.numel() for w in weights), generator=self._chance).mul_(LR)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         until = time.perf_counter() + STEP
         for w in self.param_groups[0]["params"]:
             first = int(torch.randint(w.numel(), (1,), generator=self._chance))

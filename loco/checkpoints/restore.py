@@ -214,6 +214,7 @@ class Load:
             old_rank = selected.roster.old_rank(self.directory.rank)
             if old_rank is not None:
                 tree = read_folder(self.directory.path(selected.save.position, old_rank))
+                self._require_same_sites_in_flight(selected, tree["optimizer"]["loco"])
             for old, reader in selected.readers.items():
                 if reader == self.directory.rank:
                     leaving = read_folder(self.directory.path(selected.save.position, old))
@@ -221,6 +222,15 @@ class Load:
         except CheckpointError as error:
             note["damaged"] = str(error)
         return tree, updates
+
+    def _require_same_sites_in_flight(self, selected: Selected, own: dict[str, Any]) -> None:
+        save, roster = selected.save, selected.roster
+        if own.get("ahead") is None or (save.num_sites == len(roster.sites) and not roster.joining):
+            return
+        raise ValueError(
+            f"{save.position} was saved with a round in flight, which all sites that sent it have to bring "
+            f"to its end: resume with the same sites, or call sync() before the save that others resume from"
+        )
 
     def _load(self, selected: Selected, tree: Any, updates: dict[int, Tensor]) -> Resumed:
         """Every rank has read its files and found them whole."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco import kernels
+from loco.kernels import BLOCK, Entries
 
 from ..members.view import SiteTopology
 from ..parameters.flat_parameters import FlatParameters
@@ -101,12 +102,42 @@ def _check(outer: OuterState, state: Mapping[str, Any]) -> None:
             raise ValueError(f"this state's {name} is {count!r}, not a number of rounds or steps")
     if len(state.get("weights") or []) != len(outer.parameters.params):
         raise ValueError("this state does not hold the weights of all parameters: it is damaged")
+    check_in_flight(state.get("ahead"), outer.numel)
     for name, mine, saved in _tensors(outer, state):
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (mine.shape, mine.dtype):
             what = f"{saved.dtype} {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
             raise ValueError(
                 f"this state's {name} is {what}, not {mine.dtype} {tuple(mine.shape)}: it is damaged"
             )
+
+
+def check_in_flight(saved: Any, numel: int) -> None:
+    """Kernels trust what they are given: a ValueError unless these are entries of a vector of that size."""
+    if saved is None:
+        return
+    entries = None
+    if isinstance(saved, dict) and saved.keys() == set(Entries._fields):
+        entries = Entries(**saved)
+    if entries is None or not _are_entries(entries, numel):
+        raise ValueError(f"this state's entries in flight are none of a vector of {numel} elements")
+
+
+def _are_entries(entries: Entries, numel: int) -> bool:
+    starts, offsets, values = entries
+    if not isinstance(values, Tensor) or values.dtype != torch.float32 or values.dim() != 1:
+        return False
+    if starts is None:
+        return offsets is None and values.numel() == numel
+    if not isinstance(offsets, Tensor) or not isinstance(starts, Tensor):
+        return False
+    if (starts.dtype, offsets.dtype) != (torch.int64, torch.uint8) or offsets.shape != values.shape:
+        return False
+    if starts.shape != (-(-numel // BLOCK) + 1,) or int(starts[0]) != 0 or int(starts[-1]) != values.numel():
+        return False
+    if bool((starts.diff() < 0).any()):
+        return False
+    where = entries.indices()
+    return bool((where.diff() > 0).all()) and (where.numel() == 0 or int(where[-1]) < numel)
 
 
 @torch.no_grad()

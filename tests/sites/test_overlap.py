@@ -4,6 +4,7 @@ clocks do."""
 import copy
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from paper import OverlappedPaper
 from round_cases import CASES, DILOCO_TAKES, NUMEL, SEED, Case
 from scripted import Scripted, bits, flat, move, parameters
 from selection import PRODUCTS
-from sites import run_ranks
+from sites import error_of, run_ranks
 from states import assert_same, snapshot
 
 import loco
@@ -166,3 +167,76 @@ def resumed(rank: int) -> tuple[Any, Any]:
 def test_a_run_that_is_resumed_with_a_round_in_flight_equals_one_that_never_stopped() -> None:
     for whole, second in run_ranks(2, resumed):
         assert_same(whole, second)
+
+
+def saved(rank: int, folder: str) -> tuple[Any, Any]:
+    case = replace(CASES[0], sync_every=2, value_steps=16, gate_margin=0.1)
+    whole, _ = built(case, rank, 1.0)
+    with loco.Checkpoints(folder) as checkpoints:
+        for step in range(7):
+            whole.step()
+            if step == 4:
+                checkpoints.save(whole, blocking=True)
+        second, _ = built(case, rank, 1.0)
+        resumed = checkpoints.load(second)
+        assert resumed is not None
+        assert resumed.local_step == 1
+    second.inner.count = 5
+    for _ in range(2):
+        second.step()
+    whole.sync()
+    second.sync()
+    return snapshot(whole), snapshot(second)
+
+
+def resumed_by_fewer(rank: int, folder: str) -> tuple[str, str]:
+    second, _ = built(replace(CASES[0], sync_every=2, value_steps=16, gate_margin=0.1), rank, 1.0)
+    with loco.Checkpoints(folder) as checkpoints:
+        return error_of(lambda: checkpoints.load(second))
+
+
+def test_a_checkpoint_holds_the_round_in_flight_for_the_sites_that_sent_it(tmp_path: Path) -> None:
+    for whole, second in run_ranks(3, saved, str(tmp_path)):
+        assert_same(whole, second)
+    told = run_ranks(2, resumed_by_fewer, str(tmp_path))
+    assert {kind for kind, _ in told} <= {"ValueError", "PeerError"}
+    assert (
+        "was saved with a round in flight, which all sites that sent it have to bring to its end"
+        in told[0][1]
+    )
+
+
+@pytest.mark.usefixtures("single_site")
+def test_damaged_entries_in_flight_are_refused() -> None:
+    case = replace(CASES[0], sync_every=2)
+    first, _ = built(case, 0, 1.0)
+    for _ in range(3):
+        first.step()
+    state = copy.deepcopy(first.state_dict())
+    good = state["loco"]["ahead"]
+    assert good["values"].numel() > 2
+    starts, offsets, values = good["starts"], good["offsets"], good["values"]
+    bad: list[Any] = [
+        7,
+        {"values": values},
+        good | {"values": values.double()},
+        good | {"values": values[1:]},
+        good | {"starts": None},
+        good | {"starts": starts + 1},
+        good | {"starts": starts[:-1]},
+        good | {"starts": starts.int()},
+        good | {"starts": starts.flip(0)},
+        good | {"offsets": offsets.flip(0)},
+        good | {"offsets": torch.full_like(offsets, 255)},
+        good | {"offsets": None},
+    ]
+    second, _ = built(case, 0, 1.0)
+    before = snapshot(second)
+    for ahead in bad:
+        damaged = copy.deepcopy(state)
+        damaged["loco"]["ahead"] = ahead
+        with pytest.raises(ValueError, match="entries in flight are none of a vector of 1003 elements"):
+            second.load_state_dict(damaged)
+    assert_same(before, snapshot(second))
+    second.load_state_dict(state)
+    assert_same(snapshot(first), snapshot(second))

@@ -120,7 +120,9 @@ def _send_off(state: OuterState) -> Encoded:
         encoded = kernels.encode(state.anchor, weights, state.residual, state.gate)
     if encoded.first_nonfinite >= 0:
         name = state.parameters.name_at(state.start + encoded.first_nonfinite)
-        raise NonFiniteError(f"FP32 has no room for how far parameter {name} has moved: load the last checkpoint")
+        raise NonFiniteError(
+            f"FP32 has no room for how far parameter {name} has moved: load the last checkpoint"
+        )
     v = state.ahead = encoded.entries
     state.residual[_positions(v)] -= v.values
     with base(state):
