@@ -122,6 +122,12 @@ class RoundSurface:
         return self._loop.local_step
 
     @property
+    def is_synced(self) -> bool:
+        """Whether the weights are cast(θ), as on all sites: no inner step was made since the last round and,
+        where rounds overlap, none is in flight."""
+        return self.local_step == 0 and self.outer_state.ahead is None
+
+    @property
     def last_report(self) -> SyncReport | None:
         """Of the latest round, or None before the first."""
         return self._loop.last_report

@@ -37,7 +37,7 @@ def train(
     trainee = build(model, config)
     numel = sum(parameter.numel() for parameter in model.parameters())
     per_step = ring_all_reduce_bytes(numel, seat.ranks) if config.method == "ddp" else 0
-    meter = Meter(seat.device, computed_bytes_per_step=per_step)
+    meter = Meter(seat.device, computed_bytes_per_step=per_step, overlaps=config.overlap is not None)
     keeper = Keeper(saving, run, trainee, model, seat, meter) if saving else None
 
     def score(step: int) -> None:
@@ -63,7 +63,7 @@ def train(
             if seen_before is not None:
                 found.one_step_density = (bf16_weights(model) != seen_before).sum().item() / numel
             if step == config.steps and config.overlap is not None:
-                trainee.optimizer.sync()  # pyright: ignore[reportAttributeAccessIssue]
+                land(trainee, meter, step)
             if step % config.eval_every == 0 or step == config.steps:
                 score(step)
             found.step, found.seconds = step, time.perf_counter() - began
@@ -127,6 +127,16 @@ def warm_up(optimizer: torch.optim.Optimizer, step: int, config: RunConfig) -> N
     """From 0 to the learning rate in the first steps."""
     for group in optimizer.param_groups:
         group["lr"] = config.lr * min(1.0, step / max(1, config.warmup))
+
+
+def land(trainee: Trainee, meter: Meter, step: int) -> None:
+    """Rounds that overlap are one behind: at the end all of them count."""
+    optimizer: Any = trainee.optimizer
+    hook = optimizer.register_report_hook(meter.add)
+    optimizer.sync()
+    hook.remove()
+    for one in meter.found.rounds:
+        one.setdefault("step", step)
 
 
 @contextmanager

@@ -43,8 +43,12 @@ class Measured:
 class Meter:
     """`begin()` before a step's work and `end()` after it; the sums are this rank's, for the run."""
 
-    def __init__(self, device: torch.device, *, computed_bytes_per_step: int) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, computed_bytes_per_step: int, overlaps: bool = False) -> None:
+        """
+        Args:
+            overlaps: rounds travel at any time, so that the kernel's counters tell nothing of a step.
+        """
+        self._device, self._overlaps = device, overlaps
         self._computed_bytes_per_step = computed_bytes_per_step  # of a gradient all-reduce; else 0
         self._began: tuple[float, TcpBytes | None] = (0.0, None)
         self.found = Measured()
@@ -71,17 +75,20 @@ class Meter:
             found.kernel_received += after.received - before.received
         exchange = work = 0.0
         if report is not None:
-            found.rounds.append({name: getattr(report, name) for name in _REPORTED})
+            self.add(report)
             exchange = report.seconds.get("exchange", 0.0)  # a site that rejoins has none
             work = sum(report.seconds.values()) - exchange - watched
         found.exchange_seconds += waited + exchange
         found.round_seconds += work
         found.computing.append(elapsed - waited - exchange - work - (watched if report is not None else 0.0))
 
+    def add(self, report: loco.SyncReport) -> None:
+        self.found.rounds.append({name: getattr(report, name) for name in _REPORTED})
+
     @property
     def kernel_sent_bytes(self) -> int | None:
         """None where the kernel does not count, or where the traffic is not TCP."""
-        return self.found.kernel_sent if self._device.type == "cpu" else None
+        return self.found.kernel_sent if self._device.type == "cpu" and not self._overlaps else None
 
     def summary(self) -> dict[str, Any]:
         """For the whole run so far."""

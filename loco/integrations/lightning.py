@@ -88,7 +88,7 @@ class LocoCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         handle = self._attached
-        if trainer.global_step == trainer.max_steps and handle.local_step:
+        if trainer.global_step == trainer.max_steps and not handle.is_synced:
             handle.sync()
         if trainer.global_step < trainer.max_steps <= steps_of_the_run(handle):
             trainer.should_stop = True
@@ -108,7 +108,7 @@ class LocoCallback(Callback):
         if not self._fits or self.handle is None or self._site is None:
             return
         checkpoint["loco"] = self._site.state_dict()
-        if self.handle.local_step:
+        if not self.handle.is_synced:
             # Written later than this, when the weights are this site's own again.
             self.handle.eval()
             shown = trainer.strategy.lightning_module_state_dict()
@@ -121,7 +121,7 @@ class LocoCallback(Callback):
         self._saved = checkpoint.get("loco", {})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._attached.local_step:  # stopped before `max_steps`
+        if not self._attached.is_synced:  # stopped before `max_steps`
             self._attached.sync()
             self._log(trainer)
 

@@ -123,7 +123,7 @@ class LocoCallback(TrainerCallback):
         self._catch_up(state, kwargs["lr_scheduler"])
         if state.global_step >= state.max_steps:
             control.should_training_stop = True
-        if control.should_training_stop and handle.local_step:
+        if control.should_training_stop and not handle.is_synced:
             handle.sync()
         if control.should_evaluate or control.should_save:
             handle.eval()
@@ -173,7 +173,7 @@ class LocoCallback(TrainerCallback):
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if not best:  # else the weights are the best ones by now
             handle.train()
-            if handle.local_step:  # a callback stopped the training
+            if not handle.is_synced:  # a callback stopped the training, or rounds overlap
                 handle.sync()
         self._leave()
 

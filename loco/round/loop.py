@@ -83,6 +83,8 @@ class OuterLoop:
         self._wire = wire
         self._shown: ShownAnchor | None = None  # in eval mode
         self._is_unmoved = True  # no inner step has begun since w = cast(θ)
+        if settings.overlap is not None:
+            require_one_rank_per_site(topology)
         setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
         agreed = agree_on_parameters(topology.all_ranks(), topology, inner, setup)
@@ -94,7 +96,6 @@ class OuterLoop:
         self._masters = OwnMasters(inner, agreed.parameters)
         self._overlapped: OverlappedRounds | None = None
         if settings.overlap is not None:
-            require_one_rank_per_site(topology)
             self._overlapped = OverlappedRounds(self.state, self.views, wire, self.hooks, self._check_inner)
         self._warnings = SetupWarnings(settings, topology, agreed.parameters, self.state.anchor, inner)
 
@@ -124,6 +125,8 @@ class OuterLoop:
             if self._overlapped is None:
                 self.run_round()
             else:
+                self._masters.before_round()
+                self.state.check_whole()
                 self._cross(self._overlapped)
 
     @torch.no_grad()
@@ -137,7 +140,8 @@ class OuterLoop:
         self._masters.before_round()
         self.state.check_whole()
         if self._overlapped is not None:
-            return self._done(self._overlapped.sync().report())
+            self._cross(self._overlapped)
+            return self._done(self._overlapped.land().report())
         views = self.views
         attempts = views.membership.attempts()
         while True:
@@ -185,8 +189,6 @@ class OuterLoop:
     @torch.no_grad()
     def _cross(self, overlapped: OverlappedRounds) -> None:
         """The boundary between two rounds that overlap."""
-        self._masters.before_round()
-        self.state.check_whole()
         come = overlapped.cross()
         if come is None:
             self.local_step, self._is_unmoved = 0, True

@@ -29,6 +29,7 @@ class Meter:
         self.votes_of_site: Sequence[Vote] = ()
         self.in_flight = 0.0
         self._stood_still = 0.0
+        self._after: tuple[int, int, int] | None = None
 
     def begin(self, phase: str) -> None:
         self._began[phase] = time.perf_counter()
@@ -43,10 +44,15 @@ class Meter:
     def travelled(self, in_flight: float, stood_still: float) -> None:
         """The round travelled beside the inner steps, which stood still for the second of these times."""
         self.in_flight, self._stood_still = in_flight, stood_still
+        self._after = self._view.bytes_so_far  # what is sent from now on is the next round's
 
     def _sent(self) -> int:
         """Bytes to the other sites, so far."""
-        return self._view.bytes_so_far[0] - self._before[0]
+        return self._so_far[0] - self._before[0]
+
+    @property
+    def _so_far(self) -> tuple[int, int, int]:
+        return self._after or self._view.bytes_so_far
 
     def last_vote(self, vote: Vote, *, numel: int, entries: int) -> Vote:
         """This rank's, by which the other ranks of its site learn what it has sent."""
@@ -69,7 +75,7 @@ class Meter:
     def bytes(self) -> dict[str, int]:
         """Of a report."""
         sent, received, inside = (
-            after - before for after, before in zip(self._view.bytes_so_far, self._before, strict=True)
+            after - before for after, before in zip(self._so_far, self._before, strict=True)
         )
         return {"sent_bytes": sent, "received_bytes": received, "site_bytes": inside + self._elsewhere}
 

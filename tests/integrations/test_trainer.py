@@ -66,7 +66,7 @@ def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
 
 def trainer_site(folder: str, options: dict[str, Any], resume: str = "") -> Told:
     options = dict(options)
-    callback = LocoCallback(sync_every=H)
+    callback = LocoCallback(sync_every=H, overlap=options.pop("overlap", False))
     watching = Watch(callback)
     model = llama(options.pop("dtype", torch.float32))
     model.train()
@@ -111,7 +111,8 @@ def plain_loop(
         {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
     ]
     inner = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-8, fused=True)
-    optimizer = loco.PulseLoCo(inner, sync_every=H, topology=topology)
+    overlap = options.get("overlap", False)
+    optimizer = loco.PulseLoCo(inner, sync_every=H, topology=topology, overlap=overlap)
     schedule = get_linear_schedule_with_warmup(optimizer, 0, STEPS)
     told = watch(optimizer)
     told.more["losses"] = []
@@ -173,6 +174,20 @@ def test_it_resumes_bit_for_bit_from_between_two_rounds(tmp_path: Path) -> None:
     for found, whole in zip(again, (berlin, paris), strict=True):
         resumed(found[0], whole, after=6)
     assert not same_bits([berlin.outer["residual"]], [paris.outer["residual"]])
+
+
+def test_rounds_may_overlap_the_steps_and_it_resumes_with_one_in_flight(tmp_path: Path) -> None:
+    options = {"overlap": True, "save_strategy": "steps", "save_steps": 3}
+    (berlin,), (paris,) = launch_worlds(trainer_site, str(tmp_path), options)
+    learned_separately(berlin, paris)
+    ended_alike(berlin, paris)
+    for found, expected in zip((berlin, paris), launch_worlds(plain_site, {"overlap": True}), strict=True):
+        same_training(found, expected[0])
+        assert found.reports[-1].round == 3
+    for found, whole in zip(
+        launch_worlds(trainer_site, str(tmp_path), options, "checkpoint-6"), (berlin, paris), strict=True
+    ):
+        resumed(found[0], whole, after=6)
 
 
 def test_the_rounds_state_is_saved_once(tmp_path: Path) -> None:

@@ -240,3 +240,23 @@ def test_damaged_entries_in_flight_are_refused() -> None:
     assert_same(before, snapshot(second))
     second.load_state_dict(state)
     assert_same(snapshot(first), snapshot(second))
+
+
+def counted(rank: int) -> tuple[list[int], int]:
+    optimizer, _ = built(replace(CASES[0], sync_every=2), rank, 1.0)
+    reports: list[loco.SyncReport] = []
+    optimizer.register_report_hook(reports.append)
+    before = optimizer._loop.views.current.bytes_so_far[0]
+    for _ in range(9):
+        optimizer.step()
+    optimizer.sync()
+    assert [report.round for report in reports] == [1, 2, 3, 4, 5]
+    assert optimizer.is_synced
+    assert optimizer.metrics()["loco/sent_bytes_total"] == sum(report.sent_bytes for report in reports)
+    return [report.sent_bytes for report in reports], optimizer._loop.views.current.bytes_so_far[0] - before
+
+
+def test_each_report_has_the_bytes_of_its_own_round() -> None:
+    for bytes_of_rounds, sent in run_ranks(3, counted):
+        assert sum(bytes_of_rounds) == sent
+        assert max(bytes_of_rounds) < 2 * min(bytes_of_rounds)

@@ -90,13 +90,12 @@ class OverlappedRounds:
         self._send_off(lambda: encoded)
         return come
 
-    def sync(self) -> Round:
-        """A boundary whose round is waited for, so that w = cast(θ) on all sites.
+    def land(self) -> Round:
+        """Wait for the round that the boundary just crossed has sent off, and apply it: w = cast(θ).
 
         Raises:
-            LocoError: as `cross`.
+            LocoError: it failed.
         """
-        self.cross()
         self._await()
         come = self._come
         assert come is not None
