@@ -60,7 +60,7 @@ class Round:
         failed_here: this rank itself could not encode.
         left_out, contributions: the sites whose entries count as none, and what is added up.
         kept: sums that come back to this rank alone.
-        meter: of seconds and bytes.
+        meter, residual_norm: of seconds and bytes, and of e after it, for the report.
         is_shared: after it was applied, the ranks of this site have shared θ.
         is_promised: this rank has voted for the round, or is about to: others may count on it.
     """
@@ -98,7 +98,7 @@ class Round:
         self.contributions: Sequence[Entries] = ()
         self._exchange = ""
         self._payload_bytes = 0
-        self._residual_norm = 0.0
+        self.residual_norm = 0.0
         self.meter = Meter(view)
 
     def run(self) -> None:
@@ -229,7 +229,7 @@ class Round:
         with self.applying() as step, state.parameters.pieces(state.start, state.stop, write=True) as weights:
             assert self._own is not None
             outer = (state.anchor, state.momentum, weights, state.residual)
-            self._residual_norm = kernels.apply(*outer, self._own, self.contributions, step, self.kept)
+            self.residual_norm = kernels.apply(*outer, self._own, self.contributions, step, self.kept)
 
     @contextmanager
     def applying(self) -> Iterator[OuterStep]:
@@ -286,7 +286,7 @@ class Round:
             dense_bytes=dense_bytes(numel, sites),
             update_norms=self.norms,
             left_out=tuple(map(self.view.across.name_of, self.left_out)),
-            residual_norm=self._residual_norm,
+            residual_norm=self.residual_norm,
             seconds=self.meter.seconds(),
             waited=self.meter.waited(),
             in_flight=self.meter.in_flight,

@@ -252,6 +252,8 @@ def counted(rank: int) -> tuple[list[int], int]:
     optimizer.sync()
     assert [report.round for report in reports] == [1, 2, 3, 4, 5]
     assert optimizer.is_synced
+    norm = float(optimizer.outer_state.residual.double().norm())
+    assert optimizer.last_report.residual_norm == pytest.approx(norm, rel=1e-6)
     assert optimizer.metrics()["loco/sent_bytes_total"] == sum(report.sent_bytes for report in reports)
     return [report.sent_bytes for report in reports], optimizer._loop.views.current.bytes_so_far[0] - before
 

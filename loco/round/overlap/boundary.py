@@ -7,17 +7,23 @@
     5. ŵ = w = cast(θ − β·v)            what is on its way stays in the weights of its site
 
 Only v is kept until the next boundary: from it and θ, which changes at boundaries alone, ŵ is computed again.
-Each step is one of the ops of rounds that wait, so it has their bits on every device.
+
+The passes over all elements are the ops of rounds that wait, so they have their bits on every device. Where w
+began from cast(θ), as it did wherever nothing was sent, Δ is theirs too. The elements that were sent are done
+by themselves before: with e = s and w = cast(θ), for which the passes find Δ = 0.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from loco import kernels
 from loco.kernels import Encoded, Entries, OuterStep, all_finite
+from loco.kernels.reference import cast
 
 from ...errors import NonFiniteError
 from ..outer_state import OuterState
@@ -38,14 +44,15 @@ def cross(state: OuterState, come: Round | None) -> Encoded:
     """
     if come is None:
         with state.rewriting():
-            _collect(state)
-            state.write_weights()
-            return _send_off(state)
+            _collect_sent(state)
+            norm = _pass(state, None, [], _STILL)
+            return _send_off(state, norm)[0]
     with come.applying() as step:
         _take_back_returned(state, come)
-        _collect(state)
-        _step(state, come, step)
-        return _send_off(state)
+        _collect_sent(state)
+        norm = _pass(state, state.momentum, come.contributions, step)
+        encoded, come.residual_norm = _send_off(state, norm)
+        return encoded
 
 
 @torch.no_grad()
@@ -53,7 +60,8 @@ def land(state: OuterState, come: Round) -> None:
     """Apply a round that has come before any inner step was made: w = cast(θ)."""
     with come.applying() as step:
         _take_back_returned(state, come)
-        _step(state, come, step)
+        _collect_sent(state)
+        come.residual_norm = _pass(state, state.momentum, come.contributions, step)
         state.ahead = None
 
 
@@ -75,22 +83,6 @@ def first_unusable(state: OuterState) -> int:
     return -1
 
 
-@contextmanager
-def base(state: OuterState) -> Iterator[Tensor]:
-    """θ − β·v in the place of θ, of which ŵ is the cast. Not while a round is in flight, which reads θ."""
-    v, anchor = state.ahead, state.anchor
-    if v is None or not state.settings.overlap:
-        yield anchor
-        return
-    at = _positions(v)
-    theta = anchor[at].clone()
-    anchor[at] = theta - state.settings.overlap * v.values
-    try:
-        yield anchor
-    finally:
-        anchor[at] = theta
-
-
 def _take_back_returned(state: OuterState, come: Round) -> None:
     if come.kept is not None:
         take_back(state, come.kept)
@@ -99,36 +91,86 @@ def _take_back_returned(state: OuterState, come: Round) -> None:
         take_back(state, state.ahead)
 
 
-def _step(state: OuterState, come: Round, step: OuterStep) -> None:
-    """1. m, θ, and w = cast(θ)."""
+def _pass(
+    state: OuterState, momentum: Tensor | None, contributions: Sequence[Entries], step: OuterStep
+) -> float:
+    """1 to 3: e = Δ + e; m, θ; w = cast(θ) -> the norm of e."""
     nothing = Entries.none(state.numel, state.device)
     with state.parameters.pieces(state.start, state.stop, write=True) as weights:
-        kernels.apply(state.anchor, state.momentum, weights, None, nothing, come.contributions, step)
+        outer = state.anchor, momentum, weights, state.residual
+        return kernels.apply(*outer, nothing, contributions, step)
 
 
-def _collect(state: OuterState) -> None:
-    """2, 3. e = Δ + e, and w = ŵ."""
-    nothing = Entries.none(state.numel, state.device)
-    with base(state) as anchor, state.parameters.pieces(state.start, state.stop, write=True) as weights:
-        kernels.apply(anchor, None, weights, state.residual, nothing, [], _STILL)
+def _collect_sent(state: OuterState) -> None:
+    """2, 3. Of the elements that were sent e = s and w = cast(θ)."""
+    v, residual, beta = state.ahead, state.residual, state.settings.overlap
+    assert residual is not None
+    if v is None or not beta:
+        return
+    with state.parameters.pieces(state.start, state.stop, write=True) as weights:
+        for part in _by_piece(v, weights):
+            theta = state.anchor[part.at]
+            began = cast(theta - beta * part.values, part.piece.dtype).float()
+            now = part.piece[part.inside].to(theta.device, torch.float32)
+            residual[part.at] = (began - now) + residual[part.at]
+            part.piece[part.inside] = cast(theta, part.piece.dtype).to(part.piece.device)
 
 
-def _send_off(state: OuterState) -> Encoded:
-    """3 to 5, where e = s and w = cast(θ), so that Δ is 0."""
-    assert state.residual is not None
-    with state.parameters.pieces(state.start, state.stop) as weights:
-        encoded = kernels.encode(state.anchor, weights, state.residual, state.gate)
-    if encoded.first_nonfinite >= 0:
-        name = state.parameters.name_at(state.start + encoded.first_nonfinite)
-        raise NonFiniteError(
-            f"FP32 has no room for how far parameter {name} has moved: load the last checkpoint"
-        )
-    v = state.ahead = encoded.entries
-    state.residual[_positions(v)] -= v.values
-    with base(state):
-        state.write_weights()
-    return encoded
+def _send_off(state: OuterState, norm: float) -> tuple[Encoded, float]:
+    """3 to 5, where e = s and w = cast(θ), so that Δ is 0 -> and the norm of the new e.
+
+    Args:
+        norm: of s.
+    """
+    residual, beta = state.residual, state.settings.overlap
+    assert residual is not None
+    assert beta is not None
+    with state.parameters.pieces(state.start, state.stop, write=True) as weights:
+        encoded = kernels.encode(state.anchor, weights, residual, state.gate)
+        if encoded.first_nonfinite >= 0:
+            name = state.parameters.name_at(state.start + encoded.first_nonfinite)
+            raise NonFiniteError(
+                f"FP32 has no room for how far parameter {name} has moved: load the last checkpoint"
+            )
+        v = state.ahead = encoded.entries
+        squares = norm * norm - _squares(residual[_positions(v)])
+        residual[_positions(v)] -= v.values
+        squares += _squares(residual[_positions(v)])
+        for part in _by_piece(v, weights):
+            ahead = state.anchor[part.at] - beta * part.values
+            part.piece[part.inside] = cast(ahead, part.piece.dtype).to(part.piece.device)
+    return encoded, math.sqrt(max(squares, 0.0))
+
+
+class _Part(NamedTuple):
+    """The entries of one piece of the weights.
+
+    at, inside: their positions in this rank's part, and in the piece.
+    """
+
+    piece: Tensor
+    at: Tensor | slice
+    inside: Tensor | slice
+    values: Tensor
+
+
+def _by_piece(entries: Entries, weights: Sequence[Tensor]) -> Iterator[_Part]:
+    starts = [0, *accumulate(w.numel() for w in weights)]
+    if entries.starts is None:
+        for piece, (start, end) in zip(weights, pairwise(starts), strict=True):
+            yield _Part(piece, slice(start, end), slice(None), entries.values[start:end])
+        return
+    where = entries.indices()
+    cuts = torch.searchsorted(where, torch.tensor(starts, device=where.device)).tolist()
+    for piece, start, (first, last) in zip(weights, starts[:-1], pairwise(cuts), strict=True):
+        if first < last:
+            at = where[first:last]
+            yield _Part(piece, at, (at - start).to(piece.device), entries.values[first:last])
 
 
 def _positions(entries: Entries) -> Tensor | slice:
     return slice(None) if entries.starts is None else entries.indices()
+
+
+def _squares(values: Tensor) -> float:
+    return float(values.double().square_().sum())
