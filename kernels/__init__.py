@@ -16,7 +16,7 @@ Importing this package needs neither triton nor a C compiler: a home is loaded w
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -59,6 +59,7 @@ __all__ = [
     "add_up",
     "all_finite",
     "apply",
+    "collect_sent",
     "digest",
     "digest_bits",
     "digest_hex",
@@ -74,6 +75,7 @@ __all__ = [
     "packs_fast",
     "read_blocks",
     "reference",
+    "send_off",
     "split_patch",
     "swap_bits",
     "unpack",
@@ -115,6 +117,24 @@ def apply(
     return _home_of(anchor, weights).apply(
         anchor, momentum, weights, residual, own, contributions, outer, returned
     )
+
+
+def send_off(
+    anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
+) -> float:
+    return _beside(anchor, weights).send_off(anchor, weights, residual, sent, beta)
+
+
+def collect_sent(
+    anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
+) -> None:
+    _beside(anchor, weights).collect_sent(anchor, weights, residual, sent, beta)
+
+
+def _beside(anchor: Tensor, weights: Sequence[Tensor]) -> Any:
+    """What does the work of overlapped rounds on single entries: on a GPU that is plain torch."""
+    on_host = anchor.is_cpu and all(w.is_cpu for w in weights)
+    return (compiled() if on_host else None) or reference
 
 
 def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ The flat state is processed in chunks, so that the temporaries of an op stay sma
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -177,6 +178,40 @@ def apply(
     return math.sqrt(squares)
 
 
+def send_off(
+    anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
+) -> float:
+    """Where rounds overlap, with e = s and w = cast(θ): of the entries that are sent, in place,
+
+        e = e − v
+        w = cast(θ − β·v)
+
+    Returns by how much the sum of e's squares has changed, for reports; its last bits are not specified.
+    """
+    squares = 0.0
+    for piece, at, inside, v in _by_piece(sent, weights):
+        left = residual[at] - v
+        squares += float((left.double().square() - residual[at].double().square()).sum())
+        residual[at] = left
+        piece[inside] = cast(anchor[at] - beta * v, piece.dtype).to(piece.device)
+    return squares
+
+
+def collect_sent(
+    anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
+) -> None:
+    """Of entries that `send_off` has sent, after inner steps and before θ changes, in place:
+
+    e = (float(cast(θ − β·v)) − float(w)) + e
+    w = cast(θ)
+    """
+    for piece, at, inside, v in _by_piece(sent, weights):
+        theta = anchor[at]
+        began = cast(theta - beta * v, piece.dtype).float()
+        residual[at] = (began - piece[inside].to(theta.device, torch.float32)) + residual[at]
+        piece[inside] = cast(theta, piece.dtype).to(piece.device)
+
+
 def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:
     """Step 8 alone: w = cast(θ)."""
     for at, w in _chunks(weights):
@@ -220,6 +255,23 @@ def _chunks(weights: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         for chunk in piece.split(CHUNK):
             yield slice(start, start + chunk.numel()), chunk
             start += chunk.numel()
+
+
+def _by_piece(
+    entries: Entries, weights: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor | slice, Tensor | slice, Tensor]]:
+    """By piece of the weights: it, where its entries lie in the vector and in the piece, and values."""
+    starts = [0, *accumulate(w.numel() for w in weights)]
+    if entries.starts is None:
+        for piece, (start, end) in zip(weights, pairwise(starts), strict=True):
+            yield piece, slice(start, end), slice(None), entries.values[start:end]
+        return
+    where = entries.indices()
+    cuts = torch.searchsorted(where, torch.tensor(starts, device=where.device)).tolist()
+    for piece, start, (first, last) in zip(weights, starts[:-1], pairwise(cuts), strict=True):
+        if first < last:
+            at = where[first:last]
+            yield piece, at, (at - start).to(piece.device), entries.values[first:last]
 
 
 def _join(pieces: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

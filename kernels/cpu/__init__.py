@@ -47,6 +47,10 @@ class Compiled:
         )
         library.loco_write_weights.restype = None
         library.loco_write_weights.argtypes = (c_int64, c_void_p, *pieces, c_int)
+        library.loco_ahead.restype = c_double
+        library.loco_ahead.argtypes = (
+            *(c_int64, c_void_p, c_void_p, *pieces, c_void_p, c_float, c_int, c_int),
+        )
         library.loco_digest.restype = c_uint64
         library.loco_digest.argtypes = (c_void_p, c_int64, c_int)
         library.loco_add_up.restype = None
@@ -129,6 +133,32 @@ class Compiled:
         pieces = _Pieces(weights, anchor.numel())
         threads = torch.get_num_threads()
         self._library.loco_write_weights(anchor.numel(), _address(anchor), *pieces.arguments, threads)
+
+    def collect_sent(
+        self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
+    ) -> None:
+        self._ahead(anchor, weights, residual, sent, beta, collects=True)
+
+    def send_off(
+        self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
+    ) -> float:
+        return self._ahead(anchor, weights, residual, sent, beta, collects=False)
+
+    def _ahead(
+        self,
+        anchor: Tensor,
+        weights: Sequence[Tensor],
+        residual: Tensor,
+        sent: Entries,
+        beta: float,
+        *,
+        collects: bool,
+    ) -> float:
+        n, pieces, entries = anchor.numel(), _Pieces(weights, anchor.numel()), _addresses([sent])
+        return self._library.loco_ahead(
+            *(n, _address(anchor), _address(residual), *pieces.arguments, entries.ctypes.data),
+            *(beta, collects, torch.get_num_threads()),
+        )
 
     def digest(self, data: Tensor) -> int:
         size = data.numel() * data.element_size()
@@ -249,6 +279,9 @@ class Compiled:
             entries = reference_entries if home is reference else self
             returned = entries.add_and_split([own, own], anchor, 0.6)[1]
             home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer, returned)
+            for sent in (own, Entries.whole(residual)):
+                home.send_off(theta, w, e, sent, 1.3)
+                home.collect_sent(theta, w, e, sent, 1.3)
             results += entries.add_up([own, own], at.numel())
             results += [x for part in entries.add_and_split([own, own], anchor, 0.6) for x in part]
             tight, known = (reference_tight if home is reference else self), Known(anchor, residual, gates[0])

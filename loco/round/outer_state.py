@@ -148,19 +148,6 @@ class OuterState:
             nesterov=settings.nesterov,
         )
 
-    def unmoved(self, at: slice) -> Tensor:
-        """What the inner steps began from is the cast of this, in these elements of the part: θ, or where
-        rounds overlap θ − β·v."""
-        theta, v, beta = self.anchor[at], self.ahead, self.settings.overlap
-        if v is None or not beta:
-            return theta
-        if v.starts is None:
-            return theta - beta * v.values[at]
-        where, values = v.within(at)
-        theta = theta.clone()
-        theta[where] -= beta * values
-        return theta
-
     @contextmanager
     def rewriting(self) -> Iterator[None]:
         """Around what replaces the state: if it does not come to its end, the state is of no use."""

@@ -19,7 +19,7 @@ def require_cast_of_anchor(state: OuterState) -> None:
     Raises:
         ValueError: a weight of this rank's slice is not cast(θ) or, where rounds overlap, cast(θ − β·v).
     """
-    if name := first_changed(state, state.unmoved):
+    if name := first_changed(state, _began_from(state)):
         since = f"round {state.rounds_done}" if state.rounds_done else "the optimizer was built"
         raise ValueError(
             f"parameter {name} was changed from outside since {since}, so it is no longer the cast of θ, "
@@ -45,6 +45,25 @@ def first_changed(state: OuterState, expected: Callable[[slice], Tensor]) -> str
                     return state.parameters.name_at(position)
                 position += part.numel()
     return None
+
+
+def _began_from(state: OuterState) -> Callable[[slice], Tensor]:
+    """What the inner steps began from is the cast of this: θ, or where rounds overlap θ − β·v."""
+    v, beta = state.ahead, state.settings.overlap
+    if v is None or not beta:
+        return state.anchor.__getitem__
+    if v.starts is None:
+        return lambda at: state.anchor[at] - beta * v.values[at]
+    where = v.indices()
+
+    def ahead(at: slice) -> Tensor:
+        edges = torch.tensor([at.start, at.stop], device=where.device)
+        first, last = torch.searchsorted(where, edges).tolist()
+        theta = state.anchor[at].clone()
+        theta[where[first:last] - at.start] -= beta * v.values[first:last]
+        return theta
+
+    return ahead
 
 
 class ShownAnchor:

@@ -14,16 +14,13 @@ by themselves before: with e = s and w = cast(θ), for which the passes find Δ 
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from loco import kernels
 from loco.kernels import Encoded, Entries, OuterStep, all_finite
-from loco.kernels.reference import cast
 
 from ...errors import NonFiniteError
 from ..outer_state import OuterState
@@ -69,7 +66,8 @@ def land(state: OuterState, come: Round) -> None:
 def take_back(state: OuterState, entries: Entries) -> None:
     """e = e + v, where v has not been sent after all."""
     assert state.residual is not None
-    state.residual[_positions(entries)] += entries.values
+    at = slice(None) if entries.starts is None else entries.indices()
+    state.residual[at] += entries.values
 
 
 def first_unusable(state: OuterState) -> int:
@@ -105,15 +103,10 @@ def _collect_sent(state: OuterState) -> None:
     """2, 3. Of the elements that were sent e = s and w = cast(θ)."""
     v, residual, beta = state.ahead, state.residual, state.settings.overlap
     assert residual is not None
-    if v is None or not beta:
-        return
-    with state.parameters.pieces(state.start, state.stop, write=True) as weights:
-        for part in _by_piece(v, weights):
-            theta = state.anchor[part.at]
-            began = cast(theta - beta * part.values, part.piece.dtype).float()
-            now = part.piece[part.inside].to(theta.device, torch.float32)
-            residual[part.at] = (began - now) + residual[part.at]
-            part.piece[part.inside] = cast(theta, part.piece.dtype).to(part.piece.device)
+    assert beta is not None
+    if v is not None:
+        with state.parameters.pieces(state.start, state.stop, write=True) as weights:
+            kernels.collect_sent(state.anchor, weights, residual, v, beta)
 
 
 def _send_off(state: OuterState, norm: float) -> tuple[Encoded, float]:
@@ -132,45 +125,6 @@ def _send_off(state: OuterState, norm: float) -> tuple[Encoded, float]:
             raise NonFiniteError(
                 f"FP32 has no room for how far parameter {name} has moved: load the last checkpoint"
             )
-        v = state.ahead = encoded.entries
-        squares = norm * norm - _squares(residual[_positions(v)])
-        residual[_positions(v)] -= v.values
-        squares += _squares(residual[_positions(v)])
-        for part in _by_piece(v, weights):
-            ahead = state.anchor[part.at] - beta * part.values
-            part.piece[part.inside] = cast(ahead, part.piece.dtype).to(part.piece.device)
-    return encoded, math.sqrt(max(squares, 0.0))
-
-
-class _Part(NamedTuple):
-    """The entries of one piece of the weights.
-
-    at, inside: their positions in this rank's part, and in the piece.
-    """
-
-    piece: Tensor
-    at: Tensor | slice
-    inside: Tensor | slice
-    values: Tensor
-
-
-def _by_piece(entries: Entries, weights: Sequence[Tensor]) -> Iterator[_Part]:
-    starts = [0, *accumulate(w.numel() for w in weights)]
-    if entries.starts is None:
-        for piece, (start, end) in zip(weights, pairwise(starts), strict=True):
-            yield _Part(piece, slice(start, end), slice(None), entries.values[start:end])
-        return
-    where = entries.indices()
-    cuts = torch.searchsorted(where, torch.tensor(starts, device=where.device)).tolist()
-    for piece, start, (first, last) in zip(weights, starts[:-1], pairwise(cuts), strict=True):
-        if first < last:
-            at = where[first:last]
-            yield _Part(piece, at, (at - start).to(piece.device), entries.values[first:last])
-
-
-def _positions(entries: Entries) -> Tensor | slice:
-    return slice(None) if entries.starts is None else entries.indices()
-
-
-def _squares(values: Tensor) -> float:
-    return float(values.double().square_().sum())
+        state.ahead = encoded.entries
+        less = kernels.send_off(state.anchor, weights, residual, encoded.entries, beta)
+    return encoded, math.sqrt(max(norm * norm + less, 0.0))
