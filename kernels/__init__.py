@@ -5,6 +5,9 @@ each kind of device, which is called its home. `reference` is the specification 
 tensors in host memory, `triton` is for GPUs, and `streamed` is for parameters on a GPU whose outer state is
 in host memory. All homes give the same bits.
 
+Where rounds overlap, `send_off` and `collect_sent` do to single entries what `encode` and `apply` do to all
+elements: in C for host memory, in plain torch on a GPU.
+
 Entries are added up and checked on the device that holds them (`reference_entries`, and `cpu` for host
 memory). The tight code is packed and unpacked in host memory only (`reference_tight`, `cpu`). Changes of
 weights are found and applied where the weights are (`reference_patch`, `cpu`, `triton`), and coded as patches

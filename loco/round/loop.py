@@ -158,7 +158,9 @@ class OuterLoop:
                 if report is not None and not view.runs_round:
                     return self._done(report)
                 current = Round(self.state, view, self._wire, encode=self._encode, hooks=self.hooks)
-                report = self._settled(current)
+                views.run(current)
+                report = views.settle(COMMIT)
+                assert report is not None
             except Refused as refusal:
                 error, refused = refusal.error, True
             except (TransportError, WireError) as failure:
@@ -194,13 +196,6 @@ class OuterLoop:
             self.local_step, self._is_unmoved = 0, True
         else:
             self._done(come.report())
-
-    def _settled(self, current: Round) -> SyncReport:
-        """Steps 2 to 8."""
-        self.views.run(current)
-        report = self.views.settle(COMMIT)
-        assert report is not None
-        return report
 
     def _done(self, report: SyncReport) -> SyncReport:
         steps = self.local_step

@@ -85,8 +85,8 @@ def interrupted(rank: int, within: str, every: int) -> list[tuple[str, bool]]:
 
 
 ROUND_END = (
-    r"loco\.round\.(round\.Round\.(vote|commit|learn_verdict|apply|_enter|_call_hooks)"
-    r"|loop\.OuterLoop\.(_run_once|run_round)|views\.Views\.(settle|conversing)"
+    r"loco\.round\.(round\.Round\.(vote|commit|learn_verdict|apply|applying|_enter|_call_hooks)"
+    r"|loop\.OuterLoop\.run_round|views\.Views\.(run|decide|settle|conversing)"
     r"|outer_state\.OuterState\.rewriting)$"
 )
 

@@ -21,7 +21,7 @@ from loco.net.links import Links
 from loco.net.listening import Endpoint
 from loco.round.announcements import replica_problem
 from loco.round.joining.first_anchor import agree_to_adopt
-from loco.round.loop import OuterLoop
+from loco.round.views import Views
 
 
 def test_sites_in_different_rounds_are_named() -> None:
@@ -58,21 +58,19 @@ def test_a_round_that_counts_though_its_links_broke_is_told_of(caplog: pytest.Lo
     def run() -> None:
         raise loco.errors.TransportError("lost site 1")
 
-    views = SimpleNamespace(pending=None, conversing=nullcontext, settle=lambda vote: "the report")
-    loop: Any = SimpleNamespace(views=views)
     current: Any = SimpleNamespace(run=run, is_promised=True)
-    assert OuterLoop._run_once(loop, current) == "the report"
+    views: Any = SimpleNamespace(pending=None, conversing=nullcontext, decide=lambda vote: current)
+    assert Views.run(views, current) is current
     assert caplog.messages == ["lost site 1; the round counts all the same"]
 
 
 def test_a_round_that_another_rank_gave_up_in_the_last_vote_is_told_of() -> None:
-    views = SimpleNamespace(pending=None, conversing=nullcontext, settle=lambda vote: None, hang_up=str)
-    loop: Any = SimpleNamespace(views=views)
+    views: Any = SimpleNamespace(pending=None, conversing=nullcontext, decide=lambda vote: None, hang_up=str)
     current: Any = SimpleNamespace(run=lambda: None, number=3)
     with pytest.raises(
         loco.TransportError, match="round 3: another rank lost its links in the last vote, so no"
     ):
-        OuterLoop._run_once(loop, current)
+        Views.run(views, current)
 
 
 def test_a_site_that_does_not_come_to_be_linked_is_named() -> None:

@@ -22,7 +22,7 @@ def state(n: int, seed: int) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
         return torch.from_numpy(values.astype(np.float32))
 
     theta = some(-140, 10)
-    theta[rng.random(n) < 0.05] = 0.0
+    theta[torch.from_numpy(rng.random(n) < 0.05)] = 0.0
     sizes = [n // 3, 0, n // 2 - n // 3, n - n // 2]
     pieces = [
         t.to(dtype) for t, dtype in zip(some(-140, 10).split(sizes), (*DTYPES[:2], *DTYPES[1:]), strict=True)
