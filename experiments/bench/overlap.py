@@ -4,10 +4,11 @@
     python -m experiments.bench overlap --rates 100 --numel 4194304 --rounds 4
 
 Sites are processes on this machine, each with a link of its own (which needs root) and one thread. An inner
-step takes 50 ms: the weights move by noise of the size of Adam's steps at RL's learning rates, and for the
-rest of the time the process sleeps, as one whose GPU is at work. So the exchange shares the processor with
-the other sites alone. The share is that of the inner steps in the time of all. At the end the anchors of all
-sites are compared, bit for bit. Rows go to experiments/results/bench/overlap.csv, with a plot beside it.
+step takes 50 ms, for which the process sleeps, as one whose GPU is at work; in the first one of a round the
+weights move by noise, as far as Adam's steps of a whole round at RL's learning rates. So the exchange shares
+the processor with the other sites alone. The share is that of the inner steps in the time of all. At the end
+the anchors of all sites are compared, bit for bit. Rows go to experiments/results/bench/overlap.csv, with a
+plot beside it.
 """
 
 from __future__ import annotations
@@ -41,17 +42,22 @@ SHOWN |= {"in_flight_s": ">11.3f", "sent_bytes": ">12,.0f"}
 
 
 class Drift(torch.optim.Optimizer):
-    """Moves all weights by noise, and takes as long as a GPU would."""
+    """Moves all weights by noise once in a round, and takes as long as a GPU would."""
 
     def __init__(self, weights: list[torch.nn.Parameter], seed: int) -> None:
         super().__init__(weights, {})
         self._chance = torch.Generator().manual_seed(seed)
-        self._noise = torch.randn(2 * max(w.numel() for w in weights), generator=self._chance).mul_(LR)
+        self._noise = torch.randn(2 * max(w.numel() for w in weights), generator=self._chance).mul_(
+            LR * SYNC_EVERY**0.5
+        )
+        self._steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         until = time.perf_counter() + STEP
-        for w in self.param_groups[0]["params"]:
+        self._steps += 1
+        moved = self.param_groups[0]["params"] if self._steps % SYNC_EVERY == 1 else []
+        for w in moved:
             first = int(torch.randint(w.numel(), (1,), generator=self._chance))
             w += self._noise[first : first + w.numel()].view(w.shape)
         time.sleep(max(until - time.perf_counter(), 0.0))
