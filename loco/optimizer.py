@@ -164,7 +164,8 @@ class PulseLoCo(LowCommunicationOptimizer):
     Each round leaves a `loco.SyncReport` in `last_report`: `round`, `numel`, `entries` and `density` (entries
     sent / all), `wire` and `exchange` (how they were coded and travelled), `payload_bytes`, `sent_bytes`,
     `received_bytes`, `site_bytes` and `dense_bytes` (what a dense all-reduce would send), `update_norms` and
-    `left_out` by site, `residual_norm`, `seconds` by phase, of which it `waited` for the others, and `site`
+    `left_out` by site, `residual_norm`, `seconds` by phase, of which it `waited` for the others, seconds
+    `in_flight`, and `site`
     with the totals of this site. `help(loco.SyncReport)` explains each.
 
     After H inner steps, on each of R sites:

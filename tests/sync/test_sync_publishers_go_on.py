@@ -185,7 +185,9 @@ def test_a_round_is_published_though_the_one_before_could_not_be(
     hooks: list[Callable[[object], None]] = []
     store, trained = FailingStore(), small_weights()
     publisher = publisher_at(store, trained)
-    publisher.after(SimpleNamespace(round=0, register_report_hook=hooks.append), wait=False)
+    settings = SimpleNamespace(overlap=None)
+    optimizer = SimpleNamespace(round=0, register_report_hook=hooks.append, settings=settings)
+    publisher.after(optimizer, wait=False)
     for number in range(1, 5):
         step(trained, generator)
         store.fail(3 if number == 2 else 0)

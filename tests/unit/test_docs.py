@@ -23,7 +23,7 @@ from loco.wire.records import RECORD_BYTES, VERSION, Kind, Status
 
 TOPICS = (
     *("algorithm", "architecture", "benchmarks", "checkpoints", "elastic", "errors", "failures", "frontier"),
-    *("integrations", "internals", "optimizer", "pipeline", "questions", "reproduce", "results"),
+    *("integrations", "internals", "optimizer", "overlap", "pipeline", "questions", "reproduce", "results"),
     *("sharded", "sites", "sync", "sync-format", "wire"),
 )
 METRICS = re.findall(r'"(loco/\w+)":', inspect.getsource(RoundSurface.metrics))
