@@ -3,7 +3,7 @@ clocks do."""
 
 import copy
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from paper import OverlappedPaper
-from round_cases import CASES, DILOCO_TAKES, NUMEL, SEED, Case
+from round_cases import CASES, NUMEL, SEED, Case, options_of, paper_of
 from scripted import Scripted, bits, flat, move, parameters
 from selection import PRODUCTS
 from sites import error_of, run_ranks
@@ -25,11 +25,8 @@ State = dict[str, Any]
 
 def built(case: Case, rank: int, beta: float, **more: Any) -> tuple[Any, list[torch.nn.Parameter]]:
     params = parameters(SEED if rank == 0 else 99 + rank, NUMEL, case.bf16)
-    options = asdict(case)
-    kind, _ = options.pop("kind"), options.pop("bf16")
-    if kind == "DiLoCo":
-        options = {name: options[name] for name in DILOCO_TAKES}
-    return getattr(loco, kind)(Scripted(params, SEED, rank), overlap=beta, **options | more), params
+    options = options_of(case)
+    return getattr(loco, case.kind)(Scripted(params, SEED, rank), overlap=beta, **options | more), params
 
 
 def state_of(optimizer: Any, params: list[torch.nn.Parameter]) -> State:
@@ -60,23 +57,7 @@ def run_library(rank: int, cases: list[tuple[Case, float, dict]], stalls: bool =
 
 def run_paper(case: Case, beta: float, sites: int) -> list[list[State]]:
     """-> [boundary][site], and after the last sync()"""
-    is_bf16 = np.zeros(NUMEL, dtype=bool)
-    is_bf16[13:] = case.bf16
-    paper = OverlappedPaper(
-        anchor=flat(parameters(SEED, NUMEL, case.bf16)),
-        bf16=is_bf16,
-        sites=sites,
-        lr=case.outer_lr,
-        mu=case.outer_momentum,
-        nesterov=case.nesterov,
-        gain=case.gate_gain,
-        gate=case.gate,
-        margin=case.gate_margin,
-        value_steps=case.value_steps,
-        sums_margin=case.sums_margin,
-        dense=case.kind == "DiLoCo",
-        beta=beta,
-    )
+    paper = OverlappedPaper(**paper_of(case, sites), beta=beta)
 
     def states() -> list[State]:
         vectors = {"anchor": paper.anchor, "momentum": paper.momentum}

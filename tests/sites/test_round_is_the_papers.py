@@ -1,13 +1,12 @@
 """Multi-site runs through the library equal the specification (`paper.py`) bit for bit."""
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from paper import Paper, to_bf16
-from round_cases import CASES, DILOCO_TAKES, NUMEL, SEED, Case
+from round_cases import CASES, NUMEL, SEED, Case, options_of, paper_of
 from scripted import Scripted, bits, flat, move, parameters
 from selection import PRODUCTS
 from sites import run_ranks
@@ -25,11 +24,9 @@ def run_library(
         # Only site 0's initial weights count: the others must receive them.
         params = parameters(SEED if rank == 0 else 99 + rank, NUMEL, case.bf16)
         params = [torch.nn.Parameter(p.detach().to(device)) for p in params]
-        options = asdict(case)
-        kind, _ = options.pop("kind"), options.pop("bf16")
-        if kind == "DiLoCo":
-            options = {name: options[name] for name in DILOCO_TAKES}
-        optimizer = getattr(loco, kind)(Scripted(params, SEED, rank), offload=offload, **options)
+        optimizer = getattr(loco, case.kind)(
+            Scripted(params, SEED, rank), offload=offload, **options_of(case)
+        )
         history = []
         for step in range(ROUNDS * case.sync_every):
             optimizer.step()
@@ -52,22 +49,7 @@ def run_library(
 
 def run_paper(case: Case, sites: int) -> list[list[dict[str, Any]]]:
     """-> [round][site] snapshots"""
-    is_bf16 = np.zeros(NUMEL, dtype=bool)
-    is_bf16[13:] = case.bf16
-    paper = Paper(
-        anchor=flat(parameters(SEED, NUMEL, case.bf16)),
-        bf16=is_bf16,
-        sites=sites,
-        lr=case.outer_lr,
-        mu=case.outer_momentum,
-        nesterov=case.nesterov,
-        gain=case.gate_gain,
-        gate=case.gate,
-        margin=case.gate_margin,
-        value_steps=case.value_steps,
-        sums_margin=case.sums_margin,
-        dense=case.kind == "DiLoCo",
-    )
+    paper = Paper(**paper_of(case, sites))
     rounds = []
     for n in range(ROUNDS):
         weights = []

@@ -110,16 +110,17 @@ class OverlappedRounds:
             return
         began = time.perf_counter()
         flight.wait()
-        self._flight = None
+        # The flight is forgotten last, or Ctrl-C between two lines would lose what it has sent.
         try:
             come = flight.result()
         except Exception:
             assert self._state.ahead is not None
             with self._state.rewriting():
                 take_back(self._state, self._state.ahead)
+                self._flight = None
             raise
         come.meter.travelled(flight.seconds, time.perf_counter() - began)
-        self._come = come
+        self._come, self._flight = come, None
 
     def _refuse_what_is_unusable(self) -> None:
         """All sites refuse the next round together if this rank can't take part: nothing is applied before it

@@ -1,7 +1,11 @@
 """Rounds to compare with a specification: every option, and what goes with what."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any
+
+import numpy as np
+from scripted import flat, parameters
 
 NUMEL, SEED = 1003, 7
 
@@ -46,3 +50,30 @@ CASES += [
 
 
 DILOCO_TAKES = ("sync_every", "outer_lr", "outer_momentum", "nesterov")
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    """Of the optimizer."""
+    options = asdict(case)
+    kind, _ = options.pop("kind"), options.pop("bf16")
+    return {name: options[name] for name in DILOCO_TAKES} if kind == "DiLoCo" else options
+
+
+def paper_of(case: Case, sites: int) -> dict[str, Any]:
+    """What a specification is told."""
+    is_bf16 = np.zeros(NUMEL, dtype=bool)
+    is_bf16[13:] = case.bf16
+    return {
+        "anchor": flat(parameters(SEED, NUMEL, case.bf16)),
+        "bf16": is_bf16,
+        "sites": sites,
+        "lr": case.outer_lr,
+        "mu": case.outer_momentum,
+        "nesterov": case.nesterov,
+        "gain": case.gate_gain,
+        "gate": case.gate,
+        "margin": case.gate_margin,
+        "value_steps": case.value_steps,
+        "sums_margin": case.sums_margin,
+        "dense": case.kind == "DiLoCo",
+    }
