@@ -2,7 +2,6 @@
 
 import os
 import resource
-import select
 import shlex
 import socket
 import subprocess
@@ -11,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -114,8 +114,9 @@ def test_long_polls_beyond_a_number_are_answered_at_once(tmp_path: Path, folder:
     with limited(tmp_path, 128, "") as (_, url), ExitStack() as open_ones:
         # There is room for 36. Of these, 18 may wait, for 16 folders at most.
         connections = held(open_ones, url, 30, asked.encode())
-        until(lambda: len(select.select(connections, [], [], 0)[0]) >= 12)
-        for connection in select.select(connections, [], [], 0)[0]:
+        until(lambda: len(wait(connections, 0)) >= 12)
+        for connection in wait(connections, 0):
+            assert isinstance(connection, socket.socket)
             assert connection.recv(12) == b"HTTP/1.1 304"
         store = HttpStore(url, timeout=5.0)
         assert store.read("versions/1", WHOLE) == DATA
