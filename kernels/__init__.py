@@ -5,8 +5,8 @@ each kind of device, which is called its home. `reference` is the specification 
 tensors in host memory, `triton` is for GPUs, and `streamed` is for parameters on a GPU whose outer state is
 in host memory. All homes give the same bits.
 
-Where rounds overlap, `send_off` and `collect_sent` do to single entries what `encode` and `apply` do to all
-elements: in C for host memory, in plain torch on a GPU.
+Where rounds overlap, `cross` is `apply` and `encode` with what lies between them: one pass of C in host
+memory, two passes on a GPU.
 
 Entries are added up and checked on the device that holds them (`reference_entries`, and `cpu` for host
 memory). The tight code is packed and unpacked in host memory only (`reference_tight`, `cpu`). Changes of
@@ -19,7 +19,7 @@ Importing this package needs neither triton nor a C compiler: a home is loaded w
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -47,6 +47,9 @@ from .types import (
     all_finite,
 )
 
+if TYPE_CHECKING:
+    from .cpu import Compiled
+
 __all__ = [
     "BLOCK",
     "FORMATS",
@@ -62,7 +65,7 @@ __all__ = [
     "add_up",
     "all_finite",
     "apply",
-    "collect_sent",
+    "cross",
     "digest",
     "digest_bits",
     "digest_hex",
@@ -70,6 +73,7 @@ __all__ = [
     "digest_terms",
     "encode",
     "find_changes",
+    "first_changed",
     "home",
     "join_patches",
     "merge_changes",
@@ -78,7 +82,6 @@ __all__ = [
     "packs_fast",
     "read_blocks",
     "reference",
-    "send_off",
     "split_patch",
     "swap_bits",
     "unpack",
@@ -122,22 +125,33 @@ def apply(
     )
 
 
-def send_off(
-    anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
-) -> float:
-    return _beside(anchor, weights).send_off(anchor, weights, residual, sent, beta)
+def cross(
+    anchor: Tensor,
+    momentum: Tensor | None,
+    weights: Sequence[Tensor],
+    residual: Tensor,
+    sent: Entries | None,
+    contributions: Sequence[Entries],
+    outer: OuterStep,
+    gate: Gate | None,
+    beta: float,
+    *,
+    sends: bool = True,
+) -> tuple[Encoded, float]:
+    boundary = anchor, momentum, weights, residual, sent, contributions, outer, gate, beta
+    if (fused := _fused(anchor, weights)) is not None:
+        return fused.cross(*boundary, sends=sends)
+    return reference.cross(_home_of(anchor, weights), *boundary, sends=sends)
 
 
-def collect_sent(
-    anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
-) -> None:
-    _beside(anchor, weights).collect_sent(anchor, weights, residual, sent, beta)
+def first_changed(anchor: Tensor, weights: Sequence[Tensor], sent: Entries | None, beta: float) -> int:
+    return (_fused(anchor, weights) or reference).first_changed(anchor, weights, sent, beta)
 
 
-def _beside(anchor: Tensor, weights: Sequence[Tensor]) -> Any:
-    """What does the work of overlapped rounds on single entries: on a GPU that is plain torch."""
-    on_host = anchor.is_cpu and all(w.is_cpu for w in weights)
-    return (compiled() if on_host else None) or reference
+def _fused(anchor: Tensor, weights: Sequence[Tensor]) -> "Compiled | None":
+    """C, where all is in host memory. A GPU has `cross` as its two passes with torch's operations between
+    them."""
+    return compiled() if anchor.is_cpu and all(w.is_cpu for w in weights) else None
 
 
 def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:

@@ -15,11 +15,16 @@ The flat state is processed in chunks, so that the temporaries of an op stay sma
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
-from .types import Encoded, Entries, Gate, OuterStep
+from .types import Encoded, Entries, Gate, OuterStep, all_finite
+
+if TYPE_CHECKING:
+    from .homes import Home
 
 CHUNK = 1 << 18  # elements: temporaries fit in cache, and the fixed cost of a torch call is negligible
 
@@ -178,38 +183,105 @@ def apply(
     return math.sqrt(squares)
 
 
-def send_off(
-    anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
-) -> float:
-    """Where rounds overlap, with e = s and w = cast(θ): of the entries that are sent, in place,
+def cross(
+    passes: "Home",
+    anchor: Tensor,
+    momentum: Tensor | None,
+    weights: Sequence[Tensor],
+    residual: Tensor,
+    sent: Entries | None,
+    contributions: Sequence[Entries],
+    outer: OuterStep,
+    gate: Gate | None,
+    beta: float,
+    *,
+    sends: bool = True,
+) -> tuple[Encoded, float]:
+    """Where rounds overlap: apply the round that has come, and find what the next one sends, in place.
 
-        e = e − v
-        w = cast(θ − β·v)
+    Δ = float(ŵ) − float(w)                 ŵ = cast(θ − β·v): v was sent at the boundary before
+    s = Δ + e                               or 0 + e, where that is infinite or NaN
+    m, θ                                    as in `apply`
+    v = what `encode` finds of s            or nothing, if nothing is sent
+    e = s − v
+    w = cast(θ − β·v)
 
-    Returns by how much the sum of e's squares has changed, for reports; its last bits are not specified.
+    Where nothing was sent ŵ is cast(θ), so Δ is that of `encode` and `apply`. So these two do all elements,
+    once those that were sent are changed to what they find no Δ at: e = s and w = cast(θ).
+
+    Args:
+        passes: the home whose `encode` and `apply` are used.
+        sent: v of the boundary before; None: nothing.
+
+    Returns what is sent, with the first position at which Δ counts as 0 since s is not finite, and the L2
+    norm of e as `apply` does.
     """
-    squares = 0.0
-    for piece, at, inside, v in _by_piece(sent, weights):
-        left = residual[at] - v
-        squares += float((left.double().square() - residual[at].double().square()).sum())
-        residual[at] = left
+    nothing = Entries.none(anchor.numel(), anchor.device)
+    bad = []
+    if sent is not None:
+        bad += _collect_sent(anchor, weights, residual, sent, beta)
+    bad += _drop_bad(anchor, weights, residual)
+    first_bad = min(bad, default=-1)
+    norm = passes.apply(anchor, momentum, weights, residual, nothing, contributions, outer)
+    if not sends:
+        return Encoded(nothing, 0, first_bad), norm
+    encoded = passes.encode(anchor, weights, residual, gate)._replace(first_nonfinite=first_bad)
+    for piece, at, inside, v in _by_piece(encoded.entries, weights):
+        residual[at] -= v
         piece[inside] = cast(anchor[at] - beta * v, piece.dtype).to(piece.device)
-    return squares
+    squares = sum(float(part.double().square_().sum()) for part in residual.split(CHUNK))
+    return encoded, math.sqrt(squares)
 
 
-def collect_sent(
+def _collect_sent(
     anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
-) -> None:
-    """Of entries that `send_off` has sent, after inner steps and before θ changes, in place:
-
-    e = (float(cast(θ − β·v)) − float(w)) + e
-    w = cast(θ)
-    """
+) -> list[int]:
+    """Of what was sent, e = s and w = cast(θ) -> where s is not finite, at least the first position."""
+    bad = []
     for piece, at, inside, v in _by_piece(sent, weights):
-        theta = anchor[at]
+        theta, e = anchor[at], residual[at]
         began = cast(theta - beta * v, piece.dtype).float()
-        residual[at] = (began - piece[inside].to(theta.device, torch.float32)) + residual[at]
+        s = (began - piece[inside].to(theta.device, torch.float32)) + e
+        residual[at] = torch.where(s.isfinite(), s, 0.0 + e)
         piece[inside] = cast(theta, piece.dtype).to(piece.device)
+        if not all_finite(s):
+            first = int(s.isfinite().logical_not().nonzero()[0])
+            bad.append(at.start + first if isinstance(at, slice) else int(at[first]))
+    return bad
+
+
+def _drop_bad(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor) -> list[int]:
+    """w = cast(θ) where s is not finite -> where that is, at least the first position."""
+    # Three numbers below 2^125 add up to no infinity. A norm takes no memory, and is NaN if one of them is.
+    if all(float(vector_norm(x, math.inf)) < 2.0**125 for x in (anchor, residual, *weights) if x.numel()):
+        return []
+    bad = []
+    for at, w in _chunks(weights):
+        s = _update(anchor, w.to(anchor.device), residual, at)
+        if not all_finite(s):
+            where = s.isfinite().logical_not()
+            bad.append(at.start + int(where.nonzero()[0]))
+            w[where.to(w.device)] = cast(anchor[at][where], w.dtype).to(w.device)
+    return bad
+
+
+def first_changed(anchor: Tensor, weights: Sequence[Tensor], sent: Entries | None, beta: float) -> int:
+    """A position at or before the first weight that is not cast(θ − β·v), in values, and in its piece; −1 if
+    all are.
+
+    Args:
+        sent: v; None: nothing.
+    """
+    for at, w in _chunks(weights):
+        expected = anchor[at].clone()
+        if sent is not None and sent.starts is None:
+            expected -= beta * sent.values[at]
+        elif sent is not None:
+            where, v = sent.within(at)
+            expected[where] -= beta * v
+        if not torch.equal(cast(expected, w.dtype).to(w.device), w):
+            return at.start
+    return -1
 
 
 def write_weights(anchor: Tensor, weights: Sequence[Tensor]) -> None:

@@ -5,6 +5,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Self
 from weakref import WeakSet
 
@@ -90,25 +92,29 @@ def _megabytes(count: float) -> str:
 
 
 class _Clock:
-    """One thread for all waits of this process; it ends when there is none left."""
+    """One thread for all waits of this process; it ends when there is none left.
+
+    Its lock is one that Ctrl-C can't leave locked, as it can a Condition, whose methods are Python's.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._sooner = SimpleQueue[None]()  # wakes the thread
         self._waits = WeakSet[Waiting]()  # a wait that Ctrl-C has ended anywhere is forgotten
         self._thread: threading.Thread | None = None
         self._next = 0.0  # when it looks again
 
     def add(self, wait: Waiting) -> None:
-        with self._changed:
+        with self._lock:
             self._waits.add(wait)
             if self._thread is None or not self._thread.is_alive():  # or this is a forked child
                 self._thread = threading.Thread(target=self._run, name="loco tells of waits", daemon=True)
                 self._thread.start()
             elif wait.due < self._next:
-                self._changed.notify()
+                self._sooner.put(None)
 
     def remove(self, wait: Waiting) -> None:
-        with self._changed:
+        with self._lock:
             self._waits.discard(wait)
 
     def _run(self) -> None:
@@ -116,12 +122,14 @@ class _Clock:
             pass
 
     def _look(self) -> bool:
-        with self._changed:
+        with self._lock:
             if not self._waits:
                 self._thread = None
                 return False
             self._next = min(wait.due for wait in self._waits)
-            self._changed.wait(max(self._next - time.monotonic(), 0.0))
+        with suppress(Empty):
+            self._sooner.get(timeout=max(self._next - time.monotonic(), 0.0))
+        with self._lock:
             due = [wait for wait in self._waits if wait.due <= time.monotonic()]
         for wait in due:
             wait.say()

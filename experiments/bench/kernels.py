@@ -12,6 +12,9 @@ memory that is not in its cache it first reads it, which a copy's count leaves o
 has read, and can exceed this roof. The CSV also has the bandwidth of adding in place, which is the fastest
 traffic here.
 
+Where rounds overlap, a boundary does the work of encode and apply in one pass, 32 bytes, beside the entries
+that have been sent, have come and are sent now. Before the next inner step the weights are checked, 8 bytes.
+
 Nothing is timed before its results agree with the reference, bit for bit. Scratch is what a pass takes on top
 of the state and of what it returns. Rows go to runs/bench/kernels.csv, with a plot beside it.
 """
@@ -33,7 +36,7 @@ from experiments.noise import SIGMA
 from loco import kernels
 from loco.kernels import Entries, Gate, OuterStep, reference
 
-ENCODE, APPLY, ROUND = 12, 32, 36  # bytes per parameter
+ENCODE, APPLY, ROUND, BOUNDARY, CHECK = 12, 32, 36, 32, 8  # bytes per parameter
 DENSITIES = (0.005, 0.01, 0.05, 0.12)
 M = 1 << 20
 SIZES = {"cpu": (M, 4 * M, 16 * M, 64 * M, 256 * M), "cuda": (M, 16 * M, 128 * M, 1024 * M, 2000 * M)}
@@ -98,6 +101,11 @@ def measure(device: torch.device, numel: int, density: float, repeats: int) -> I
     encode, apply = ENCODE + of_entries, APPLY + of_entries
     yield row("encode", "loco", lambda: kernels.encode(*encoded), encode, own_bytes)
     yield row("apply", "loco", lambda: kernels.apply(*applied), apply, 0)
+    crossing = (anchor, state.momentum, weights, residual, entries, [entries], OUTER, gate, 1.0)
+
+    yield row("boundary", "loco", lambda: kernels.cross(*crossing), BOUNDARY + 3 * of_entries, own_bytes)
+    casts = [part.clone() for part in anchor.split([w.numel() for w in weights])]
+    yield row("check", "loco", lambda: kernels.first_changed(anchor, casts, None, 0.0), CHECK, 0)
     payload = 2 * own_bytes  # the entries, and the same as the wire has them
     yield row("round", "loco", state.optimizer.sync, ROUND, payload)
     yield row("encode", REFERENCE, lambda: reference.encode(*encoded), encode)

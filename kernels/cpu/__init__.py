@@ -47,10 +47,15 @@ class Compiled:
         )
         library.loco_write_weights.restype = None
         library.loco_write_weights.argtypes = (c_int64, c_void_p, *pieces, c_int)
-        library.loco_ahead.restype = c_double
-        library.loco_ahead.argtypes = (
-            *(c_int64, c_void_p, c_void_p, *pieces, c_void_p, c_float, c_int, c_int),
+        library.loco_cross.restype = c_int64
+        library.loco_cross.argtypes = (
+            *(c_int64, c_void_p, c_void_p, c_void_p, *pieces, c_int, c_int64, c_void_p),
+            *(c_float, c_float, c_float, c_int, c_float, c_int),
+            *(c_int, c_float, c_float, c_int, c_int),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
         )
+        library.loco_first_changed.restype = c_int64
+        library.loco_first_changed.argtypes = (c_int64, c_void_p, *pieces, c_int, c_void_p, c_float, c_int)
         library.loco_digest.restype = c_uint64
         library.loco_digest.argtypes = (c_void_p, c_int64, c_int)
         library.loco_add_up.restype = None
@@ -89,25 +94,14 @@ class Compiled:
         gate: Gate | None,
     ) -> Encoded:
         n = anchor.numel()
-        values = recycled(n, torch.float32, at_most=gate is not None)
-        starts = offsets = None
-        if gate is not None:
-            starts = recycled(-(-n // BLOCK) + 1, torch.int64)
-            offsets = recycled(n, torch.uint8, at_most=True)
-        digest, first_nonfinite = c_uint64(), c_int64()
+        room, digest, first_nonfinite = _room_for(n, gate), c_uint64(), c_int64()
         pieces = _Pieces(weights, n)
-        seen = (0, 1.0, 0.0, 0)
-        if gate is not None:
-            seen = (_GATES[gate.dtype], gate.gain, gate.margin, gate.value_steps or 0)
         count = self._library.loco_encode(
-            *(n, _address(anchor), _address(residual), *pieces.arguments, *seen),
-            *(torch.get_num_threads(), _address(starts), _address(offsets), _address(values)),
+            *(n, _address(anchor), _address(residual), *pieces.arguments, *_seen(gate)),
+            *(torch.get_num_threads(), *map(_address, room)),
             *(ctypes.addressof(digest), ctypes.addressof(first_nonfinite)),
         )
-        if count < 0:
-            raise MemoryError("no memory for the entries of a round")
-        entries = Entries(starts, None if offsets is None else offsets[:count], values[:count])
-        return Encoded(entries, digest.value, first_nonfinite.value)
+        return Encoded(_filled(room, count), digest.value, first_nonfinite.value)
 
     def apply(
         self,
@@ -134,31 +128,42 @@ class Compiled:
         threads = torch.get_num_threads()
         self._library.loco_write_weights(anchor.numel(), _address(anchor), *pieces.arguments, threads)
 
-    def collect_sent(
-        self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
-    ) -> None:
-        self._ahead(anchor, weights, residual, sent, beta, collects=True)
+    def first_changed(
+        self, anchor: Tensor, weights: Sequence[Tensor], sent: Entries | None, beta: float
+    ) -> int:
+        n, pieces, entries = anchor.numel(), _Pieces(weights, anchor.numel()), _addresses([sent or ()])
+        return self._library.loco_first_changed(
+            *(n, _address(anchor), *pieces.arguments, sent is not None, entries.ctypes.data, beta),
+            torch.get_num_threads(),
+        )
 
-    def send_off(
-        self, anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
-    ) -> float:
-        return self._ahead(anchor, weights, residual, sent, beta, collects=False)
-
-    def _ahead(
+    def cross(
         self,
         anchor: Tensor,
+        momentum: Tensor | None,
         weights: Sequence[Tensor],
         residual: Tensor,
-        sent: Entries,
+        sent: Entries | None,
+        contributions: Sequence[Entries],
+        outer: OuterStep,
+        gate: Gate | None,
         beta: float,
         *,
-        collects: bool,
-    ) -> float:
-        n, pieces, entries = anchor.numel(), _Pieces(weights, anchor.numel()), _addresses([sent])
-        return self._library.loco_ahead(
-            *(n, _address(anchor), _address(residual), *pieces.arguments, entries.ctypes.data),
-            *(beta, collects, torch.get_num_threads()),
+        sends: bool = True,
+    ) -> tuple[Encoded, float]:
+        n, pieces = anchor.numel(), _Pieces(weights, anchor.numel())
+        room = _room_for(n, gate) if sends else Entries.none(n, anchor.device)
+        digest, first_nonfinite, squares = c_uint64(), c_int64(), c_double()
+        entries = _addresses([sent or (), *contributions])
+        count = self._library.loco_cross(
+            *(n, _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
+            *(sent is not None, len(contributions), entries.ctypes.data),
+            *(outer.num_sites, outer.lr, outer.momentum, outer.nesterov, beta, sends),
+            *(*_seen(gate), torch.get_num_threads(), *(map(_address, room) if sends else (None, None, None))),
+            *(ctypes.addressof(digest), ctypes.addressof(first_nonfinite), ctypes.addressof(squares)),
         )
+        found = _filled(room, count) if sends else room
+        return Encoded(found, digest.value, first_nonfinite.value), math.sqrt(squares.value)
 
     def digest(self, data: Tensor) -> int:
         size = data.numel() * data.element_size()
@@ -279,9 +284,11 @@ class Compiled:
             entries = reference_entries if home is reference else self
             returned = entries.add_and_split([own, own], anchor, 0.6)[1]
             home.apply(theta, m, w, e, own, [own, Entries.whole(residual), own], outer, returned)
-            for sent in (own, Entries.whole(residual)):
-                home.send_off(theta, w, e, sent, 1.3)
-                home.collect_sent(theta, w, e, sent, 1.3)
+            for sent in (own, Entries.whole(residual), None):
+                results.append(home.first_changed(theta, w, sent, 1.3) < 0)
+                crossing = theta, m, w, e, sent, [own, own], outer, gates[-1], 1.3
+                crossed = reference.cross(home, *crossing) if home is reference else self.cross(*crossing)
+                results += [*crossed[0].entries, crossed[0].digest, crossed[0].first_nonfinite]
             results += entries.add_up([own, own], at.numel())
             results += [x for part in entries.add_and_split([own, own], anchor, 0.6) for x in part]
             tight, known = (reference_tight if home is reference else self), Known(anchor, residual, gates[0])
@@ -299,6 +306,29 @@ def _same(a: Tensor | int | None, b: Tensor | int | None) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return a is b or bool(a == b)
     return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _seen(gate: Gate | None) -> tuple[int, float, float, int]:
+    """A gate as the library takes it."""
+    if gate is None:
+        return 0, 1.0, 0.0, 0
+    return _GATES[gate.dtype], gate.gain, gate.margin, gate.value_steps or 0
+
+
+def _room_for(numel: int, gate: Gate | None) -> Entries:
+    """Of a vector: all of them, as far as a gate lets them pass."""
+    values = recycled(numel, torch.float32, at_most=gate is not None)
+    if gate is None:
+        return Entries.whole(values)
+    starts = recycled(-(-numel // BLOCK) + 1, torch.int64)
+    return Entries(starts, recycled(numel, torch.uint8, at_most=True), values)
+
+
+def _filled(room: Entries, count: int) -> Entries:
+    if count < 0:
+        raise MemoryError("no memory for the entries of a round")
+    offsets = room.offsets
+    return Entries(room.starts, None if offsets is None else offsets[:count], room.values[:count])
 
 
 class _Pieces:

@@ -1,13 +1,23 @@
 /* Encode, steps 2 to 5: what to send, the digest of θ and the first bad position, in one pass that writes nothing
- * of the state. */
+ * of the state. And cross, which is what apply and encode do, and what overlapped rounds add to them, in one pass: a
+ * block after the other, so that memory is read and written once. */
 
 #define _DEFAULT_SOURCE  /* for madvise */
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "ahead.h"
 #include "economise.h"
-#include "flat.h"
+#include "steps.h"
 #include "usual_block.h"
+
+/* What overlapped rounds do to a block before it is encoded, and after. */
+typedef struct {
+    Apply apply;
+    const Entries *sent;  /* at the boundary before; NULL: nothing */
+    float beta;
+    int sends;            /* otherwise nothing is encoded */
+} Boundary;
 
 typedef struct {
     int64_t n;
@@ -23,6 +33,7 @@ typedef struct {
     pthread_mutex_t *lock;
     pthread_cond_t *moved_on;
     int64_t *taken, *put_down, *entries;
+    const Boundary *boundary;  /* NULL: encode alone */
 } Encode;
 
 /* ---- a block ---- */
@@ -95,6 +106,54 @@ static int encode_block(Share *share, int64_t first, int64_t *piece, float *valu
     return economise(c->anchor + first, c->margin, c->fraction, count, values, offsets);
 }
 
+/* Where s is infinite or NaN it is 0 + e. -> the first such place, or −1 */
+static int drop_bad(float *s, const float *e, int n) {
+    int bad = first_bad(s, n);
+    for (int i = bad; i >= 0 && i < n; i++)
+        if (!is_finite(s[i])) s[i] = 0.0f + e[i];
+    return bad;
+}
+
+/* What comes before encode: what was sent is collected, and the round that has come is applied. */
+static void come_to_block(Share *share, int64_t b, int64_t first, int64_t last, int64_t *reading, int64_t *writing) {
+    const Boundary *boundary = ((const Encode *)share->call)->boundary;
+    const Apply *c = &boundary->apply;
+    const Entries *sent = boundary->sent;
+    int64_t bad = -1, piece = *reading, begin = 0, count = last - first;
+    float s[BLOCK];
+    if (sent && sent->starts) begin = sent->starts[b], count = sent->starts[b + 1] - begin;
+    if (sent)
+        bad = collect_sent(c->anchor, c->residual, &c->pieces, &piece, first, count,
+                           sent->starts ? sent->offsets + begin : NULL, sent->values + (sent->starts ? begin : first),
+                           boundary->beta);
+    update_block(s, c->anchor, c->residual, &c->pieces, reading, first, last);
+    int64_t other = drop_bad(s, c->residual + first, (int)(last - first));
+    if (other >= 0 && (bad < 0 || first + other < bad)) bad = first + other;
+    if (bad >= 0 && share->bad < 0) share->bad = bad;
+    memcpy(c->residual + first, s, 4 * (size_t)(last - first));
+    take_outer_step(c, b, first, last, writing, 0);
+}
+
+/* A block of all that the call does. -> how many entries are sent, with a gate */
+static int work_on_block(Share *share, int64_t b, int64_t *reading, int64_t *writing, int64_t *piece, float *values,
+                         uint8_t *offsets) {
+    const Encode *c = share->call;
+    const Boundary *boundary = c->boundary;
+    int64_t first = b * BLOCK, last = smaller(first + BLOCK, c->n), sending = *piece;
+    if (!boundary) return encode_block(share, first, piece, values, offsets);
+    const Apply *apply = &boundary->apply;
+    int count = 0;
+    come_to_block(share, b, first, last, reading, writing);
+    if (boundary->sends) {
+        int open = c->gate == OPEN;
+        count = encode_block(share, first, piece, values, offsets);
+        send_off(apply->anchor, apply->residual, &apply->pieces, &sending, first, open ? last - first : count,
+                 open ? NULL : offsets, open ? c->values + first : values, boundary->beta);
+    }
+    share->squares += sum_of_squares(apply->residual + first, (int)(last - first));
+    return count;
+}
+
 /* ---- a thread ---- */
 
 static int64_t take_chunk(const Encode *c) {
@@ -127,13 +186,13 @@ static void *encode_share(void *argument) {
     if (!values) return NULL;  /* the caller sees that chunks are missing */
     for (int64_t block; (block = take_chunk(c)) < blocks;) {
         int64_t stop = smaller(block + c->chunk, blocks), piece = piece_at(&c->pieces, block * BLOCK), k = 0;
+        int64_t reading = piece, writing = piece;
         for (int64_t b = block; b < stop; b++) {
-            int count = encode_block(share, b * BLOCK, &piece, values + k, offsets + k);
-            k += count;
-            if (c->gate != OPEN) c->starts[b + 1] = k;
+            k += work_on_block(share, b, &reading, &writing, &piece, values + k, offsets + k);
+            if (c->starts) c->starts[b + 1] = k;
         }
         int64_t position = place_for(c, block, stop, k);
-        if (c->gate == OPEN) continue;
+        if (!c->starts) continue;
         memcpy(c->values + position, values, 4 * (size_t)k);
         memcpy(c->offsets + position, offsets, (size_t)k);
         for (int64_t b = block; b < stop; b++) c->starts[b + 1] += position;
@@ -157,35 +216,64 @@ static void prefer_large_pages(void *memory, int64_t bytes) {
 #endif
 }
 
-/* `values` and `offsets` have room for n entries, `starts` for one more than there are blocks. Without a gate only
- * `values` is written. `value_steps`: into how many a BF16 ulp is cut, or 0 for exact values.
- * -> how many entries there are, or −1 for want of memory */
-int64_t loco_encode(int64_t n, const float *anchor, const float *residual, int64_t pieces, const int64_t *address,
-                    const int64_t *start, const int32_t *dtype, int gate, float gain, float margin, int value_steps,
-                    int threads, int64_t *starts, uint8_t *offsets, float *values, uint64_t *digest,
-                    int64_t *first_nonfinite) {
+/* -> how many entries there are, or −1 for want of memory */
+static int64_t run(Encode call, int threads, uint64_t *digest, int64_t *first_nonfinite, double *squares) {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t moved_on = PTHREAD_COND_INITIALIZER;
-    int64_t taken = 0, put_down = 0, entries = 0, blocks = blocks_of(n);
+    int64_t taken = 0, put_down = 0, entries = 0, blocks = blocks_of(call.n);
     /* Large enough that threads rarely wait for each other, small enough that all have work to the end. */
     int64_t chunk = smaller(blocks / (16 * (threads < 1 ? 1 : threads)), 1024);
-    float fraction = value_steps ? 0x1p-7f / (float)value_steps : 0.0f;
-    Encode call = {n, anchor, residual, {pieces, address, start, dtype}, gate, gain, margin, fraction, starts, offsets,
-                   values, chunk < 16 ? 16 : chunk, &lock, &moved_on, &taken, &put_down, &entries};
+    call.chunk = chunk < 16 ? 16 : chunk;
+    call.lock = &lock, call.moved_on = &moved_on, call.taken = &taken, call.put_down = &put_down;
+    call.entries = &entries;
     Share shares[MAX_THREADS];
     *digest = 0;
     *first_nonfinite = -1;
-    prefer_large_pages(values, 4 * n);
-    if (gate != OPEN) {
-        prefer_large_pages(offsets, n);
-        starts[0] = 0;
+    *squares = 0;
+    if (call.values) prefer_large_pages(call.values, 4 * call.n);
+    if (call.starts) {
+        prefer_large_pages(call.offsets, call.n);
+        call.starts[0] = 0;
     }
     int count = share_out(encode_share, &call, blocks, threads, shares);
     for (int k = 0; k < count; k++) {
         int64_t bad = shares[k].bad;
         *digest += shares[k].digest;
+        *squares += shares[k].squares;
         if (bad >= 0 && (*first_nonfinite < 0 || bad < *first_nonfinite)) *first_nonfinite = bad;
     }
     if (put_down < blocks) return -1;
-    return gate == OPEN ? n : entries;
+    return call.gate == OPEN ? call.n : entries;
+}
+
+/* Into how many steps a BF16 ulp is cut, 0 for exact values -> as economies.h takes it */
+static float fraction_of(int value_steps) { return value_steps ? 0x1p-7f / (float)value_steps : 0.0f; }
+
+/* `values` and `offsets` have room for n entries, `starts` for one more than there are blocks. Without a gate only
+ * `values` is written. */
+int64_t loco_encode(int64_t n, const float *anchor, const float *residual, int64_t pieces, const int64_t *address,
+                    const int64_t *start, const int32_t *dtype, int gate, float gain, float margin, int value_steps,
+                    int threads, int64_t *starts, uint8_t *offsets, float *values, uint64_t *digest,
+                    int64_t *first_nonfinite) {
+    double squares;
+    Encode call = {.n = n, .anchor = anchor, .residual = residual, .pieces = {pieces, address, start, dtype},
+                   .gate = gate, .gain = gain, .margin = margin, .fraction = fraction_of(value_steps),
+                   .starts = starts, .offsets = offsets, .values = values};
+    return run(call, threads, digest, first_nonfinite, &squares);
+}
+
+/* `entries`: what was sent at the boundary before, and each contribution to the round that has come. `sent`, `sends`:
+ * whether there is any such, and whether what to send is found. `squares`: of the new residual. */
+int64_t loco_cross(int64_t n, float *anchor, float *momentum, float *residual, int64_t pieces, const int64_t *address,
+                   const int64_t *start, const int32_t *dtype, int sent, int64_t contributions, const Entries *entries,
+                   float sites, float lr, float mu, int nesterov, float beta, int sends, int gate, float gain,
+                   float margin, int value_steps, int threads, int64_t *starts, uint8_t *offsets, float *values,
+                   uint64_t *digest, int64_t *first_nonfinite, double *squares) {
+    Pieces all = {pieces, address, start, dtype};
+    Apply apply = {n, anchor, momentum, residual, all, NULL, NULL, contributions, entries + 1, sites, lr, mu, nesterov};
+    Boundary boundary = {apply, sent ? entries : NULL, beta, sends};
+    Encode call = {.n = n, .anchor = anchor, .residual = residual, .pieces = all, .gate = gate, .gain = gain,
+                   .margin = margin, .fraction = fraction_of(value_steps), .starts = starts, .offsets = offsets,
+                   .values = values, .boundary = &boundary};
+    return run(call, threads, digest, first_nonfinite, squares);
 }

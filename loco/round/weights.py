@@ -6,12 +6,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from loco.kernels.reference import cast
+from loco import kernels
+from loco.kernels import Entries
 
 from .outer_state import OuterState
 
 _logger = logging.getLogger(__name__)
-_AT_A_TIME = 1 << 20  # elements
 
 
 def require_cast_of_anchor(state: OuterState) -> None:
@@ -19,7 +19,7 @@ def require_cast_of_anchor(state: OuterState) -> None:
     Raises:
         ValueError: a weight of this rank's slice is not cast(θ) or, where rounds overlap, cast(θ − β·v).
     """
-    if name := first_changed(state, _began_from(state)):
+    if name := first_changed(state, state.ahead):
         since = f"round {state.rounds_done}" if state.rounds_done else "the optimizer was built"
         raise ValueError(
             f"parameter {name} was changed from outside since {since}, so it is no longer the cast of θ, "
@@ -29,41 +29,15 @@ def require_cast_of_anchor(state: OuterState) -> None:
 
 
 @torch.no_grad()
-def first_changed(state: OuterState, expected: Callable[[slice], Tensor]) -> str | None:
-    """The first parameter of this rank's slice whose weights are not the cast of what is expected, in values;
-    None if all are.
+def first_changed(state: OuterState, sent: Entries | None = None) -> str | None:
+    """The first parameter of this rank's slice whose weights are not cast(θ), in values; None if all are.
 
-    One pass, which reads 4 bytes of θ for each parameter, and the weights.
+    Args:
+        sent: what the weights run ahead of θ by, as `OuterState.ahead`.
     """
-    position = state.start
-    with state.parameters.pieces(state.start, state.stop) as pieces:
-        for weights in pieces:
-            for part in weights.split(_AT_A_TIME):
-                begin = position - state.start
-                theta = expected(slice(begin, begin + part.numel()))
-                if not torch.equal(cast(theta.to(part.device), part.dtype), part):
-                    return state.parameters.name_at(position)
-                position += part.numel()
-    return None
-
-
-def _began_from(state: OuterState) -> Callable[[slice], Tensor]:
-    """What the inner steps began from is the cast of this: θ, or where rounds overlap θ − β·v."""
-    v, beta = state.ahead, state.settings.overlap
-    if v is None or not beta:
-        return state.anchor.__getitem__
-    if v.starts is None:
-        return lambda at: state.anchor[at] - beta * v.values[at]
-    where = v.indices()
-
-    def ahead(at: slice) -> Tensor:
-        edges = torch.tensor([at.start, at.stop], device=where.device)
-        first, last = torch.searchsorted(where, edges).tolist()
-        theta = state.anchor[at].clone()
-        theta[where[first:last] - at.start] -= beta * v.values[first:last]
-        return theta
-
-    return ahead
+    with state.parameters.pieces(state.start, state.stop) as weights:
+        position = kernels.first_changed(state.anchor, weights, sent, state.settings.overlap or 0.0)
+    return None if position < 0 else state.parameters.name_at(state.start + position)
 
 
 class ShownAnchor:
@@ -90,7 +64,7 @@ class ShownAnchor:
     @torch.no_grad()
     def give_back(self) -> None:
         """The weights are again what they were, bit for bit."""
-        if name := first_changed(self._state, self._state.anchor.__getitem__):
+        if name := first_changed(self._state):
             _logger.warning("parameter %s was changed in eval mode, and train() discards that", name)
         self._write()
 

@@ -4,9 +4,11 @@ import logging
 import re
 import threading
 import time
+from contextlib import suppress
 from queue import SimpleQueue
 
 import pytest
+from interruption import Interruption
 
 from loco import logs
 from loco.logs import Progress, Waiting
@@ -96,3 +98,24 @@ def test_a_transfer_of_unknown_size_says_what_is_done(
     monkeypatch.setattr(logs, "SAY_SOON", 0.1)
     with Progress(logger, "writing", None, lambda: 3_000_000):
         assert re.fullmatch(r".* s: writing: 3\.0 MB at [\d.]+ MB/s", heard.texts.get(timeout=20.0))
+
+
+def test_ctrl_c_at_any_line_of_a_wait_leaves_the_other_waits_alone(logger: logging.Logger) -> None:
+    """At Python's own lines, too: a lock that is left locked would hold up every thread that waits next."""
+
+    def waits() -> None:
+        with Waiting(logger, lambda: "a"):
+            pass
+
+    number, where = 1, "the beginning"
+    while where:
+        interruption = Interruption(number, r"loco\.logs|threading|_weakrefset")
+        with suppress(KeyboardInterrupt), interruption:
+            waits()
+        where = interruption.where
+        other = threading.Thread(target=waits, daemon=True)
+        other.start()
+        other.join(60.0)
+        assert not other.is_alive(), where
+        number += 1
+    assert number > 20

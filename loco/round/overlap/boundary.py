@@ -7,17 +7,9 @@
     5. ŵ = w = cast(θ − β·v)            what is on its way stays in the weights of its site
 
 Only v is kept until the next boundary: from it and θ, which changes at boundaries alone, ŵ is computed again.
-
-The passes over all elements are the ops of rounds that wait, so they have their bits on every device. Where w
-began from cast(θ), as it did wherever nothing was sent, Δ is theirs too. The elements that were sent are done
-by themselves before: with e = s and w = cast(θ), for which the passes find Δ = 0.
 """
 
-import math
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from loco import kernels
 from loco.kernels import Encoded, Entries, OuterStep, all_finite
@@ -41,14 +33,9 @@ def cross(state: OuterState, come: Round | None) -> Encoded:
     """
     if come is None:
         with state.rewriting():
-            _collect_sent(state)
-            norm = _pass(state, None, [], _STILL)
-            return _send_off(state, norm)[0]
+            return _pass(state, None, _STILL, sends=True)[0]
     with come.applying() as step:
-        _take_back_returned(state, come)
-        _collect_sent(state)
-        norm = _pass(state, state.momentum, come.contributions, step)
-        encoded, come.residual_norm = _send_off(state, norm)
+        encoded, come.residual_norm = _pass(state, come, step, sends=True)
         return encoded
 
 
@@ -56,9 +43,7 @@ def cross(state: OuterState, come: Round | None) -> Encoded:
 def land(state: OuterState, come: Round) -> None:
     """Apply a round that has come before any inner step was made: w = cast(θ)."""
     with come.applying() as step:
-        _take_back_returned(state, come)
-        _collect_sent(state)
-        come.residual_norm = _pass(state, state.momentum, come.contributions, step)
+        come.residual_norm = _pass(state, come, step, sends=False)[1]
         state.ahead = None
 
 
@@ -81,50 +66,33 @@ def first_unusable(state: OuterState) -> int:
     return -1
 
 
-def _take_back_returned(state: OuterState, come: Round) -> None:
-    if come.kept is not None:
-        take_back(state, come.kept)
-    if come.view.site in come.left_out:
-        assert state.ahead is not None
-        take_back(state, state.ahead)
-
-
-def _pass(
-    state: OuterState, momentum: Tensor | None, contributions: Sequence[Entries], step: OuterStep
-) -> float:
-    """1 to 3: e = Δ + e; m, θ; w = cast(θ) -> the norm of e."""
-    nothing = Entries.none(state.numel, state.device)
-    with state.parameters.pieces(state.start, state.stop, write=True) as weights:
-        outer = state.anchor, momentum, weights, state.residual
-        return kernels.apply(*outer, nothing, contributions, step)
-
-
-def _collect_sent(state: OuterState) -> None:
-    """2, 3. Of the elements that were sent e = s and w = cast(θ)."""
-    v, residual, beta = state.ahead, state.residual, state.settings.overlap
-    assert residual is not None
-    assert beta is not None
-    if v is not None:
-        with state.parameters.pieces(state.start, state.stop, write=True) as weights:
-            kernels.collect_sent(state.anchor, weights, residual, v, beta)
-
-
-def _send_off(state: OuterState, norm: float) -> tuple[Encoded, float]:
-    """3 to 5, where e = s and w = cast(θ), so that Δ is 0 -> and the norm of the new e.
-
-    Args:
-        norm: of s.
-    """
+def _pass(state: OuterState, come: Round | None, step: OuterStep, *, sends: bool) -> tuple[Encoded, float]:
+    """-> what is sent, and the norm of e."""
     residual, beta = state.residual, state.settings.overlap
     assert residual is not None
     assert beta is not None
+    momentum, contributions, step = None, (), _STILL
+    if come is not None:
+        momentum, contributions, step = (
+            state.momentum,
+            come.contributions,
+            state.step_over(come.view.num_sites),
+        )
+        for returned in _returned(state, come):
+            take_back(state, returned)
     with state.parameters.pieces(state.start, state.stop, write=True) as weights:
-        encoded = kernels.encode(state.anchor, weights, residual, state.gate)
-        if encoded.first_nonfinite >= 0:
-            name = state.parameters.name_at(state.start + encoded.first_nonfinite)
-            raise NonFiniteError(
-                f"FP32 has no room for how far parameter {name} has moved: load the last checkpoint"
-            )
-        state.ahead = encoded.entries
-        less = kernels.send_off(state.anchor, weights, residual, encoded.entries, beta)
-    return encoded, math.sqrt(max(norm * norm + less, 0.0))
+        outer = state.anchor, momentum, weights, residual
+        encoded, norm = kernels.cross(*outer, state.ahead, contributions, step, state.gate, beta, sends=sends)
+    if encoded.first_nonfinite >= 0:
+        name = state.parameters.name_at(state.start + encoded.first_nonfinite)
+        raise NonFiniteError(
+            f"FP32 has no room for how far parameter {name} has moved: load the last checkpoint"
+        )
+    state.ahead = encoded.entries
+    return encoded, norm
+
+
+def _returned(state: OuterState, come: Round) -> list[Entries]:
+    """What this rank has sent and the round has not used."""
+    left_out = come.view.site in come.left_out
+    return [entries for entries in (come.kept, state.ahead if left_out else None) if entries is not None]
