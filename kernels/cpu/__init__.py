@@ -287,7 +287,7 @@ class Compiled:
             for sent in (own, Entries.whole(residual), None):
                 results.append(home.first_changed(theta, w, sent, 1.3) < 0)
                 crossing = theta, m, w, e, sent, [own, own], outer, gates[-1], 1.3
-                crossed = reference.cross(home, *crossing) if home is reference else self.cross(*crossing)
+                crossed = self.cross(*crossing) if home is self else reference.cross(reference, *crossing)
                 results += [*crossed[0].entries, crossed[0].digest, crossed[0].first_nonfinite]
             results += entries.add_up([own, own], at.numel())
             results += [x for part in entries.add_and_split([own, own], anchor, 0.6) for x in part]

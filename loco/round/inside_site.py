@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from loco import kernels
@@ -20,14 +20,15 @@ _DIGEST, _NORM = 8, struct.Struct("<d")
 
 
 def compare(
-    inside: Transport, state: OuterState, norm: float, round: int, *, encoded: bool
+    inside: Transport, state: OuterState, norm: float, round: int, *, copies: Callable[[], bytes] | None
 ) -> tuple[float, Problem | None]:
     """The ranks of a site exchange digests of what several of them hold alike: of whole parameters all of it,
     of sharded ones the replicas.
 
     Args:
         norm: the share of this rank in what the site would send, see `Part.norm`.
-        encoded: a rank that could not encode votes for its own reason, and has no digest to compare.
+        copies: digests of what others hold, too. None: this rank could not encode, so it votes for its own
+            reason, and has nothing to compare.
 
     Returns:
         The norm of what they all would send, and what speaks against the round.
@@ -35,9 +36,9 @@ def compare(
     if inside.size == 1:
         return norm, None
     part, failure, digests = state.part, None, bytes(_DIGEST * len(state.part.copies))
-    if encoded:
+    if copies is not None:
         try:
-            digests = digests_of_copies(state.parameters, part)
+            digests = copies()
         except Exception as error:
             failure = Problem(Status.FAILED, seen=error)
     phase = f"round {round}, weights inside the site"
@@ -76,11 +77,12 @@ def await_site(inside: Transport, *, phase: str) -> None:
         inside.swap_records(b"\1", phase=phase, limit=inside.patience)
 
 
-def share_anchor(state: OuterState, view: View, *, write: bool = True) -> None:
+def share_anchor(state: OuterState, view: View, *, write: bool = True, ahead: bool = True) -> None:
     """Where the ranks of a site each have the new θ of a slice, all need its cast, w = cast(θ).
 
     Args:
         write: False only sends, because the weights of this rank have moved on.
+        ahead: where rounds overlap, cast(θ − β·v), from which the inner steps begin.
     """
     inside, parameters, slices = view.inside, state.parameters, state.part.slices
     if len(slices) == 1:
@@ -90,7 +92,7 @@ def share_anchor(state: OuterState, view: View, *, write: bool = True) -> None:
     for low, high in pairwise([*range(0, width, GATHER_ELEMENTS), width]):
         # The last slices may be shorter, or empty: what they lack is sent as zeros, and nobody looks at it.
         part = state.anchor.new_zeros(high - low)
-        mine = state.anchor[low:high]
+        mine = (state.began_from if ahead else state.anchor.__getitem__)(slice(low, min(high, state.numel)))
         part[: mine.numel()] = mine
         for rank, values in enumerate(inside.gather(part, phase=phase)):
             first, last = slices[rank].start + low, min(slices[rank].start + high, slices[rank].stop)
@@ -98,3 +100,4 @@ def share_anchor(state: OuterState, view: View, *, write: bool = True) -> None:
                 continue
             with parameters.pieces(first, last, write=True) as weights:
                 kernels.write_weights(values[: last - first], weights)
+    state.lacks_slices = state.lacks_slices and not write

@@ -22,12 +22,12 @@ from ..report import SyncReport
 from ..setup_warnings import SetupWarnings
 from ..wire.records import VERSION
 from ..wire.refusal import Refused
-from .hooks import COUNTS, Hooks, RoundProgress
+from .hooks import Hooks, RoundProgress
 from .inside_site import share_anchor
 from .joining.first_anchor import agree_to_adopt, share_first_anchor, start_again
 from .joining.handshake import agree_on_parameters
 from .outer_state import OuterState
-from .overlap.overlapped import OverlappedRounds, require_one_rank_per_site
+from .overlap.overlapped import OverlappedRounds, require_lasting_sites
 from .round import Round
 from .state import load_inner, pop_own_state, state_of, take_over
 from .views import Views
@@ -84,7 +84,7 @@ class OuterLoop:
         self._shown: ShownAnchor | None = None  # in eval mode
         self._is_unmoved = True  # no inner step has begun since w = cast(θ)
         if settings.overlap is not None:
-            require_one_rank_per_site(topology)
+            require_lasting_sites(topology)
         setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
         agreed = agree_on_parameters(topology.all_ranks(), topology, inner, setup)
@@ -96,7 +96,9 @@ class OuterLoop:
         self._masters = OwnMasters(inner, agreed.parameters)
         self._overlapped: OverlappedRounds | None = None
         if settings.overlap is not None:
-            self._overlapped = OverlappedRounds(self.state, self.views, wire, self.hooks, self._check_inner)
+            self._overlapped = OverlappedRounds(
+                self.state, self.views, wire, self.hooks, self._check_inner, self._boundary_done
+            )
         self._warnings = SetupWarnings(settings, topology, agreed.parameters, self.state.anchor, inner)
 
     def before_step(self) -> None:
@@ -109,6 +111,8 @@ class OuterLoop:
         """
         self.refuse_in_eval("step()")
         self.settle(abandon=True)
+        if self._overlapped is not None:
+            self._overlapped.before_step()
         if self._is_unmoved:
             self.state.parameters.check_unchanged(self.inner)
             require_cast_of_anchor(self.state)
@@ -127,7 +131,8 @@ class OuterLoop:
             else:
                 self._masters.before_round()
                 self.state.check_whole()
-                self._cross(self._overlapped)
+                with torch.no_grad():
+                    self._overlapped.cross()
 
     @torch.no_grad()
     def run_round(self) -> SyncReport:
@@ -140,8 +145,7 @@ class OuterLoop:
         self._masters.before_round()
         self.state.check_whole()
         if self._overlapped is not None:
-            self._cross(self._overlapped)
-            return self._done(self._overlapped.land().report())
+            return self._overlapped.sync()
         views = self.views
         attempts = views.membership.attempts()
         while True:
@@ -188,14 +192,12 @@ class OuterLoop:
         self.state.parameters.check_unchanged(self.inner)
         self._masters.check()
 
-    @torch.no_grad()
-    def _cross(self, overlapped: OverlappedRounds) -> None:
-        """The boundary between two rounds that overlap."""
-        come = overlapped.cross()
-        if come is None:
-            self.local_step, self._is_unmoved = 0, True
-        else:
-            self._done(come.report())
+    def _boundary_done(self, come: Round | None) -> SyncReport | None:
+        """A boundary between rounds that overlap has applied this one, if one had come."""
+        if come is not None:
+            return self._done(come.report())
+        self.local_step, self._is_unmoved = 0, True
+        return None
 
     def _done(self, report: SyncReport) -> SyncReport:
         steps = self.local_step
@@ -227,7 +229,7 @@ class OuterLoop:
         """
         self.state.check_whole()
         if self._overlapped is not None:
-            return None  # a round in flight ends at the next boundary
+            return self._overlapped.finish()  # a round in flight ends at the next boundary
         with self._advice():
             report = self.views.settle_unless_told_later()
         if abandon:
@@ -246,8 +248,9 @@ class OuterLoop:
         self.state.write_weights()
         view = self.views.current
         if view is not None and view.inside.size > 1:
+            self.views.are_used_elsewhere()  # a round in flight has these links
             with self.views.conversing():
-                share_anchor(self.state, view)
+                share_anchor(self.state, view, ahead=False)
 
     def give_weights_back(self) -> None:
         shown, self._shown = self._shown, None
@@ -268,13 +271,15 @@ class OuterLoop:
     @torch.no_grad()
     def adopt_weights(self) -> None:
         if self._overlapped is not None:
-            self._overlapped.drop()
-        views, pending = self.views, self.views.pending
-        in_doubt = pending is not None and (pending.is_promised or pending.phase in COUNTS)
+            self._overlapped.wait()
+        views = self.views
+        in_doubt = self.views.is_in_doubt
         may_be_ahead = views.membership.others_may_be_ahead
         with self._advice():
             agree_to_adopt(self.state, others_may_be_ahead=may_be_ahead, round_in_doubt=in_doubt)
             view = views.form(ready=True)
+            if self._overlapped is not None:
+                self._overlapped.drop()
             with self.state.rewriting():
                 start_again(self.state)
                 with views.conversing():

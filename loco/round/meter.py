@@ -22,7 +22,7 @@ class Meter:
     def __init__(self, view: View) -> None:
         self._view = view
         self._before = view.bytes_so_far
-        self._elsewhere = 0  # bytes sent inside the site over the links of a later view
+        self._elsewhere = 0  # bytes sent inside the site that the links of the view do not tell
         self._began = {"encode": time.perf_counter()}  # by what began
         self._all_had_come = self._ended = 0.0
         self._vote: Vote | None = None  # the last one of this rank
@@ -59,8 +59,10 @@ class Meter:
         self._vote = replace(vote, numel=numel, entries=entries, sent_bytes=self._sent())
         return self._vote
 
-    def add_elsewhere(self, count: int) -> None:
-        self._elsewhere += count
+    def shared(self, view: View, count: int) -> None:
+        """So many bytes inside the site, after the round, over the links of this view."""
+        if view is not self._view or self._after is not None:
+            self._elsewhere += count
 
     def seconds(self) -> Mapping[str, float]:
         ends = [*list(self._began.values())[1:], self._ended]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loco import kernels
-from loco.kernels import Entries, Gate, OuterStep
+from loco.kernels import Encoded, Gate, OuterStep
 from loco.kernels.recycle import Recycler
 from loco.kernels.reserve import lasting_zeros
 
@@ -39,8 +39,10 @@ class OuterState:
         rounds_done: the round that the state is after.
         took_part: the last round of each site that has a name.
         sent_bytes: by this site, in all rounds, to the others.
-        ahead: where rounds overlap, what this rank has sent and θ has not got yet: v. The inner steps began
-            from cast(θ − β·v).
+        ahead: where rounds overlap, what this rank sent at the last boundary, v. The inner steps began from
+            cast(θ − β·v).
+        on_its_way: the number of the round that v travels in; 0: v is in e again, or there is none.
+        lacks_slices: the other ranks of this site have not given their parts of the weights yet.
         memory: what rounds leave to each other.
         anchor_incomplete: θ or m is only a part of what another site was sending.
     """
@@ -57,7 +59,9 @@ class OuterState:
     rounds_done: int = 0
     took_part: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
-    ahead: Entries | None = None
+    ahead: Encoded | None = None
+    on_its_way: int = 0
+    lacks_slices: bool = False
     anchor_incomplete: bool = False
     _is_torn: bool = False
     memory: Recycler = field(default_factory=Recycler)
@@ -125,6 +129,19 @@ class OuterState:
     def shared(self) -> list[Tensor]:
         """What all sites hold alike."""
         return [tensor for tensor in (self.anchor, self.momentum) if tensor is not None]
+
+    def began_from(self, at: slice) -> Tensor:
+        """The inner steps began from the cast of this: θ or, where rounds overlap, θ − β·v."""
+        if self.ahead is None:
+            return self.anchor[at]
+        v, beta = self.ahead.entries, self.settings.overlap
+        assert beta is not None
+        if v.starts is None:
+            return self.anchor[at] - beta * v.values[at]
+        began = self.anchor[at].clone()
+        where, values = v.within(at)
+        began[where] -= beta * values
+        return began
 
     @torch.no_grad()
     def read_weights(self) -> None:

@@ -34,7 +34,7 @@ from ..wire.records import Announcement, Status, Vote, fp32_of
 from ..wire.refusal import Problem, Refused, overflow_text
 from .announcements import Opening, announce, opening, outliers, replica_problem
 from .hooks import Hooks, Phase, RoundProgress
-from .inside_site import compare, share_anchor
+from .inside_site import compare, digests_of_copies, share_anchor
 from .joining.handshake import check_denormals
 from .meter import Meter
 from .outer_state import OuterState
@@ -50,6 +50,7 @@ class Round:
         view: who takes part.
         wire: how entries travel.
         encode: finds what this rank sends. If it raises, the round is refused by all ranks.
+        copies: digests of the weights that other ranks of this site hold, too; by default as they are now.
         hooks: the user's, called at every phase.
         number: of the round; by default the one after those that are done.
 
@@ -61,7 +62,6 @@ class Round:
         left_out, contributions: the sites whose entries count as none, and what is added up.
         kept: sums that come back to this rank alone.
         meter, residual_norm: of seconds and bytes, and of e after it, for the report.
-        is_shared: after it was applied, the ranks of this site have shared θ.
         is_promised: this rank has voted for the round, or is about to: others may count on it.
     """
 
@@ -72,6 +72,7 @@ class Round:
         wire: WireConfig,
         *,
         encode: Callable[[], Encoded],
+        copies: Callable[[], bytes] | None = None,
         hooks: Hooks[RoundProgress],
         number: int | None = None,
     ) -> None:
@@ -82,9 +83,9 @@ class Round:
         self.problem: Problem | None = None
         self.failed_here = False
         self.is_promised = False
-        self.is_shared = False
         self._wire = wire
         self._encode = encode
+        self._copies = copies or (lambda: digests_of_copies(state.parameters, state.part))
         self._hooks = hooks
         self._encoded: Encoded | None = None
         self._codec: Codec = WHOLE
@@ -139,7 +140,8 @@ class Round:
         self.meter.begin("exchange")
         view.liveness.say(f"round {self.number}, exchanging")
         view.verdicts.prepare(self.number)
-        norm, drift = compare(view.inside, state, self._norm, self.number, encoded=self._own is not None)
+        copies = None if self._own is None else self._copies
+        norm, drift = compare(view.inside, state, self._norm, self.number, copies=copies)
         self.problem = self.problem or drift
         self._opening = self._or_problem(lambda: self._open(norm))
         mine = self._opening or Opening(vote_of(view, self.problem, self.number))
@@ -244,6 +246,7 @@ class Round:
                 yield state.step_over(view.num_sites)
                 self.meter.end()
                 state.took_part |= dict.fromkeys(view.site_names, self.number)
+                state.lacks_slices = len(state.part.slices) > 1
                 self.phase = Phase.APPLIED  # before the state counts as whole: no round is applied twice
                 state.rounds_done = self.number
         except BaseException:
@@ -253,16 +256,14 @@ class Round:
         self._enter(Phase.APPLIED)
 
     def share(self, view: View) -> None:
-        """8. w = cast(θ) of the other ranks' slices, inside the site.
+        """8. w of the other ranks' slices, inside the site.
 
         Args:
             view: this round's, or a later one if its links broke.
         """
         before = view.bytes_so_far[2]
         share_anchor(self.state, view)
-        if view is not self.view:
-            self.meter.add_elsewhere(view.bytes_so_far[2] - before)
-        self.is_shared = True
+        self.meter.shared(view, view.bytes_so_far[2] - before)
         self.meter.end()
 
     @property

@@ -1,7 +1,7 @@
 """The views that a rank's rounds run in, one after another, and what a lost one left undecided."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..coordination.commit import ABORT, COMMIT
@@ -32,12 +32,15 @@ class Views:
         current: the latest one, over whose links this rank talks; None before the first.
         pending: a round that this rank may have promised or applied, and whose end is missing.
         committed: the name of the view that made the latest round.
+        are_used_elsewhere: waits as long as another thread uses these, and forms new links itself where that
+            is needed -> whether one did.
     """
 
     def __init__(self, state: OuterState, membership: Membership) -> None:
         self.current: View | None = None
         self.pending: Round | None = None
         self.committed = ""
+        self.are_used_elsewhere: Callable[[], bool] = lambda: False
         self.membership = membership
         membership.reconnects_by(self)
         self._state = state
@@ -89,6 +92,8 @@ class Views:
 
     def reconnect(self) -> None:
         """Form new links in this site with those who wait for them."""
+        if self.are_used_elsewhere():
+            return
         self.membership.give_up("")
         self._form_site()
 
@@ -182,7 +187,7 @@ class Views:
             pending.apply()
         self.committed = pending.view.name
         view = self.current
-        if len(self._state.part.slices) > 1 and not pending.is_shared:
+        if self._state.lacks_slices:
             if view is not None and view.is_whole:
                 with self.conversing():
                     pending.share(view)
@@ -208,6 +213,12 @@ class Views:
         self.pending.learn_verdict(committed=view.committed)
         return self.settle(COMMIT)
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether a round was interrupted that counts, or may."""
+        pending = self.pending
+        return pending is not None and (pending.is_promised or pending.phase in COUNTS)
+
     def undecided_round(self) -> int | None:
         """The number of the interrupted round of which this rank does not know yet whether it counts.
 
@@ -217,7 +228,7 @@ class Views:
         """
         self._state.check_whole()
         pending = self.pending
-        if pending is None or not (pending.is_promised or pending.phase in COUNTS):
+        if pending is None or not self.is_in_doubt:
             return None
         if not pending.is_promised:
             raise LocoError(

@@ -19,7 +19,7 @@ def require_cast_of_anchor(state: OuterState) -> None:
     Raises:
         ValueError: a weight of this rank's slice is not cast(θ) or, where rounds overlap, cast(θ − β·v).
     """
-    if name := first_changed(state, state.ahead):
+    if name := first_changed(state, None if state.ahead is None else state.ahead.entries):
         since = f"round {state.rounds_done}" if state.rounds_done else "the optimizer was built"
         raise ValueError(
             f"parameter {name} was changed from outside since {since}, so it is no longer the cast of θ, "
@@ -33,7 +33,7 @@ def first_changed(state: OuterState, sent: Entries | None = None) -> str | None:
     """The first parameter of this rank's slice whose weights are not cast(θ), in values; None if all are.
 
     Args:
-        sent: what the weights run ahead of θ by, as `OuterState.ahead`.
+        sent: what the weights run ahead of θ by.
     """
     with state.parameters.pieces(state.start, state.stop) as weights:
         position = kernels.first_changed(state.anchor, weights, sent, state.settings.overlap or 0.0)

@@ -3,7 +3,7 @@
 import hashlib
 
 from ...members.view import View
-from ..hooks import COUNTS
+from ..hooks import Phase
 from ..inside_site import share_anchor
 from ..outer_state import OuterState
 from ..round import Round
@@ -27,7 +27,7 @@ def catch_up_in_site(state: OuterState, view: View, pending: Round | None, commi
             register to clear up.
     """
     in_doubt = committed is not None and pending is not None and pending.is_promised
-    lacks = pending is not None and pending.phase in COUNTS
+    lacks = state.lacks_slices or (pending is not None and pending.phase is Phase.COMMITTED)
     doubt = _digest(pending.view.name) if pending is not None and in_doubt else _NONE
     told = view.inside.swap_records(
         bytes([lacks]) + doubt + _digest(committed or ""), phase="reconnecting inside the site"
@@ -43,7 +43,7 @@ def catch_up_in_site(state: OuterState, view: View, pending: Round | None, commi
     if pending is not None and lacks:
         pending.share(view)
     else:
-        share_anchor(state, view, write=False)
+        share_anchor(state, view, write=lacks)
 
 
 def _digest(name: str) -> bytes:

@@ -11,15 +11,17 @@ from loco import kernels
 from loco.kernels import Encoded, Entries
 
 from ...coordination.commit import ABORT
-from ...errors import SAME_STEPS, TransportError, WireError, advising
+from ...errors import SAME_STEPS, LocoError, TransportError, WireError, advising
 from ...exchange.wire_config import WireConfig
 from ...members.view import SiteTopology, View
+from ...report import SyncReport
 from ...wire.refusal import Refused
-from ..hooks import Hooks, RoundProgress
+from ..hooks import Hooks, Phase, RoundProgress
+from ..inside_site import digests_of_copies, share_anchor
 from ..outer_state import OuterState
 from ..round import Round
 from ..views import Views
-from .boundary import cross, first_unusable, land, take_back
+from .boundary import cross, land, take_back
 from .flight import Flight
 
 _AGAIN = (
@@ -30,16 +32,15 @@ _AT_EXIT = 5.0  # seconds
 _logger = logging.getLogger(__name__)
 
 
-def require_one_rank_per_site(topology: SiteTopology) -> None:
+def require_lasting_sites(topology: SiteTopology) -> None:
     """
     Raises:
         ValueError: rounds can't overlap for these sites.
     """
-    if topology.is_elastic or topology.ranks_per_site > 1:
-        what = "come and go" if topology.is_elastic else "have several ranks"
+    if topology.is_elastic:
         raise ValueError(
-            f"overlap=True is for sites of one rank that stay the same; these {what}: leave it out, and each "
-            f"round is waited for"
+            "overlap=True is for sites that stay the same; these come and go: leave it out, and each round "
+            "is waited for"
         )
 
 
@@ -49,12 +50,16 @@ class OverlappedRounds:
     A round that fails is one in which nobody has sent anything: v goes back into e, θ and m stay, and the
     inner steps that were made meanwhile stand.
 
+    Ctrl-C may come between any two lines. `finish` does what it has cut off of a boundary, and every call
+    begins with that.
+
     Args:
         state: of this rank.
         views: in which its rounds run.
         wire: how entries travel.
         hooks: called at every phase of a round, up to its verdict in the thread in which it travels.
         check_inner: raises a ValueError if the inner optimizer can't take part.
+        done: called at the end of each boundary, with the round that it has applied, if there was one.
     """
 
     def __init__(
@@ -64,44 +69,92 @@ class OverlappedRounds:
         wire: WireConfig,
         hooks: Hooks[RoundProgress],
         check_inner: Callable[[], None],
+        done: Callable[[Round | None], SyncReport | None],
     ) -> None:
         self._state = state
         self._views = views
         self._wire = wire
         self._hooks = hooks
         self._check_inner = check_inner
+        self._done = done
         self._flight: Flight | None = None
-        self._come: Round | None = None  # it counts, and is not applied yet
+        self._come: Round | None = None  # it counts, and has no report yet
+        # The rounds that the latest boundary sends off, and that `sync` waits for.
+        self._crossing = self._landing = 0
+        # Of the latest boundary: why this rank refuses the next round, and digests of its weights.
+        self._problem: Exception | None = None
+        self._copies = b""
+        views.are_used_elsewhere = self.wait
         atexit.register(_warn_at_exit, weakref.ref(self))
 
-    def cross(self) -> Round | None:
-        """A boundary -> the round that it applied, if one had come.
+    def cross(self) -> None:
+        """A boundary.
 
         Raises:
-            LocoError: the round before this boundary failed; or this one can't begin, on this rank or, if it
-                is refused, on all.
+            LocoError: the round before this boundary failed; or this rank's part in the next is refused.
         """
+        self.finish()
         self._await()
-        self._refuse_what_is_unusable()
-        come, state = self._come, self._state
+        state = self._state
+        self._problem = self._problem_of_inner()
+        self._copies = digests_of_copies(state.parameters, state.part)
+        self._crossing = self._next
         with state.memory.used():
-            encoded = cross(state, come)
-        self._come = None
-        self._send_off(lambda: encoded)
-        return come
+            cross(state, self._come)
+        self.finish()
+        assert state.ahead is not None
+        if self._problem is not None or state.ahead.first_nonfinite >= 0:
+            self._await()  # which raises it, as all ranks refuse the round
 
-    def land(self) -> Round:
-        """Wait for the round that the boundary just crossed has sent off, and apply it: w = cast(θ).
+    def sync(self) -> SyncReport:
+        """A boundary, and its round, which is waited for: w = cast(θ).
 
         Raises:
-            LocoError: it failed.
+            LocoError: as `cross`, or the round failed.
         """
+        report = self.finish()
+        if report is not None and report.round == self._landing:
+            return report
+        if not self._landing or self._landing != self._state.on_its_way:
+            self._landing = self._next
+            self.cross()
         self._await()
-        come = self._come
-        assert come is not None
-        land(self._state, come)
-        self._come = None
-        return come
+        assert self._come is not None
+        land(self._state, self._come)
+        report = self.finish()
+        assert report is not None
+        return report
+
+    def before_step(self) -> None:
+        """Raises:
+        LocoError: what was cut off can't be finished yet.
+        """
+        self.finish()
+        self._landing = 0
+
+    def finish(self) -> SyncReport | None:
+        """The end of the latest boundary, as far as it lacks: the ranks of a site share their parts of the
+        weights, what is to be sent is sent off, and the round that was applied is reported -> its report.
+
+        Raises:
+            LocoError: the ranks of this site can't share.
+        """
+        state, come = self._state, self._come
+        if come is not None and come.phase is not Phase.APPLIED:
+            return None
+        self._share(come)
+        if self._flight is None and state.on_its_way:
+            self._send_off()
+        has_crossed = 0 < self._crossing == state.on_its_way
+        if not has_crossed and come is None:
+            return None
+        self._crossing, self._come = 0, None
+        return self._done(come)
+
+    @property
+    def _next(self) -> int:
+        """The number of the round that the next boundary sends off."""
+        return self._state.rounds_done + (2 if self._state.on_its_way else 1)
 
     def _await(self) -> None:
         """Until the round in flight has come, if there is one."""
@@ -114,46 +167,52 @@ class OverlappedRounds:
         try:
             come = flight.result()
         except Exception:
-            assert self._state.ahead is not None
-            with self._state.rewriting():
-                take_back(self._state, self._state.ahead)
-                self._flight = None
+            if not self._views.is_in_doubt:  # otherwise it may count: the next flight asks first
+                take_back(self._state)
+            self._flight = None
             raise
         come.meter.travelled(flight.seconds, time.perf_counter() - began)
         self._come, self._flight = come, None
 
-    def _refuse_what_is_unusable(self) -> None:
-        """All sites refuse the next round together if this rank can't take part: nothing is applied before it
-        is repaired."""
-        problem: Exception | None = None
+    def wait(self) -> bool:
+        """Until no round is in flight -> whether one was."""
+        flight = self._flight
+        return flight is not None and flight.wait()
+
+    def _problem_of_inner(self) -> Exception | None:
         try:
             self._check_inner()
-            bad = first_unusable(self._state)
         except Exception as error:
-            problem, bad = error, -1
-        if problem is None and bad < 0:
-            return
+            return error
+        return None
+
+    def _share(self, come: Round | None) -> None:
+        state, views = self._state, self._views
+        attempts = views.membership.attempts()
+        while state.lacks_slices:
+            view: View | None = None
+            try:
+                view = views.form(ready=True)  # if these are new links, their ranks share at once
+                if state.lacks_slices:
+                    with views.conversing():
+                        share_anchor(state, view) if come is None else come.share(view)
+            except (TransportError, WireError) as error:
+                with advising(_AGAIN, SAME_STEPS):
+                    attempts.failed(error, linked=view is not None, refused=False, own_fault=False)
+
+    def _send_off(self) -> None:
+        state, problem, copies = self._state, self._problem, self._copies
+        sends, number = state.ahead, state.on_its_way
+        assert sends is not None
 
         def encode() -> Encoded:
             if problem is not None:
                 raise problem
-            nothing = Entries.none(self._state.numel, self._state.device)
-            return Encoded(nothing, 0, bad)
+            return sends
 
-        refused = Flight(lambda: self._travel(encode, self._next))
-        refused.wait()
-        refused.result()  # raises: this rank has voted against it
+        self._flight = Flight(lambda: self._travel(encode, lambda: copies, number))
 
-    @property
-    def _next(self) -> int:
-        """The number of the round that the next boundary sends off."""
-        return self._state.rounds_done + (1 if self._come is None else 2)
-
-    def _send_off(self, encode: Callable[[], Encoded]) -> None:
-        number = self._next
-        self._flight = Flight(lambda: self._travel(encode, number))
-
-    def _travel(self, encode: Callable[[], Encoded], number: int) -> Round:
+    def _travel(self, encode: Callable[[], Encoded], copies: Callable[[], bytes], number: int) -> Round:
         """Bring a round to its verdict, tried again as long as that can help -> the round, which counts."""
         views = self._views
         attempts = views.membership.attempts()
@@ -164,9 +223,8 @@ class OverlappedRounds:
                 come = views.decide(ABORT)
                 if come is None:
                     view = views.form(ready=True)
-                    current = Round(
-                        self._state, view, self._wire, encode=encode, hooks=self._hooks, number=number
-                    )
+                    how = {"encode": encode, "copies": copies, "hooks": self._hooks, "number": number}
+                    current = Round(self._state, view, self._wire, **how)
                     come = views.run(current)
                 views.pending = None
                 return come
@@ -180,37 +238,48 @@ class OverlappedRounds:
 
     def drop(self) -> None:
         """The state is about to be replaced: what has come, or is on its way, belongs to the old one."""
-        if self._flight is not None:
-            self._flight.wait()
+        self.wait()
         self._flight = self._come = self._state.ahead = None
+        self._state.on_its_way = self._crossing = self._landing = 0
+        self._state.lacks_slices = False
 
     def own_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the round in flight. It is sent again when the state is loaded, which
-        waits for nobody now and gives the same sums."""
-        v = self._state.ahead
-        in_flight = self._flight is not None or self._come is not None
-        return {"ahead": None if v is None else v._asdict(), "in_flight": in_flight}
+        waits for nobody now and gives the same sums.
+
+        Raises:
+            LocoError: the latest boundary was cut off.
+        """
+        state = self._state
+        if state.lacks_slices:
+            raise LocoError(
+                "the latest boundary was interrupted before the ranks of this site had shared its result: "
+                "call settle(), sync() or step() on every rank to complete it"
+            )
+        sent = None if state.ahead is None else state.ahead.entries._asdict()
+        return {"ahead": sent, "in_flight": state.on_its_way > 0}
 
     def take_over(self, own: dict[str, Any]) -> None:
         """Go on from `own_state`, whose other parts have been loaded."""
         saved, state = own.get("ahead"), self._state
-        state.ahead = None if saved is None else Entries(**saved).to(state.device)
+        if saved is None:
+            return
+        state.ahead = Encoded(Entries(**saved).to(state.device), kernels.digest(state.anchor), -1)
         if own.get("in_flight"):
-            assert state.ahead is not None
-            encoded = Encoded(state.ahead, kernels.digest(state.anchor), -1)
-            self._send_off(lambda: encoded)
+            state.on_its_way = state.rounds_done + 1
+            self._problem, self._copies = None, digests_of_copies(state.parameters, state.part)
+            self._send_off()
 
     def warn_at_exit(self) -> None:
-        flight, come = self._flight, self._come
-        if flight is None and come is None:
+        if not self._state.on_its_way:
             return
         _logger.warning(
             "the program ends with round %d in flight, which is in no site's weights: call sync() after the "
             "last step, on all sites",
-            self._next,
+            self._state.on_its_way,
         )
-        if flight is not None:
-            flight.wait(_AT_EXIT)  # others may wait for this site's part of it
+        if self._flight is not None:
+            self._flight.wait(_AT_EXIT)  # others may wait for this site's part of it
 
 
 def _warn_at_exit(rounds: "weakref.ref[OverlappedRounds]") -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -28,6 +29,8 @@ def cut(port: int) -> int:
     """Close all of this process's connections to the store's host, as a router that forgets them does."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
+        if not Path(f"/proc/self/fd/{name}").is_socket():
+            continue
         with suppress(OSError, IndexError), socket.socket(fileno=os.dup(int(name))) as end:
             if end.getpeername()[1] == port:
                 end.shutdown(socket.SHUT_RDWR)
@@ -174,6 +177,7 @@ def test_a_thread_that_waits_without_end_is_replaced_now_and_then(
 ENDING = """
 import time
 from datetime import timedelta
+from pathlib import Path
 from torch.distributed import TCPStore
 from loco.coordination.store_client import StoreClient
 
