@@ -207,7 +207,8 @@ def cross(
     w = cast(θ − β·v)
 
     Where nothing was sent ŵ is cast(θ), so Δ is that of `encode` and `apply`. So these two do all elements,
-    once those that were sent are changed to what they find no Δ at: e = s and w = cast(θ).
+    once those that were sent are changed to what they find no Δ at: e = s and w = cast(θ). A zero that they
+    add makes +0 of −0, which is taken back.
 
     Args:
         passes: the home whose `encode` and `apply` are used.
@@ -217,12 +218,14 @@ def cross(
     norm of e as `apply` does.
     """
     nothing = Entries.none(anchor.numel(), anchor.device)
-    bad = []
+    bad, were_sent = [], slice(0)
     if sent is not None:
         bad += _collect_sent(anchor, weights, residual, sent, beta)
+        were_sent = slice(None) if sent.starts is None else sent.indices()
     bad += _drop_bad(anchor, weights, residual)
-    first_bad = min(bad, default=-1)
+    first_bad, collected = min(bad, default=-1), residual[were_sent].clone()
     norm = passes.apply(anchor, momentum, weights, residual, nothing, contributions, outer)
+    residual[were_sent] = collected
     if not sends:
         return Encoded(nothing, 0, first_bad), norm
     encoded = passes.encode(anchor, weights, residual, gate)._replace(first_nonfinite=first_bad)

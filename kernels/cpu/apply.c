@@ -12,12 +12,13 @@ static void *apply_share(void *argument) {
         int n = (int)(last - first);
         if (c->residual) {
             float s[BLOCK];
-            update_block(s, c->anchor, c->residual, &c->pieces, &reading, first, last);
+            update_block(s, c->anchor + first, c->residual, &c->pieces, &reading, first, last);
             take_sent(s, c->own, c->returned, b, n);
             memcpy(c->residual + first, s, 4 * (size_t)n);
             share->squares += sum_of_squares(s, n);
         }
-        take_outer_step(c, b, first, last, &writing, past_caches);
+        take_outer_step(c, b, first, last);
+        write_block(c->anchor + first, &c->pieces, &writing, first, last, past_caches);
     }
     finish_stores();
     return NULL;

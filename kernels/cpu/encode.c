@@ -89,7 +89,7 @@ static int visible_of_block(Share *share, int64_t first, int64_t *piece, float *
 #endif
     if (count >= 0) return count;
     float s[BLOCK];
-    update_block(s, c->anchor, c->residual, &c->pieces, piece, first, last);
+    update_block(s, theta, c->residual, &c->pieces, piece, first, last);
     share->digest += digest_words(theta, n, (uint32_t)first);
     int bad = first_bad(s, n);
     if (bad >= 0 && share->bad < 0) share->bad = first + bad;
@@ -98,13 +98,15 @@ static int visible_of_block(Share *share, int64_t first, int64_t *piece, float *
     return 0;
 }
 
-/* The entries of one block that are sent. -> how many */
-static int encode_block(Share *share, int64_t first, int64_t *piece, float *values, uint8_t *offsets) {
-    const Encode *c = share->call;
-    int count = visible_of_block(share, first, piece, values, offsets);
+/* Of packed entries those that are sent. -> how many */
+static int chosen(const Encode *c, int64_t first, int count, float *values, uint8_t *offsets) {
     if (c->margin == 0.0f && c->fraction == 0.0f) return count;
     return economise(c->anchor + first, c->margin, c->fraction, count, values, offsets);
 }
+
+/* ---- a block of a boundary ---- */
+
+static int is_finite(float x) { return (bits(x) & 0x7FFFFFFF) < 0x7F800000; }
 
 /* Where s is infinite or NaN it is 0 + e. -> the first such place, or −1 */
 static int drop_bad(float *s, const float *e, int n) {
@@ -114,43 +116,51 @@ static int drop_bad(float *s, const float *e, int n) {
     return bad;
 }
 
-/* What comes before encode: what was sent is collected, and the round that has come is applied. */
-static void come_to_block(Share *share, int64_t b, int64_t first, int64_t last, int64_t *reading, int64_t *writing) {
-    const Boundary *boundary = ((const Encode *)share->call)->boundary;
-    const Apply *c = &boundary->apply;
-    const Entries *sent = boundary->sent;
-    int64_t bad = -1, piece = *reading, begin = 0, count = last - first;
-    float s[BLOCK];
-    if (sent && sent->starts) begin = sent->starts[b], count = sent->starts[b + 1] - begin;
-    if (sent)
-        bad = collect_sent(c->anchor, c->residual, &c->pieces, &piece, first, count,
-                           sent->starts ? sent->offsets + begin : NULL, sent->values + (sent->starts ? begin : first),
-                           boundary->beta);
-    update_block(s, c->anchor, c->residual, &c->pieces, reading, first, last);
-    int64_t other = drop_bad(s, c->residual + first, (int)(last - first));
-    if (other >= 0 && (bad < 0 || first + other < bad)) bad = first + other;
-    if (bad >= 0 && share->bad < 0) share->bad = bad;
-    memcpy(c->residual + first, s, 4 * (size_t)(last - first));
-    take_outer_step(c, b, first, last, writing, 0);
+/* As visible_of_block, where s is known. */
+static int visible_of(Share *share, const float *theta, const float *s, int64_t first, int n, float *values,
+                      uint8_t *offsets) {
+    const Encode *c = share->call;
+#if defined(__AVX2__)
+    if (c->gate != OPEN && n == BLOCK) {  /* (θ − θ) + s */
+        Pack *pack_it = usual[FLOAT32][c->gate];
+        int count = pack_it(theta, (const char *)theta, s, c->gain, (uint32_t)first, values, offsets, &share->digest);
+        if (count >= 0) return count;
+    }
+#endif
+    share->digest += digest_words(theta, n, (uint32_t)first);
+    if (c->gate != OPEN) return pack(theta, s, n, c->gain, c->gate, values, offsets);
+    for (int i = 0; i < n; i++) c->values[first + i] = 0.0f + s[i];
+    return 0;
 }
 
-/* A block of all that the call does. -> how many entries are sent, with a gate */
-static int work_on_block(Share *share, int64_t b, int64_t *reading, int64_t *writing, int64_t *piece, float *values,
-                         uint8_t *offsets) {
+/* All steps; memory is read once, in order. -> how many entries are sent, with a gate */
+static int cross_block(Share *share, int64_t b, int64_t *reading, int64_t *writing, float *values, uint8_t *offsets) {
     const Encode *c = share->call;
     const Boundary *boundary = c->boundary;
-    int64_t first = b * BLOCK, last = smaller(first + BLOCK, c->n), sending = *piece;
-    if (!boundary) return encode_block(share, first, piece, values, offsets);
     const Apply *apply = &boundary->apply;
-    int count = 0;
-    come_to_block(share, b, first, last, reading, writing);
+    int64_t first = b * BLOCK, last = smaller(first + BLOCK, c->n);
+    int n = (int)(last - first), count = 0;
+    float *theta = apply->anchor + first, *e = apply->residual + first, s[BLOCK], ahead[BLOCK];
+
+    run_ahead_of(ahead, theta, n, boundary->sent, b, boundary->beta);
+    update_block(s, ahead, apply->residual, &apply->pieces, reading, first, last);
+    int bad = drop_bad(s, e, n);
+    if (bad >= 0 && share->bad < 0) share->bad = first + bad;
+    take_outer_step(apply, b, first, last);
+
+    const float *weights = theta;
     if (boundary->sends) {
-        int open = c->gate == OPEN;
-        count = encode_block(share, first, piece, values, offsets);
-        send_off(apply->anchor, apply->residual, &apply->pieces, &sending, first, open ? last - first : count,
-                 open ? NULL : offsets, open ? c->values + first : values, boundary->beta);
+        count = chosen(c, first, visible_of(share, theta, s, first, n, values, offsets), values, offsets);
+        const float *sent = c->gate == OPEN ? c->values + first : values;
+        const uint8_t *where = c->gate == OPEN ? NULL : offsets;
+        run_ahead(ahead, theta, n, where ? count : n, where, sent, boundary->beta);
+        weights = ahead;
+        if (!where) for (int i = 0; i < n; i++) s[i] -= sent[i];
+        for (int k = 0; k < count; k++) s[offsets[k]] -= sent[k];
     }
-    share->squares += sum_of_squares(apply->residual + first, (int)(last - first));
+    memcpy(e, s, 4 * (size_t)n);
+    share->squares += sum_of_squares(s, n);
+    write_block(weights, &apply->pieces, writing, first, last, 0);
     return count;
 }
 
@@ -186,9 +196,13 @@ static void *encode_share(void *argument) {
     if (!values) return NULL;  /* the caller sees that chunks are missing */
     for (int64_t block; (block = take_chunk(c)) < blocks;) {
         int64_t stop = smaller(block + c->chunk, blocks), piece = piece_at(&c->pieces, block * BLOCK), k = 0;
-        int64_t reading = piece, writing = piece;
+        int64_t writing = piece;
         for (int64_t b = block; b < stop; b++) {
-            k += work_on_block(share, b, &reading, &writing, &piece, values + k, offsets + k);
+            if (c->boundary) k += cross_block(share, b, &piece, &writing, values + k, offsets + k);
+            else {
+                int count = visible_of_block(share, b * BLOCK, &piece, values + k, offsets + k);
+                k += chosen(c, b * BLOCK, count, values + k, offsets + k);
+            }
             if (c->starts) c->starts[b + 1] = k;
         }
         int64_t position = place_for(c, block, stop, k);

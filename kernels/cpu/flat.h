@@ -70,13 +70,14 @@ static inline void update_run(float *restrict s, const float *restrict theta, co
     else for (int i = 0; i < n; i++) s[i] += 0.0f;
 }
 
-/* Steps 2 and 3 of the elements `first` … `last`, at most a block. `piece` moves on to the last one's. */
-static inline void update_block(float *s, const float *anchor, const float *residual, const Pieces *p, int64_t *piece,
+/* Steps 2 and 3 of the elements `first` … `last`, at most a block, whose θ are given. `piece` moves on to the last
+ * one's. */
+static inline void update_block(float *s, const float *theta, const float *residual, const Pieces *p, int64_t *piece,
                                 int64_t first, int64_t last) {
     for (int64_t low = first; low < last;) {
         int n = run_from(p, piece, low, last);
-        update_run(s + (low - first), anchor + low, weight_at(p, *piece, low), residual ? residual + low : NULL, n,
-                   p->dtype[*piece]);
+        update_run(s + (low - first), theta + (low - first), weight_at(p, *piece, low),
+                   residual ? residual + low : NULL, n, p->dtype[*piece]);
         low += n;
     }
 }

@@ -66,11 +66,12 @@ static inline void write_run(char *restrict w, const float *restrict theta, int 
     else for (int i = 0; i < n; i++) half[i] = float_to_fp16(theta[i]);
 }
 
-static inline void write_block(const float *anchor, const Pieces *p, int64_t *piece, int64_t first, int64_t last,
-                        int past_caches) {
+/* Of the elements `first` … `last`, whose θ are given. */
+static inline void write_block(const float *theta, const Pieces *p, int64_t *piece, int64_t first, int64_t last,
+                               int past_caches) {
     for (int64_t low = first; low < last;) {
         int n = run_from(p, piece, low, last);
-        write_run(weight_at(p, *piece, low), anchor + low, n, p->dtype[*piece], past_caches);
+        write_run(weight_at(p, *piece, low), theta + (low - first), n, p->dtype[*piece], past_caches);
         low += n;
     }
 }
@@ -85,14 +86,12 @@ static inline double sum_of_squares(const float *x, int n) {
     return sum;
 }
 
-/* Steps 6 to 8, in place, of the block that has the elements `first` … `last`. `piece` moves on to the last one's. */
-static inline void take_outer_step(const Apply *c, int64_t b, int64_t first, int64_t last, int64_t *piece,
-                                   int past_caches) {
+/* Steps 6 and 7, in place, of the block that has the elements `first` … `last`. */
+static inline void take_outer_step(const Apply *c, int64_t b, int64_t first, int64_t last) {
     float total[BLOCK] = {0};
     for (int64_t r = 0; r < c->contributions; r++) add(total, &c->contribution[r], b, (int)(last - first));
     outer_step(c->anchor + first, c->momentum ? c->momentum + first : NULL, total, (int)(last - first), c->sites, c->lr,
                c->mu, c->nesterov);
-    write_block(c->anchor, &c->pieces, piece, first, last, past_caches);
 }
 
 #endif

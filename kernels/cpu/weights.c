@@ -1,13 +1,14 @@
 /* The weights alone: step 8, and whether they are still what it made of them. */
 
+#include "ahead.h"
 #include "steps.h"
 
 static void *write_share(void *argument) {
     Share *share = argument;
     const Apply *c = share->call;
     int64_t piece = piece_at(&c->pieces, share->first * BLOCK);
-    write_block(c->anchor, &c->pieces, &piece, share->first * BLOCK, smaller(share->last * BLOCK, c->n),
-                c->n >= PAST_CACHES);
+    int64_t first = share->first * BLOCK, last = smaller(share->last * BLOCK, c->n);
+    write_block(c->anchor + first, &c->pieces, &piece, first, last, c->n >= PAST_CACHES);
     finish_stores();
     return NULL;
 }
@@ -43,17 +44,11 @@ static inline int are_casts(const float *restrict expected, const char *restrict
 static void *check_share(void *argument) {
     Share *share = argument;
     const Check *c = share->call;
-    const Entries *sent = c->sent;
     int64_t piece = piece_at(&c->pieces, share->first * BLOCK);
     for (int64_t b = share->first; b < share->last && share->bad < 0; b++) {
         int64_t first = b * BLOCK, last = smaller(first + BLOCK, c->n);
         float expected[BLOCK];
-        memcpy(expected, c->anchor + first, 4 * (size_t)(last - first));
-        if (sent && sent->starts)
-            for (int64_t k = sent->starts[b]; k < sent->starts[b + 1]; k++)
-                expected[sent->offsets[k]] -= c->beta * sent->values[k];
-        else if (sent)
-            for (int i = 0; i < (int)(last - first); i++) expected[i] -= c->beta * sent->values[first + i];
+        run_ahead_of(expected, c->anchor + first, (int)(last - first), c->sent, b, c->beta);
         for (int64_t low = first; low < last && share->bad < 0;) {
             int n = run_from(&c->pieces, &piece, low, last), dtype = c->pieces.dtype[piece];
             const char *w = weight_at(&c->pieces, piece, low);
