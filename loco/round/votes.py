@@ -104,7 +104,7 @@ def _reported(view: View, vote: Vote, name_of: NameOf) -> LocoError:
     if vote.status == Status.NON_FINITE:
         return NonFiniteError(
             f"{where}: the update of {name_of(vote.subject)} is infinite or NaN. Nothing of it "
-            f"was sent and no state has changed; look at that site's loss, gradients and learning rate"
+            f"was sent; look at that site's loss, gradients and learning rate"
         )
     if vote.status == Status.OVERFLOW:
         return NonFiniteError(overflow_text(vote.round))

@@ -23,24 +23,34 @@ BOUNDARIES = 4
 State = dict[str, Any]
 
 
-def built(case: Case, rank: int, beta: float, **more: Any) -> tuple[Any, list[torch.nn.Parameter]]:
-    params = parameters(SEED if rank == 0 else 99 + rank, NUMEL, case.bf16)
-    options = options_of(case)
-    return getattr(loco, case.kind)(Scripted(params, SEED, rank), overlap=beta, **options | more), params
+def built(
+    case: Case, rank: int, beta: float, each: int = 1, **more: Any
+) -> tuple[Any, list[torch.nn.Parameter]]:
+    """Args: each: ranks of a site."""
+    site = rank // each
+    params = parameters(99 + site if site else SEED, NUMEL, case.bf16)
+    options = options_of(case) | {"overlap": beta, "topology": loco.Topology(ranks_per_site=each)}
+    return getattr(loco, case.kind)(Scripted(params, SEED, site), **options | more), params
 
 
 def state_of(optimizer: Any, params: list[torch.nn.Parameter]) -> State:
+    """Of what a rank holds a part of, zeros elsewhere."""
     outer = optimizer.outer_state
-    found = {"anchor": outer.anchor, "residual": outer.residual, "weights": flat(params)}
+    found = {"anchor": outer.anchor, "residual": outer.residual}
     if outer.momentum is not None:
         found["momentum"] = outer.momentum
-    return {name: bits(value) for name, value in found.items()}
+    state = {name: np.zeros(NUMEL, dtype=np.uint32) for name in found}
+    for name, value in found.items():
+        state[name][outer.start : outer.stop] = bits(value)
+    return state | {"weights": bits(flat(params)), "part": (outer.start, outer.stop)}
 
 
-def run_library(rank: int, cases: list[tuple[Case, float, dict]], stalls: bool = False) -> list[list[State]]:
+def run_library(
+    rank: int, cases: list[tuple[Case, float, dict]], each: int, stalls: bool = False
+) -> list[list[State]]:
     told = []
     for case, beta, more in cases:
-        optimizer, params = built(case, rank, beta, **more)
+        optimizer, params = built(case, rank, beta, each, **more)
         rng = np.random.default_rng(rank)
         history = []
         for step in range(BOUNDARIES * case.sync_every):
@@ -85,23 +95,34 @@ def run_paper(case: Case, beta: float, sites: int) -> list[list[State]]:
     return [*history, states()]
 
 
-def check(cases: list[tuple[Case, float, dict]], sites: int, **how: bool) -> None:
-    told = run_ranks(sites, run_library, cases, *how.values())
+def check(cases: list[tuple[Case, float, dict]], sites: int, *, each: int = 1, stalls: bool = False) -> None:
+    told = run_ranks(sites * each, run_library, cases, each, stalls)
     for number, (case, beta, _) in enumerate(cases):
         expected = run_paper(case, beta, sites)
-        for site in range(sites):
+        for rank, site in ((rank, rank // each) for rank in range(sites * each)):
             for boundary, (got, wanted) in enumerate(
-                zip(told[site][number], (of_all[site] for of_all in expected), strict=True)
+                zip(told[rank][number], (of_all[site] for of_all in expected), strict=True)
             ):
+                start, stop = got.pop("part")
                 for name, value in got.items():
-                    where = f"{case}, β {beta}, site {site}, boundary {boundary}: {name}"
-                    np.testing.assert_array_equal(value, wanted[name], err_msg=where)
+                    held = wanted[name].copy()
+                    if name != "weights":
+                        held[:start] = held[stop:] = 0
+                    where = f"{case}, β {beta}, rank {rank}, boundary {boundary}: {name}"
+                    np.testing.assert_array_equal(value, held, err_msg=where)
 
 
 @pytest.mark.check(PRODUCTS, sample="2")
 @pytest.mark.parametrize("sites", [2, 3, 4])
 def test_overlapped_rounds_equal_the_specification_bit_for_bit(sites: int) -> None:
     check([(case, 1.0, {}) for case in CASES], sites)
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_the_ranks_of_a_site_share_their_parts_of_the_weights(stalls: bool) -> None:
+    # Which site owns a sum, and keeps it, depends on the parts.
+    some = [case for case in CASES if case.sync_every > 1 and case.sums_margin is None]
+    check([(case, 1.0, {}) for case in (some[:3] if stalls else some)], 2, each=2, stalls=stalls)
 
 
 def test_a_site_runs_ahead_by_any_multiple_of_what_it_has_sent() -> None:
