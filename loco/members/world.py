@@ -53,11 +53,10 @@ class WorldMembership:
         self._topology.disconnect(view.across, view.inside)
 
     def attempts(self) -> Repeats:
-        return Repeats(self._topology.repeats, stop=self._stop)
+        return Repeats(self._topology.repeats, stop=self.stop)
 
-    def _stop(self, error: Exception) -> None:
-        """Tell ranks that wait to reconnect with this one that it does not come before it is called again: it
-        raises an error, and so do they."""
+    def stop(self, error: Exception) -> None:
+        self.give_up(str(error))
         self._given_up = self._next_meeting()
         self._topology.liveness.leave(str(error), self._given_up)
 

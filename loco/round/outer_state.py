@@ -165,6 +165,11 @@ class OuterState:
             nesterov=settings.nesterov,
         )
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether it is half of one round and half of the next, and of no use."""
+        return self._is_torn
+
     @contextmanager
     def rewriting(self) -> Iterator[None]:
         """Around what replaces the state: if it does not come to its end, the state is of no use."""

@@ -1,6 +1,5 @@
 """Ctrl-C at any line of a round: it is repeated, or done, or the rank says that it holds half of it."""
 
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,34 +12,41 @@ from states import assert_same, snapshot
 
 import loco
 
+STOPPED = "was stopped while it was applied"  # and goes on from a checkpoint, as all then do
+
 
 def is_torn(optimizer: loco.PulseLoCo) -> bool:
     return "Load the last checkpoint" in error_of(optimizer.state_dict)[1]
 
 
-def interrupted(rank: int, within: str, every: int) -> list[tuple[str, bool]]:
+def interrupted(rank: int, within: str, every: int, overlap: bool) -> list[tuple[str, bool]]:
     """The last rank is interrupted, once a round, at one line after the other -> where, and whether that left
     it with half of a round."""
     topology = loco.Topology(repeats=0)
-    clean, hurt = (
-        loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), sync_every=1, topology=topology) for _ in "ab"
-    )
+    options = {"sync_every": 9, "topology": topology, "overlap": overlap}
+    clean, hurt = (loco.PulseLoCo(Scripted(parameters(3, 1003), 3, rank), **options) for _ in "ab")
     found: list[tuple[str, bool]] = []
     number, where = 1, "the beginning"
     while where:
-        clean.step()
+        clean.inner.step()
+        clean.sync()
         hurt.inner.step()
         interruption = Interruption(number if rank == dist.get_world_size() - 1 else 0, within)
-        # In this order: no line of loco that finds its public name is interrupted.
-        with suppress(KeyboardInterrupt, loco.LocoError), interruption:
-            hurt.sync()
-        while hurt.round < clean.round and not is_torn(hurt):
-            error_of(hurt.sync)
+        text = ""
+        try:
+            with interruption:
+                hurt.sync()
+        except (KeyboardInterrupt, loco.LocoError) as error:
+            text = str(error)
+        while hurt.round < clean.round and not is_torn(hurt) and STOPPED not in text:
+            text = error_of(hurt.sync)[1]
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, (interruption.where, is_torn(hurt)))
         where, torn = told[-1]
-        if torn:
+        if torn or STOPPED in text:
             hurt.load_state_dict(clean.state_dict())
+            clean.sync()
+            hurt.sync()  # over new links, so that what happens next is heard by those who wait over them
         assert hurt.round == clean.round
         assert_same(snapshot(clean), snapshot(hurt))
         found.append((where, torn))
@@ -55,22 +61,33 @@ ROUND_END = (
 )
 
 
-@pytest.mark.check(INTERRUPTIONS, sample=r"the end of a round alone")
+# What a boundary consists of, and the wait for its round.
+BOUNDARY = (
+    r"loco\.round\.(overlap\.|round\.Round\.(applying|share|_enter)|outer_state\.OuterState\.rewriting"
+    r"|loop\.OuterLoop\.(run_round|_boundary_done)|inside_site\.share_anchor)"
+)
+
+
+@pytest.mark.check(INTERRUPTIONS, sample=r"the end of a round alone|a boundary alone")
 @pytest.mark.parametrize(
-    ("world", "within", "every"),
+    ("world", "within", "every", "overlap"),
     [
-        pytest.param(1, ROUND_END, 1, id="the end of a round alone"),
-        pytest.param(2, ROUND_END, 1, id="the end of a round"),
-        pytest.param(1, r"loco\.", 7, id="every seventh line alone"),
-        pytest.param(2, r"loco\.", 37, id="every 37th line"),
+        pytest.param(1, ROUND_END, 1, False, id="the end of a round alone"),
+        pytest.param(2, ROUND_END, 1, False, id="the end of a round"),
+        pytest.param(1, r"loco\.", 7, False, id="every seventh line alone"),
+        pytest.param(2, r"loco\.", 37, False, id="every 37th line"),
+        pytest.param(1, BOUNDARY, 1, True, id="a boundary alone"),
+        pytest.param(2, BOUNDARY, 1, True, id="a boundary"),
     ],
 )
-def test_ctrl_c_at_any_line_of_a_round_loses_no_bit(world: int, within: str, every: int) -> None:
-    found = run_ranks(world, interrupted, within, every)[-1]
+def test_ctrl_c_at_any_line_of_a_round_loses_no_bit(
+    world: int, within: str, every: int, overlap: bool
+) -> None:
+    found = run_ranks(world, interrupted, within, every, overlap)[-1]
     assert len(found) > 20
     torn = {where.partition(":")[0] for where, was_torn in found if was_torn}
     # Only while θ, m, e and w are being replaced.
-    writers = {f"loco.round.{name}" for name in ("round", "outer_state")}
+    writers = {f"loco.round.{name}" for name in ("round", "outer_state", "overlap.boundary")}
     writers |= {f"loco.parameters.{name}" for name in ("flat_parameters", "part", "sharding")}
     assert torn <= writers | {name for name in torn if name.startswith("loco.kernels")}
     assert any(was_torn for _, was_torn in found)

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from paper import OverlappedPaper
-from scripted import Scripted, bits, flat, move, parameters
+from followed import NUMEL, SEED, Followed
+from scripted import Scripted, parameters
 from sites import error_of, free_port, hear, run_ranks, tell
 from states import Snapshot, assert_same, snapshot
 
 import loco
 from loco.exchange.stream import FrameStream
 
-NUMEL, SEED, STEPS = 1003, 3, 2
-SETTINGS = {"gate_margin": 0.1, "value_steps": 16}
+STEPS = 2
+SETTINGS: dict[str, Any] = {"gate_margin": 0.1, "value_steps": 16}
 
 
 def built(rank: int, *, repeats: int = 2, **options: Any) -> loco.PulseLoCo:
@@ -86,46 +86,11 @@ def lost_for_good(rank: int) -> dict[str, Any]:
     return {"errors": errors, "failed": failed, "steps": steps, "end": snapshot(optimizer)}
 
 
-class Followed(OverlappedPaper):
-    """The specification of what `built` builds, and the sites' inner steps."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            anchor=flat(parameters(SEED, NUMEL)),
-            bf16=np.zeros(NUMEL, dtype=bool),
-            sites=3,
-            lr=0.7,
-            mu=0.9,
-            nesterov=True,
-            gain=3.5,
-            margin=SETTINGS["gate_margin"],
-            value_steps=int(SETTINGS["value_steps"]),
-        )
-        self.weights = [began.copy() for began in self.began]
-        self.steps = 0
-
-    def train(self, count: int) -> None:
-        for step in range(self.steps, self.steps + count):
-            for site in range(3):
-                self.weights[site] = self.weights[site] - move(SEED, site, step, NUMEL, 3e-5)
-        self.steps += count
-
-    def boundary(self, weights: list[np.ndarray] | None = None) -> None:
-        super().boundary(self.weights if weights is None else weights)
-        self.weights = [began.copy() for began in self.began]
-
-    def check(self, site: int, state: Snapshot, *names: str) -> None:
-        expected = {"residual": self.residuals[site], "weights": self.weights[site]}
-        expected |= {"anchor": self.anchor, "momentum": self.momentum}
-        for name in names:
-            np.testing.assert_array_equal(state[name], bits(expected[name]), err_msg=name)
-
-
 def test_a_round_that_fails_is_one_in_which_nobody_has_sent_anything() -> None:
     results = run_ranks(3, lost_for_good)
-    paper = Followed()
+    paper = Followed(3, SETTINGS["gate_margin"], SETTINGS["value_steps"])
     paper.train(2)
-    paper.boundary()
+    paper.cross()
     paper.train(2)
     paper.fail()
     for site, result in enumerate(results):
@@ -136,10 +101,11 @@ def test_a_round_that_fails_is_one_in_which_nobody_has_sent_anything() -> None:
         paper.check(site, result["failed"], "residual", "weights", "anchor")
         assert result["steps"] == 3
     paper.train(1)
-    paper.boundary()
+    paper.cross()
     paper.train(2)
-    paper.boundary()
-    paper.sync(paper.weights)
+    paper.cross()
+    paper.cross()
+    paper.finish()
     for site, result in enumerate(results):
         paper.check(site, result["end"], "anchor", "residual")
 
@@ -159,19 +125,20 @@ def one_is_not_finite(rank: int) -> dict[str, Any]:
 
 def test_a_weight_that_is_not_finite_is_told_to_all_and_begins_from_theta_again() -> None:
     results = run_ranks(3, one_is_not_finite)
-    paper = Followed()
+    paper = Followed(3, SETTINGS["gate_margin"], SETTINGS["value_steps"])
     paper.train(2)
-    paper.boundary()
+    paper.cross()
     paper.train(1)
     paper.weights[1][13 + 5] = paper.began[1][13 + 5]  # as if the inner step had left it alone
-    paper.boundary()
+    paper.cross()
     paper.fail()
     for site, result in enumerate(results):
         kind, text = result["error"]
         assert kind == "NonFiniteError"
         assert text.startswith("round 2, site 1: the update of group0.param3 is infinite or NaN")
         paper.check(site, result["failed"], "residual", "anchor", "momentum", "weights")
-    paper.sync(paper.began)
+    paper.cross()
+    paper.finish()
     for site, result in enumerate(results):
         assert result["round"] == 2
         paper.check(site, result["end"], "residual", "anchor", "momentum")
@@ -256,6 +223,16 @@ def test_an_update_that_fp32_can_not_hold_is_an_error_and_nothing_of_it_stays() 
     assert_same(before, snapshot(optimizer))
     weight.grad.zero_()
     assert error_of(optimizer.step) == ("", "nothing was raised")
+
+
+def test_sites_that_come_and_go_can_not_overlap_their_rounds() -> None:
+    sites = loco.Sites(2, site="a", at=f"127.0.0.1:{free_port()}", at_least=1)
+    kind, text = error_of(
+        lambda: loco.PulseLoCo(Scripted(parameters(SEED, NUMEL), SEED, 0), topology=sites, overlap=True)
+    )
+    sites.close()
+    assert kind == "ValueError"
+    assert text.startswith("overlap=True is for sites that stay the same; these come and go: leave it out")
 
 
 ENDS = """

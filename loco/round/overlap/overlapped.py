@@ -99,8 +99,14 @@ class OverlappedRounds:
         self._problem = self._problem_of_inner()
         self._copies = digests_of_copies(state.parameters, state.part)
         self._crossing = self._next
-        with state.memory.used():
-            cross(state, self._come)
+        try:
+            with state.memory.used():
+                cross(state, self._come)
+        except BaseException:  # Ctrl-C, say: others would wait for what this site was about to send
+            if state.is_torn:
+                text = f"round {state.rounds_done + 1} was stopped while it was applied"
+                self._views.membership.stop(LocoError(text))
+            raise
         self.finish()
         assert state.ahead is not None
         if self._problem is not None or state.ahead.first_nonfinite >= 0:

@@ -34,6 +34,7 @@ class Told:
     states: dict[int, list[Snapshot]] = field(default_factory=dict)  # after each round
     reports: dict[int, list[Any]] = field(default_factory=dict)
     last: dict[int, Any] = field(default_factory=dict)  # rounds done, where its slice begins, its θ
+    history: dict[int, list[str]] = field(default_factory=dict)  # where rounds overlap: what came after what
     codes: dict[int, int | None] = field(default_factory=dict)  # exit codes
 
     def within(self, rank: int, victims: Sequence[int]) -> float:
@@ -178,7 +179,9 @@ class Run:
             self.told.raised[rank].append(value)
             self.waiting.add(rank)
         elif what == "ended":
-            self.told.states[rank], self.told.reports[rank], self.told.last[rank] = value
+            self.told.states[rank], self.told.reports[rank], self.told.last[rank], self.told.history[rank] = (
+                value
+            )
             self.done.add(rank)
         else:
             raise RuntimeError(f"rank {rank} failed:\n{value}")

@@ -60,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.row.fault}, {self.phase}"
+        return f"{self.row.fault}, {self.phase}" + ", in flight" * self.row.setup.overlap
 
 
 def silent(site: str = "1") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which fault strikes, in which phases, and what must follow: the rows of the table in docs/failures.md."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from fault_row import (
     AGAIN,
@@ -328,6 +329,31 @@ ROWS = (
 )
 
 CASES = tuple(Case(row, phase) for row in ROWS for phase in row.phases)
+_OF_A_FLIGHT = {"inner step", "announcement", "payload", "vote", "voted", "decision", "shared", "half shared"}
+
+
+def _in_flight(row: Row) -> Iterator[Case]:
+    """The first and the last phase of a row that a round in flight has.
+
+    Where a site has several ranks, a round that fails is sent again in flight: after an error of one of them they
+    would not make equally many inner steps, as only their gradients' average sees to.
+    """
+    if row.what in ("huge", "flipped") or row.fault.endswith("in the weights"):
+        return  # test_overlap_faults.py
+    if row.setup.ranks_per_site > 1:
+        if row.flow == "repeat":
+            row = replace(row, flow="nothing", says="", setup=replace(row.setup, repeats=2))
+        elif row.flow != "restart":
+            return
+    setup = replace(row.setup, overlap=True)
+    # The boundary before which a fault strikes sends off round 3, and saving goes on beside it.
+    text = row.text.replace("round 2", "round [23]") + r"|saving round \d: no heartbeat from site"
+    phases = [phase for phase in row.phases if phase in _OF_A_FLIGHT]
+    for phase in dict.fromkeys([*phases[:1], *phases[-1:]]):
+        yield Case(replace(row, setup=setup, text=text), phase)
+
+
+IN_FLIGHT = tuple(case for row in ROWS for case in _in_flight(row))
 
 
 def table(seconds: Mapping[int, Sequence[float]]) -> str:

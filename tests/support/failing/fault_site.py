@@ -24,6 +24,7 @@ from experiments.processes.namespaces import leave_network
 from experiments.processes.orphans import die_with_parent
 from loco.coordination.hosted_store import host_at
 from loco.coordination.store_client import host_and_port
+from loco.round.overlap import overlapped
 from loco.wire import framing
 
 NUMEL = 1003
@@ -42,6 +43,7 @@ class Setup:
     networks: bool = False  # every process in a network namespace of its own
     repeats: int = 0  # so that each error is to be seen
     worlds: bool = False  # every site has a world of its own: `loco.Sites`, whose store the first one hosts
+    overlap: bool = False  # rounds travel beside the inner steps
 
 
 @dataclass(frozen=True)
@@ -143,17 +145,43 @@ class Site:
                 faulty.arm(fault, lambda: self.optimizer.round, lambda fault=fault: self._do(fault))
         self.states = [snapshot(self.optimizer)]
         self.reports: list[Any] = []
+        self.history: list[str] = []
 
     def train(self) -> None:
+        if self.setup.overlap:
+            self._train_overlapped()
+        else:
+            self._train()
+        self._say_goodbye()
+        if self.end.recv() != "end":
+            raise AssertionError("an unknown word")
+
+    def _train_overlapped(self) -> None:
+        """An error is raised at the boundary after the one at which its round was sent off, and the next step
+        crosses that one again. The history tells what came after what."""
+        outer = self.optimizer.outer_state
+        self.inner.count += STEPS * (outer.on_its_way > 0)
+        _note(self.history, self.inner, "step")
+        for event in ("cross", "land", "take_back"):
+            _note(self.history, overlapped, event)
+        while not self.optimizer.is_synced or self.optimizer.round < self.setup.rounds:
+            is_sent = self.optimizer.round + (outer.on_its_way > 0) >= self.setup.rounds
+            try:
+                (self.optimizer.sync if is_sent else self.optimizer.step)()
+            except loco.LocoError as error:
+                self._tell(error, self.optimizer.round + 1, snapshot(self.optimizer))
+            else:
+                if self.checkpoints is not None and self.optimizer.local_step == 0:
+                    self._save()
+        self.states.append(snapshot(self.optimizer))
+
+    def _train(self) -> None:
         while self.optimizer.round < self.setup.rounds:
             for _ in range(STEPS - 1):
                 self.optimizer.step()
             self._through(self.optimizer.round + 1)
             if self.checkpoints is not None:
                 self._save()
-        self._say_goodbye()
-        if self.end.recv() != "end":
-            raise AssertionError("an unknown word")
 
     def _through(self, number: int) -> None:
         """The last inner step and the round, which is repeated until it is done."""
@@ -204,10 +232,11 @@ class Site:
             self.optimizer.outer_state.start,
             snapshot(self.optimizer)["anchor"].tobytes(),
         )
-        self.end.send(("ended", (self.states, self.reports, last)))
+        self.end.send(("ended", (self.states, self.reports, last, self.history)))
 
     def _build(self, topology: loco.SiteTopology) -> loco.PulseLoCo:
         options: dict[str, Any] = {"sync_every": STEPS, "outlier_factor": self.setup.outlier_factor}
+        options["overlap"] = self.setup.overlap
         if self._built:
             self.end.send(("struck", (time.monotonic(), self._built)))
             options["outer_lr"] = 0.5
@@ -220,7 +249,7 @@ class Site:
             same = np.array_equal(before, _flat(self.inner))
             self.end.send(("raised", Raised(time.monotonic(), type(error).__name__, str(error), 0, same)))
             self.end.recv()
-            self.end.send(("ended", ([], [], None)))
+            self.end.send(("ended", ([], [], None, [])))
             raise SystemExit(0) from None
 
     def _do(self, fault: Fault) -> None:
@@ -241,3 +270,15 @@ class Site:
 
 def _flat(inner: Scripted) -> np.ndarray:
     return torch.cat([p.detach().reshape(-1) for p in inner.param_groups[0]["params"]]).numpy()
+
+
+def _note(history: list[str], owner: Any, name: str) -> None:
+    """From now on the history has the name of this function each time that it has returned."""
+    plain = getattr(owner, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        history.append(name)
+        return result
+
+    setattr(owner, name, noted)

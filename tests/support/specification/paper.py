@@ -154,13 +154,15 @@ class OverlappedPaper(Paper):
 
     def boundary(self, weights: list[np.ndarray]) -> None:
         self.land()
-        for site, w in enumerate(weights):
-            s = (self.began[site] - w) + self.residuals[site]
-            send, v = self.chosen(s)
-            self.residuals[site] = np.where(send, s - v, s)
-            self.flying.append((send, v))
-            ahead = np.where(send, self.anchor - F32(self.beta) * v, self.anchor)
-            self.began[site] = self.cast(ahead)
+        self.flying = [self.sends(site, w) for site, w in enumerate(weights)]
+
+    def sends(self, site: int, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """-> v of one site, and where it has one; with this θ."""
+        s = (self.began[site] - w) + self.residuals[site]
+        send, v = self.chosen(s)
+        self.residuals[site] = np.where(send, s - v, s)
+        self.began[site] = self.cast(np.where(send, self.anchor - F32(self.beta) * v, self.anchor))
+        return send, v
 
     def land(self) -> None:
         """The round that is on its way is applied."""
