@@ -144,6 +144,22 @@ def test_a_weight_that_is_not_finite_is_told_to_all_and_begins_from_theta_again(
         paper.check(site, result["end"], "residual", "anchor", "momentum")
 
 
+def drifts(rank: int) -> list[tuple[str, str]]:
+    """A bit of site 1's θ flips beside the inner steps."""
+    optimizer = built(rank)
+    run_on(optimizer, rank, 5)
+    if rank == 1:
+        optimizer.outer_state.anchor.view(torch.int32)[7] ^= 1
+    return run_on(optimizer, rank, 3)
+
+
+def test_a_theta_that_drifts_apart_stops_the_next_round_on_all_sites() -> None:
+    for errors in run_ranks(3, drifts):
+        kinds = [kind for kind, _ in errors]
+        assert kinds == ["", "", "ReplicaError"]
+        assert "the sites' anchors differ" in errors[-1][1]
+
+
 def stands_still(rank: int) -> dict[str, Any]:
     """Site 1 is stopped with a round in flight, until the others have noticed."""
     optimizer = built(rank, repeats=0)

@@ -335,8 +335,8 @@ _OF_A_FLIGHT = {"inner step", "announcement", "payload", "vote", "voted", "decis
 def _in_flight(row: Row) -> Iterator[Case]:
     """The first and the last phase of a row that a round in flight has.
 
-    Where a site has several ranks, a round that fails is sent again in flight: after an error of one of them they
-    would not make equally many inner steps, as only their gradients' average sees to.
+    Where a site has several ranks, a round that fails is sent again in flight: after an error of one of them
+    they would not make equally many inner steps, as only their gradients' average sees to.
     """
     if row.what in ("huge", "flipped") or row.fault.endswith("in the weights"):
         return  # test_overlap_faults.py
