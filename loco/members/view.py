@@ -156,7 +156,7 @@ class Membership(Protocol):
         """Hang up the links of the latest view, so that members who wait for this rank learn of it."""
         ...
 
-    def stop(self, error: Exception) -> None:
+    def stop(self, why: str) -> None:
         """As `give_up`, and tell members that wait for new links that this rank does not come before it is
         called again: it raises an error, and so do they."""
         ...

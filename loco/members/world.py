@@ -53,12 +53,12 @@ class WorldMembership:
         self._topology.disconnect(view.across, view.inside)
 
     def attempts(self) -> Repeats:
-        return Repeats(self._topology.repeats, stop=self.stop)
+        return Repeats(self._topology.repeats, stop=lambda error: self.stop(str(error)))
 
-    def stop(self, error: Exception) -> None:
-        self.give_up(str(error))
+    def stop(self, why: str) -> None:
+        self.give_up(why)
         self._given_up = self._next_meeting()
-        self._topology.liveness.leave(str(error), self._given_up)
+        self._topology.liveness.leave(why, self._given_up)
 
     def _next_meeting(self) -> str:
         return f"{self._name}/meeting {self._topology.rendezvous.barrier.next_meeting(self._name)}"

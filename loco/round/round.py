@@ -14,6 +14,7 @@ is left waiting. Only a lost link can't be voted on.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -85,7 +86,7 @@ class Round:
         self.is_promised = False
         self._wire = wire
         self._encode = encode
-        self._copies = copies or (lambda: digests_of_copies(state.parameters, state.part))
+        self._copies = copies or partial(digests_of_copies, state.parameters, state.part)
         self._hooks = hooks
         self._encoded: Encoded | None = None
         self._codec: Codec = WHOLE
@@ -256,11 +257,7 @@ class Round:
         self._enter(Phase.APPLIED)
 
     def share(self, view: View) -> None:
-        """8. w of the other ranks' slices, inside the site.
-
-        Args:
-            view: this round's, or a later one if its links broke.
-        """
+        """8. w of the other ranks' slices, inside the site: over this round's links, or later ones."""
         before = view.bytes_so_far[2]
         share_anchor(self.state, view)
         self.meter.shared(view, view.bytes_so_far[2] - before)

@@ -231,10 +231,7 @@ class Views:
         if pending is None or not self.is_in_doubt:
             return None
         if not pending.is_promised:
-            raise LocoError(
-                f"round {pending.number} was interrupted before the ranks of this site had shared its "
-                f"result: call settle(), sync() or step() on every rank to complete it"
-            )
+            raise not_shared(pending.number)
         return pending.number
 
     def tell_step(self, local_step: int) -> None:
@@ -261,3 +258,10 @@ class Views:
         said = str(error) if isinstance(error, LocoError) else f"{type(error).__name__}: {error}"
         # Do not repeat peers' reports.
         self.membership.give_up(said.partition("; last heard of")[0])
+
+
+def not_shared(number: int) -> LocoError:
+    return LocoError(
+        f"round {number} was interrupted before the ranks of this site had shared its result: call settle(), "
+        f"sync() or step() on every rank to complete it"
+    )

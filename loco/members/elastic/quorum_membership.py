@@ -113,8 +113,8 @@ class QuorumMembership:
         if self._view is not None:
             self._view.is_whole = False
 
-    def stop(self, error: Exception) -> None:
-        self.give_up(str(error))
+    def stop(self, why: str) -> None:
+        self.give_up(why)
 
     def attempts(self) -> Repeats:
         return Repeats(self._topology.repeats, self._leave)

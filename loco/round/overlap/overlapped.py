@@ -11,7 +11,7 @@ from loco import kernels
 from loco.kernels import Encoded, Entries
 
 from ...coordination.commit import ABORT
-from ...errors import SAME_STEPS, LocoError, TransportError, WireError, advising
+from ...errors import SAME_STEPS, TransportError, WireError, advising
 from ...exchange.wire_config import WireConfig
 from ...members.view import SiteTopology, View
 from ...report import SyncReport
@@ -20,7 +20,7 @@ from ..hooks import Hooks, Phase, RoundProgress
 from ..inside_site import digests_of_copies, share_anchor
 from ..outer_state import OuterState
 from ..round import Round
-from ..views import Views
+from ..views import Views, not_shared
 from .boundary import cross, land, take_back
 from .flight import Flight
 
@@ -104,8 +104,7 @@ class OverlappedRounds:
                 cross(state, self._come)
         except BaseException:  # Ctrl-C, say: others would wait for what this site was about to send
             if state.is_torn:
-                text = f"round {state.rounds_done + 1} was stopped while it was applied"
-                self._views.membership.stop(LocoError(text))
+                self._views.membership.stop(f"round {state.rounds_done + 1} was stopped while it was applied")
             raise
         self.finish()
         assert state.ahead is not None
@@ -258,10 +257,7 @@ class OverlappedRounds:
         """
         state = self._state
         if state.lacks_slices:
-            raise LocoError(
-                "the latest boundary was interrupted before the ranks of this site had shared its result: "
-                "call settle(), sync() or step() on every rank to complete it"
-            )
+            raise not_shared(state.rounds_done)
         sent = None if state.ahead is None else state.ahead.entries._asdict()
         return {"ahead": sent, "in_flight": state.on_its_way > 0}
 
