@@ -15,7 +15,7 @@ from round_cases import CASES, NUMEL, SEED, Case, options_of, paper_of
 from scripted import Scripted, bits, flat, move, parameters
 from selection import PRODUCTS
 from sites import error_of, run_ranks
-from states import assert_same, snapshot
+from states import assert_same, small_model, snapshot, train
 
 import loco
 
@@ -264,3 +264,23 @@ def test_each_report_has_the_bytes_of_its_own_round() -> None:
     for bytes_of_rounds, sent in run_ranks(3, counted):
         assert sum(bytes_of_rounds) == sent
         assert max(bytes_of_rounds) < 2 * min(bytes_of_rounds)
+
+
+@pytest.mark.usefixtures("single_site")
+@pytest.mark.parametrize("how", ["attached", "several", "offloaded"])
+def test_however_an_optimizer_is_held_its_overlapped_rounds_have_the_same_bits(how: str) -> None:
+    def trained(how: str) -> dict[str, np.ndarray]:
+        net, options = small_model(), {"sync_every": 2, "overlap": True}
+        inner: Any = torch.optim.AdamW(net.parameters(), lr=1e-4)
+        if how == "several":
+            inner = [torch.optim.AdamW(net[k].parameters(), lr=1e-4) for k in (0, 2)]
+        if how == "attached":
+            handle = loco.attach(inner, **options)
+            train(net, inner, 0, range(9))
+        else:
+            handle = loco.PulseLoCo(inner, offload=how == "offloaded", **options)
+            train(net, handle, 0, range(9))
+        handle.sync()
+        return snapshot(handle)
+
+    assert_same(trained("wrapped"), trained(how))
