@@ -255,8 +255,10 @@ def _collect_sent(
 
 def _drop_bad(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor) -> list[int]:
     """w = cast(θ) where s is not finite -> where that is, at least the first position."""
-    # Three numbers below 2^125 add up to no infinity. A norm takes no memory, and is NaN if one of them is.
-    if all(float(vector_norm(x, math.inf)) < 2.0**125 for x in (anchor, residual, *weights) if x.numel()):
+    # Three numbers below 2^125 add up to no infinity, and a cast to FP16 makes none below 2^15. A norm takes
+    # no memory, and is NaN if one of them is.
+    bound = 2.0**15 if any(w.dtype == torch.float16 for w in weights) else 2.0**125
+    if all(float(vector_norm(x, math.inf)) < bound for x in (anchor, residual, *weights) if x.numel()):
         return []
     bad = []
     for at, w in _chunks(weights):

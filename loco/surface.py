@@ -122,6 +122,12 @@ class RoundSurface:
         return self._loop.local_step
 
     @property
+    def steps_since_round(self) -> int:
+        """Inner steps since the latest round was applied: where rounds overlap, `local_step` and those before
+        the last boundary, if it applied none."""
+        return self._loop.steps_since_round
+
+    @property
     def is_synced(self) -> bool:
         """Whether the weights are cast(θ), as on all sites: no inner step was made since the last round and,
         where rounds overlap, none is in flight."""

@@ -162,7 +162,7 @@ class Compiled:
             *(*_seen(gate), torch.get_num_threads(), *(map(_address, room) if sends else (None, None, None))),
             *(ctypes.addressof(digest), ctypes.addressof(first_nonfinite), ctypes.addressof(squares)),
         )
-        found = _filled(room, count) if sends else room
+        found = _filled(room, count)
         return Encoded(found, digest.value, first_nonfinite.value), math.sqrt(squares.value)
 
     def digest(self, data: Tensor) -> int:

@@ -190,7 +190,7 @@ static void *encode_share(void *argument) {
     Share *share = argument;
     const Encode *c = share->call;
     size_t room = (size_t)c->chunk * BLOCK + PACK_ROOM;
-    float *values = malloc(5 * room);  /* touched as far as there are entries */
+    float *values = malloc(c->starts ? 5 * room : 1);  /* touched as far as there are entries */
     uint8_t *offsets = (uint8_t *)(values + room);
     int64_t blocks = blocks_of(c->n);
     if (!values) return NULL;  /* the caller sees that chunks are missing */

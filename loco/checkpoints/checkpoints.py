@@ -103,7 +103,7 @@ class Checkpoints:
             optimizer.settle()  # whether an interrupted round counts decides the position
         except Exception as error:
             failure = error
-        position = Position(optimizer.round, optimizer.local_step)
+        position = Position(optimizer.round, optimizer.steps_since_round)
         phase = f"saving {position}{self._label(optimizer)}"
         if blocking and failure is None and rendezvous.missed(f"after {phase}"):
             together(rendezvous, f"after {phase}", lambda _: None)  # all ranks had written it
@@ -248,7 +248,7 @@ class Checkpoints:
         resumed, saves = call.run(self._label(optimizer))
         self._optimizer = weakref.ref(optimizer)
         self._own_saves |= saves
-        self._has_resumed = Position(optimizer.round, optimizer.local_step) > Position(0, 0)
+        self._has_resumed = Position(optimizer.round, optimizer.steps_since_round) > Position(0, 0)
         return resumed
 
     def close(self) -> None:

@@ -29,7 +29,12 @@ class Position(NamedTuple):
     """Where in a training a checkpoint was saved."""
 
     round: int  # rounds done
-    local_step: int  # inner steps since
+    local_step: int  # inner steps since; where rounds overlap there may have been a boundary among them
+
+    @staticmethod
+    def of(own: Mapping[str, Any]) -> "Position":
+        """Of what a state dict has under "loco"."""
+        return Position(own["round"], own.get("steps_since_round", own["local_step"]))
 
     def __str__(self) -> str:
         return f"round {self.round}" + (f", step {self.local_step}" if self.local_step else "")
@@ -137,6 +142,7 @@ def manifest_of(state: Mapping[str, Any], *, save: str, folder: Path) -> RankMan
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())
     }
+    described["local_step"] = Position.of(own).local_step
     described |= {"save": save, "format": "torch", "files": files, "digest": digest_of(own["anchor"])}
     described["loco"] = VERSION
     return RankManifest(**described, world=own["num_sites"] * own["ranks_per_site"])

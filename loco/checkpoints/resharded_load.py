@@ -10,7 +10,7 @@ from .directory import CheckpointDirectory
 from .protocol import Saveable
 from .rank_manifest import Position, RankManifest, site_name
 from .reshard import resharded, same_model
-from .restore import Resumed, load_together, read_folder, read_together, together
+from .restore import Resumed, in_flight, load_together, read_folder, read_together, together
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class ReshardedLoad:
             ranks = sorted(manifest.rank for manifest in own[position, save])
             read = partial(self._read, position, ranks)
             trees, is_whole = read_together(optimizer.topology.rendezvous, position, read)
+            if is_whole and any(tree["optimizer"]["loco"].get("ahead") is not None for tree in trees):
+                raise in_flight(position)  # on all ranks: those of all sites have crossed the same boundary
             if is_whole:
                 make = partial(resharded, trees, optimizer.outer_state)
                 return load_together(optimizer, position, make), names

@@ -227,10 +227,7 @@ class Load:
         save, roster = selected.save, selected.roster
         if own.get("ahead") is None or (save.num_sites == len(roster.sites) and not roster.joining):
             return
-        raise ValueError(
-            f"{save.position} was saved with a round in flight, which all sites that sent it have to bring "
-            f"to its end: resume with the same sites, or call sync() before the save that others resume from"
-        )
+        raise in_flight(save.position)
 
     def _load(self, selected: Selected, tree: Any, updates: dict[int, Tensor]) -> Resumed:
         """Every rank has read its files and found them whole."""
@@ -278,7 +275,7 @@ def load_together(optimizer: Saveable, position: Position, make: Callable[[], An
     try:
         tree = from_plain_data(make(), optimizer.outer_state.parameters.params)
         own = tree["optimizer"]["loco"]
-        note["round"], note["local_step"] = own["round"], own["local_step"]
+        note["position"] = list(Position.of(own))
         note["digest"] = digest_of(own["anchor"])
         optimizer.load_state_dict(tree["optimizer"], agree=agree)
     except Exception as error:
@@ -314,7 +311,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
         own = tree["optimizer"]["loco"]
         if digest_of(own["anchor"]) != manifest.digest:
             raise ValueError("its anchor is not the one that was saved")
-        if (own["round"], own["local_step"]) != manifest.position:
+        if Position.of(own) != manifest.position:
             raise ValueError(f"its data are not of {manifest.position}")
     except Exception as error:  # reading what was not written may raise anything
         raise CheckpointError(f"{folder} is damaged ({type(error).__name__}: {error})") from error
@@ -329,3 +326,10 @@ def _read(format: str, open: formats.Open) -> Any:
 
         return dcp_format.read(open)
     raise ValueError(f"its format is {format!r:.100}, which this version of loco does not read")
+
+
+def in_flight(position: Position) -> ValueError:
+    return ValueError(
+        f"{position} was saved with a round in flight, which all ranks that sent it have to bring to its "
+        f"end: resume with the same sites and shards, or call sync() before the save that others resume from"
+    )

@@ -62,7 +62,8 @@ class OuterLoop:
         views: who took part in the latest round, and in an interrupted one.
         hooks: called at every phase of a round.
         report_hooks: called after each round.
-        local_step: inner steps since the last round.
+        local_step: inner steps since the last round, or boundary.
+        steps_since_round: inner steps since a round was applied.
         last_report: of the latest round; None before the first.
 
     Raises:
@@ -78,7 +79,7 @@ class OuterLoop:
         self.inner = inner
         self.hooks = Hooks[RoundProgress]()
         self.report_hooks = Hooks[SyncReport]()
-        self.local_step = 0
+        self.local_step = self.steps_since_round = 0
         self.last_report: SyncReport | None = None
         self._wire = wire
         self._shown: ShownAnchor | None = None  # in eval mode
@@ -90,7 +91,10 @@ class OuterLoop:
         agreed = agree_on_parameters(topology.all_ranks(), topology, inner, setup)
         tuner = ExchangeTuner(wire.codec, topology.num_sites)
         self.state = OuterState.of(agreed.parameters, agreed.part, settings, topology, tuner, offload=offload)
-        membership = topology.membership(self.state.device, setup | {"parameters": agreed.fingerprint})
+        # Inside a site NCCL's messages would wait for the training's in their streams, and these for them: a
+        # round that runs beside the training has loco's own links.
+        device = self.state.device if settings.overlap is None else torch.device("cpu")
+        membership = topology.membership(device, setup | {"parameters": agreed.fingerprint})
         self.views = Views(self.state, membership)
         self.views.begin()
         self._masters = OwnMasters(inner, agreed.parameters)
@@ -122,6 +126,7 @@ class OuterLoop:
     def after_step(self) -> None:
         """Count an inner step, and run the round that is due."""
         self.local_step += 1
+        self.steps_since_round += 1
         self.views.tell_step(self.local_step)
         if self.local_step == 1:
             self._masters.after_first_step(self.state.rounds_done)
@@ -194,14 +199,14 @@ class OuterLoop:
 
     def _boundary_done(self, come: Round | None) -> SyncReport | None:
         """A boundary between rounds that overlap has applied this one, if one had come."""
-        if come is not None:
-            return self._done(come.report())
         self.local_step, self._is_unmoved = 0, True
-        return None
+        return None if come is None else self._done(come.report(), steps=self.steps_since_round)
 
-    def _done(self, report: SyncReport) -> SyncReport:
-        steps = self.local_step
+    def _done(self, report: SyncReport, *, steps: int | None = None) -> SyncReport:
+        """Args: steps: inner steps that the round is of; by default all since the last."""
+        steps = self.local_step if steps is None else steps
         self.last_report, self.local_step, self._is_unmoved = report, 0, True
+        self.steps_since_round = 0
         self.state.sent_bytes += report.site.sent_bytes
         if self.state.topology.rank_in_site == 0:
             _logger.info("%s: %s", self._site(), report)
@@ -246,9 +251,10 @@ class OuterLoop:
     def _write_anchor(self) -> None:
         """w = cast(θ), on all ranks of a site together."""
         self.state.write_weights()
+        if self.state.topology.ranks_per_site > 1:
+            self.views.are_used_elsewhere()  # a round in flight has these links
         view = self.views.current
         if view is not None and view.inside.size > 1:
-            self.views.are_used_elsewhere()  # a round in flight has these links
             with self.views.conversing():
                 share_anchor(self.state, view, ahead=False)
 
@@ -295,7 +301,8 @@ class OuterLoop:
             own |= overlapped.own_state()
         if self._shown is not None:
             own["weights"] = self._shown.weights
-        return own | {"local_step": self.local_step, "inner_entries": len(inner_state["state"])}
+        steps = {"local_step": self.local_step, "steps_since_round": self.steps_since_round}
+        return own | steps | {"inner_entries": len(inner_state["state"])}
 
     def check_own_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take "loco" out of a state dict, and refuse it with a ValueError if it is not this rank's."""
@@ -324,6 +331,7 @@ class OuterLoop:
         self._forget()
         if not was_given:
             self.local_step = int(own["local_step"])
+            self.steps_since_round = int(own.get("steps_since_round", self.local_step))
             self._is_unmoved = self.local_step == 0
         if self._overlapped is not None:
             self._overlapped.take_over(own)
@@ -331,5 +339,6 @@ class OuterLoop:
     def _forget(self) -> None:
         """The state was replaced."""
         self._shown, self.local_step, self._is_unmoved = None, 0, True
+        self.steps_since_round = 0
         self._warnings.forget()
         self._masters.forget()

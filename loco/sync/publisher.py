@@ -185,9 +185,9 @@ class Publisher:
                 self.flush()
             # Where rounds overlap, the weights are this site's own at any time.
             overlaps = optimizer.settings.overlap is not None
-            if overlaps:
-                optimizer.eval()
             try:
+                if overlaps:
+                    optimizer.eval()
                 self.publish(report.round + ahead, wait=wait)
             except Exception:
                 logger.exception("the weights after round %d were not published", report.round)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -19,6 +20,8 @@ from states import Snapshot, assert_same, snapshot
 
 import loco
 from loco.exchange.stream import FrameStream
+from loco.round.overlap import overlapped
+from loco.round.overlap.flight import Flight
 
 STEPS = 2
 SETTINGS: dict[str, Any] = {"gate_margin": 0.1, "value_steps": 16}
@@ -142,6 +145,108 @@ def test_a_weight_that_is_not_finite_is_told_to_all_and_begins_from_theta_again(
     for site, result in enumerate(results):
         assert result["round"] == 2
         paper.check(site, result["end"], "residual", "anchor", "momentum")
+
+
+@pytest.fixture
+def alone(single_site: None, monkeypatch: pytest.MonkeyPatch) -> tuple[loco.PulseLoCo, list[str]]:
+    """A single site, and what it does."""
+    inner, history = Scripted(parameters(SEED, NUMEL), SEED, 0), list[str]()
+    optimizer = loco.PulseLoCo(inner, sync_every=STEPS, overlap=True)
+
+    def note(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            result = plain(*args)
+            history.append(name)
+            return result
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(inner, "step")
+    for name in ("cross", "land", "take_back"):
+        note(overlapped, name)
+    return optimizer, history
+
+
+def check_alone(optimizer: loco.PulseLoCo, history: list[str]) -> None:
+    paper = Followed(1)
+    paper.follow({0: history})
+    paper.check(0, snapshot(optimizer))
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_site_that_can_not_learn_the_verdict_asks_again_before_it_goes_on(
+    alone: tuple[loco.PulseLoCo, list[str]], monkeypatch: pytest.MonkeyPatch, counts: bool
+) -> None:
+    """So it is at the same boundary as sites that knew it."""
+    optimizer, history = alone
+    views = optimizer._loop.views
+    decide, asked = views.decide, []
+
+    def unanswered(vote: str) -> Any:
+        asked.append(vote)
+        if len(asked) == 2:  # the first question is whether a round is pending
+            if counts:
+                decide(vote)
+            raise loco.TransportError("no answer (injected)", lasting=True)
+        return decide(vote)
+
+    monkeypatch.setattr(views, "decide", unanswered)
+    assert [kind for kind, _ in run_on(optimizer, 0, 4)] == ["", "", "", "TransportError"]
+    optimizer.settle()
+    assert history.count("take_back") == (0 if counts else 1)
+    assert optimizer.outer_state.on_its_way == (1 if counts else 0)
+    optimizer.step()  # crosses the boundary that failed
+    assert (optimizer.round, optimizer.outer_state.on_its_way) == ((1, 2) if counts else (0, 1))
+    optimizer.sync()
+    check_alone(optimizer, history)
+
+
+def test_what_was_sent_is_taken_back_once_though_ctrl_c_comes_between(
+    alone: tuple[loco.PulseLoCo, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, history = alone
+    views, take_back = optimizer._loop.views, overlapped.take_back
+
+    def lost(current: Any) -> Any:
+        raise loco.TransportError("lost a link (injected)", lasting=True)
+
+    def interrupted(state: Any) -> None:
+        take_back(state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(views, "run", lost)
+        patch.setattr(overlapped, "take_back", interrupted)
+        run_on(optimizer, 0, 3)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert error_of(optimizer.step)[0] == "TransportError"  # which it would have raised
+    optimizer.sync()
+    assert history.count("take_back") == 1
+    check_alone(optimizer, history)
+
+
+def test_a_flight_travels_once_however_often_it_takes_off() -> None:
+    runs, goes_on = [], threading.Event()
+
+    def run() -> Any:
+        runs.append(1)
+        goes_on.wait(20.0)
+        return "come"
+
+    flight = Flight(run)
+    flight.take_off()
+    while not runs:
+        time.sleep(0.01)
+    flight._has_taken_off = False  # as if Ctrl-C had come while the thread began
+    flight.take_off()
+    assert not flight.wait(0.05)
+    goes_on.set()
+    assert flight.wait()
+    assert flight.wait()
+    assert (flight.result(), runs) == ("come", [1])
 
 
 def drifts(rank: int) -> list[tuple[str, str]]:

@@ -203,9 +203,24 @@ def test_a_checkpoint_holds_the_round_in_flight_for_the_sites_that_sent_it(tmp_p
     told = run_ranks(2, resumed_by_fewer, str(tmp_path))
     assert {kind for kind, _ in told} <= {"ValueError", "PeerError"}
     assert (
-        "was saved with a round in flight, which all sites that sent it have to bring to its end"
+        "was saved with a round in flight, which all ranks that sent it have to bring to its end"
         in told[0][1]
     )
+
+
+@pytest.mark.usefixtures("single_site")
+def test_every_save_has_a_place_of_its_own_whatever_boundaries_have_applied(tmp_path: Path) -> None:
+    """The first boundary applies no round, and one after a sync() neither."""
+    optimizer, _ = built(replace(CASES[0], sync_every=4), 0, 1.0)
+    with loco.Checkpoints(tmp_path) as checkpoints:
+        for step in range(1, 15):
+            optimizer.step()
+            if step == 9:
+                optimizer.sync()
+            checkpoints.save(optimizer, {"step": step}, blocking=True)
+            resumed = checkpoints.load(optimizer)
+            assert resumed is not None
+            assert resumed.extra == {"step": step}
 
 
 @pytest.mark.usefixtures("single_site")

@@ -1,6 +1,5 @@
 """The rounds of an optimizer whose inner steps go on while a round travels."""
 
-import atexit
 import logging
 import time
 import weakref
@@ -77,7 +76,7 @@ class OverlappedRounds:
         self._hooks = hooks
         self._check_inner = check_inner
         self._done = done
-        self._flight: Flight | None = None
+        self._flights: list[Flight] = []  # at most one
         self._come: Round | None = None  # it counts, and has no report yet
         # The rounds that the latest boundary sends off, and that `sync` waits for.
         self._crossing = self._landing = 0
@@ -85,7 +84,7 @@ class OverlappedRounds:
         self._problem: Exception | None = None
         self._copies = b""
         views.are_used_elsewhere = self.wait
-        atexit.register(_warn_at_exit, weakref.ref(self))
+        weakref.finalize(self, _warn_of_the_end, state, self._flights)
 
     def cross(self) -> None:
         """A boundary.
@@ -147,14 +146,29 @@ class OverlappedRounds:
         state, come = self._state, self._come
         if come is not None and come.phase is not Phase.APPLIED:
             return None
+        if not self._flights and self._views.is_in_doubt:
+            return self._learn_verdict()
         self._share(come)
-        if self._flight is None and state.on_its_way:
+        if not self._flights and state.on_its_way:
             self._send_off()
+        for flight in self._flights:
+            flight.take_off()
         has_crossed = 0 < self._crossing == state.on_its_way
         if not has_crossed and come is None:
             return None
+        self._done(None)  # first: a report may be lost to Ctrl-C, but steps are counted from this boundary
         self._crossing, self._come = 0, None
-        return self._done(come)
+        return None if come is None else self._done(come)
+
+    def _learn_verdict(self) -> None:
+        """Of a flight that ended without it, as the store did not answer."""
+        with advising(_AGAIN, SAME_STEPS):
+            come = self._views.decide(ABORT)
+        if come is None:
+            take_back(self._state)
+        else:
+            come.meter.travelled(0.0, 0.0)
+            self._come, self._views.pending = come, None
 
     @property
     def _next(self) -> int:
@@ -163,26 +177,28 @@ class OverlappedRounds:
 
     def _await(self) -> None:
         """Until the round in flight has come, if there is one."""
-        flight = self._flight
-        if flight is None:
+        if not self._flights:
             return
-        began = time.perf_counter()
+        flight, began = self._flights[0], time.perf_counter()
         flight.wait()
         # The flight is forgotten last, or Ctrl-C between two lines would lose what it has sent.
         try:
             come = flight.result()
         except Exception:
-            if not self._views.is_in_doubt:  # otherwise it may count: the next flight asks first
+            # In doubt it may count, and `finish` asks. And v is taken back once.
+            if self._state.on_its_way and not self._views.is_in_doubt:
                 take_back(self._state)
-            self._flight = None
+            self._flights.clear()
             raise
         come.meter.travelled(flight.seconds, time.perf_counter() - began)
-        self._come, self._flight = come, None
+        self._come = come
+        self._flights.clear()
 
     def wait(self) -> bool:
         """Until no round is in flight -> whether one was."""
-        flight = self._flight
-        return flight is not None and flight.wait()
+        for flight in self._flights:
+            flight.wait()
+        return bool(self._flights)
 
     def _problem_of_inner(self) -> Exception | None:
         try:
@@ -215,7 +231,7 @@ class OverlappedRounds:
                 raise problem
             return sends
 
-        self._flight = Flight(lambda: self._travel(encode, lambda: copies, number))
+        self._flights.append(Flight(lambda: self._travel(encode, lambda: copies, number)))
 
     def _travel(self, encode: Callable[[], Encoded], copies: Callable[[], bytes], number: int) -> Round:
         """Bring a round to its verdict, tried again as long as that can help -> the round, which counts."""
@@ -244,8 +260,9 @@ class OverlappedRounds:
     def drop(self) -> None:
         """The state is about to be replaced: what has come, or is on its way, belongs to the old one."""
         self.wait()
-        self._flight = self._come = self._state.ahead = None
         self._state.on_its_way = self._crossing = self._landing = 0
+        self._flights.clear()
+        self._come = self._state.ahead = None
         self._state.lacks_slices = False
 
     def own_state(self) -> dict[str, Any]:
@@ -256,7 +273,8 @@ class OverlappedRounds:
             LocoError: the latest boundary was cut off.
         """
         state = self._state
-        if state.lacks_slices:
+        is_applied = self._come is not None and self._come.phase is Phase.APPLIED
+        if state.lacks_slices or is_applied or 0 < self._crossing == state.on_its_way:
             raise not_shared(state.rounds_done)
         sent = None if state.ahead is None else state.ahead.entries._asdict()
         return {"ahead": sent, "in_flight": state.on_its_way > 0}
@@ -271,19 +289,17 @@ class OverlappedRounds:
             state.on_its_way = state.rounds_done + 1
             self._problem, self._copies = None, digests_of_copies(state.parameters, state.part)
             self._send_off()
-
-    def warn_at_exit(self) -> None:
-        if not self._state.on_its_way:
-            return
-        _logger.warning(
-            "the program ends with round %d in flight, which is in no site's weights: call sync() after the "
-            "last step, on all sites",
-            self._state.on_its_way,
-        )
-        if self._flight is not None:
-            self._flight.wait(_AT_EXIT)  # others may wait for this site's part of it
+            self._flights[0].take_off()
 
 
-def _warn_at_exit(rounds: "weakref.ref[OverlappedRounds]") -> None:
-    if (those := rounds()) is not None:
-        those.warn_at_exit()
+def _warn_of_the_end(state: OuterState, flights: list[Flight]) -> None:
+    """At the end of the program, or of the optimizer."""
+    if not state.on_its_way:
+        return
+    _logger.warning(
+        "the program ends with round %d in flight, which is in no site's weights: call sync() after the last "
+        "step, on all sites",
+        state.on_its_way,
+    )
+    for flight in flights:
+        flight.wait(_AT_EXIT)  # others may wait for this site's part of it
