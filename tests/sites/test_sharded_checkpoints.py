@@ -193,3 +193,32 @@ def test_another_sharding_goes_on_with_the_bits_of_a_site_that_is_not_divided(
         steps = range(STOP * k, STOP * (k + 1))
         expected = run_ranks(sites, in_layout, "whole", how, tmp_path / "whole", steps, [])
         run_ranks(sites * LAYOUTS[layout][0], in_layout, layout, how, tmp_path / "any", steps, expected)
+
+
+def in_flight(rank: int, layout: str, folder: Path, steps: int) -> tuple[str, str]:
+    """Saves after so many steps, or loads what another layout has saved."""
+    per_site, _ = LAYOUTS[layout]
+    topology, model = loco.Topology(ranks_per_site=per_site), Tied()
+    if layout == "halves":
+        divide(model, site_mesh())
+    optimizer = build(model, "PulseLoCo", topology, overlap=True)
+    with loco.Checkpoints(folder) as checkpoints:
+        for step in range(steps):
+            step_of(model, optimizer, topology.site, step)
+        if steps:
+            checkpoints.save(optimizer, blocking=True)
+            return "", ""
+        before = state(optimizer)
+        told = error_of(lambda: checkpoints.load(optimizer, reshard=True))
+        assert_equal(state(optimizer), before)
+        return told
+
+
+def test_another_sharding_can_not_go_on_with_a_round_in_flight(tmp_path: Path) -> None:
+    """What was sent is of each rank's part."""
+    run_ranks(2, in_flight, "whole", tmp_path, STOP)
+    for kind, text in run_ranks(4, in_flight, "halves", tmp_path, 0):
+        assert kind == "ValueError"
+        assert (
+            "was saved with a round in flight, which all ranks that sent it have to bring to its end" in text
+        )
