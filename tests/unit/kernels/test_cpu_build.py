@@ -296,9 +296,9 @@ def test_a_library_with_other_bits_is_refused(
 ) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(build.SOURCES[0].parent, sources)
-    apply = (sources / "apply.c").read_text()
-    assert "total[i] / sites" in apply
-    (sources / "apply.c").write_text(apply.replace("total[i] / sites", "total[i] * (1 / sites)"))
+    steps = (sources / "steps.h").read_text()
+    assert "total[i] / sites" in steps
+    (sources / "steps.h").write_text(steps.replace("total[i] / sites", "total[i] * (1 / sites)"))
     monkeypatch.setattr(build, "SOURCES", sorted(sources.glob("*.[ch]")))
     with pytest.raises(build.BuildError, match="other bits"):
         cpu.Compiled(())
