@@ -10,6 +10,11 @@ int64_t loco_encode(int64_t, const float *, const float *, int64_t, const int64_
                     int, float, float, int, int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *);
 double loco_apply(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
                   int64_t, const void *, float, float, float, int, int);
+int64_t loco_cross(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int,
+                   int64_t, const void *, float, float, float, int, float, int, int, float, float, int, int, int64_t *,
+                   uint8_t *, float *, uint64_t *, int64_t *, double *);
+int64_t loco_first_changed(int64_t, const float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int,
+                           const void *, float, int);
 void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int);
 uint64_t loco_digest(const char *, int64_t, int);
 void loco_add_up(int64_t, int64_t, const void *, int, const float *, float, const void *, const void *);
@@ -172,6 +177,21 @@ static void round_of(int64_t n, int gate, int thrifty, int gathers, int has_resi
                entries, (float)gathers, 0.7f, 0.9f, mu == 2, threads);
     if (!wild) note(anchor, bytes), note(residual, bytes), note(momentum, bytes);
     loco_write_weights(n, anchor, count, address, start, dtype, threads);
+    if (has_residual && gate) {  /* a boundary of overlapped rounds: v was sent, rounds have come, more is sent */
+        for (int r = 0; r <= gathers; r++) memcpy(entries + 3 * r, own, 24);
+        int64_t *next_starts = malloc(8 * (size_t)(blocks + 1));
+        uint8_t *next_offsets = malloc((size_t)n);
+        float *next = malloc(bytes);
+        double squares;
+        k = loco_cross(n, anchor, mu ? momentum : NULL, residual, count, address, start, dtype, 1, gathers, entries,
+                       (float)gathers, 0.7f, 0.9f, mu == 2, 1.0f, 1, gate, 1.0f, thrifty ? 0.25f : 0.0f,
+                       thrifty ? 16 : 0, threads, next_starts, next_offsets, next, &digest, &first_bad, &squares);
+        if (k < 0 || k > n) abort();
+        if (!wild) note(&digest, 8), note(next, 4 * (size_t)k), note(anchor, bytes), note(residual, bytes);
+        int64_t sent[3] = {(int64_t)(intptr_t)next_starts, (int64_t)(intptr_t)next_offsets, (int64_t)(intptr_t)next};
+        if (!wild && loco_first_changed(n, anchor, count, address, start, dtype, 1, sent, 1.0f, threads) >= 0) abort();
+        free(next_starts), free(next_offsets), free(next);
+    }
     for (int64_t p = 0; p < count; p++) {
         if (!wild) note((char *)(intptr_t)address[p], (size_t)(start[p + 1] - start[p]) * (dtype[p] ? 2 : 4));
         free(memory[p]);
