@@ -347,7 +347,7 @@ def _in_flight(row: Row) -> Iterator[Case]:
             return
     setup = replace(row.setup, overlap=True)
     # The boundary before which a fault strikes sends off round 3, and saving goes on beside it.
-    text = row.text.replace("round 2", "round [23]") + r"|saving round \d: no heartbeat from site"
+    text = row.text.replace("round 2", "round [23]") + r"|(after )?saving round \d(, step \d+)?: no heartbeat"
     phases = [phase for phase in row.phases if phase in _OF_A_FLIGHT]
     for phase in dict.fromkeys([*phases[:1], *phases[-1:]]):
         yield Case(replace(row, setup=setup, text=text), phase)
