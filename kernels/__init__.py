@@ -33,6 +33,7 @@ from .patches import (
     swap_bits,
     unpack_patch,
 )
+from .reference import run_ahead
 from .reference_patch import FORMATS, PART, digest_terms, join_patches, split_patch
 from .streamed import Streamed
 from .types import (
@@ -82,6 +83,7 @@ __all__ = [
     "packs_fast",
     "read_blocks",
     "reference",
+    "run_ahead",
     "split_patch",
     "swap_bits",
     "unpack",

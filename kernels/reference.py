@@ -270,6 +270,18 @@ def _drop_bad(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor) -> li
     return bad
 
 
+def run_ahead(anchor: Tensor, sent: Entries | None, beta: float, at: slice) -> Tensor:
+    """θ − β·v of some elements; θ itself if nothing was sent."""
+    if sent is None:
+        return anchor[at]
+    if sent.starts is None:
+        return anchor[at] - beta * sent.values[at]
+    ahead = anchor[at].clone()
+    where, v = sent.within(at)
+    ahead[where] -= beta * v
+    return ahead
+
+
 def first_changed(anchor: Tensor, weights: Sequence[Tensor], sent: Entries | None, beta: float) -> int:
     """A position at or before the first weight that is not cast(θ − β·v), in values, and in its piece; −1 if
     all are.
@@ -278,13 +290,7 @@ def first_changed(anchor: Tensor, weights: Sequence[Tensor], sent: Entries | Non
         sent: v; None: nothing.
     """
     for at, w in _chunks(weights):
-        expected = anchor[at].clone()
-        if sent is not None and sent.starts is None:
-            expected -= beta * sent.values[at]
-        elif sent is not None:
-            where, v = sent.within(at)
-            expected[where] -= beta * v
-        if not torch.equal(cast(expected, w.dtype).to(w.device), w):
+        if not torch.equal(cast(run_ahead(anchor, sent, beta, at), w.dtype).to(w.device), w):
             return at.start
     return -1
 

@@ -116,7 +116,7 @@ class OuterLoop:
         self.refuse_in_eval("step()")
         self.settle(abandon=True)
         if self._overlapped is not None:
-            self._overlapped.before_step()
+            self._overlapped.give_up_landing()
         if self._is_unmoved:
             self.state.parameters.check_unchanged(self.inner)
             require_cast_of_anchor(self.state)
@@ -279,7 +279,7 @@ class OuterLoop:
         if self._overlapped is not None:
             self._overlapped.wait()
         views = self.views
-        in_doubt = self.views.is_in_doubt
+        in_doubt = views.is_in_doubt
         may_be_ahead = views.membership.others_may_be_ahead
         with self._advice():
             agree_to_adopt(self.state, others_may_be_ahead=may_be_ahead, round_in_doubt=in_doubt)

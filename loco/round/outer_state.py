@@ -45,6 +45,7 @@ class OuterState:
         lacks_slices: the other ranks of this site have not given their parts of the weights yet.
         memory: what rounds leave to each other.
         anchor_incomplete: θ or m is only a part of what another site was sending.
+        is_torn: it is half of one round and half of the next, and of no use.
     """
 
     settings: Settings
@@ -63,7 +64,7 @@ class OuterState:
     on_its_way: int = 0
     lacks_slices: bool = False
     anchor_incomplete: bool = False
-    _is_torn: bool = False
+    is_torn: bool = False
     memory: Recycler = field(default_factory=Recycler)
 
     @staticmethod
@@ -132,16 +133,8 @@ class OuterState:
 
     def began_from(self, at: slice) -> Tensor:
         """The inner steps began from the cast of this: θ or, where rounds overlap, θ − β·v."""
-        if self.ahead is None:
-            return self.anchor[at]
-        v, beta = self.ahead.entries, self.settings.overlap
-        assert beta is not None
-        if v.starts is None:
-            return self.anchor[at] - beta * v.values[at]
-        began = self.anchor[at].clone()
-        where, values = v.within(at)
-        began[where] -= beta * values
-        return began
+        sent = None if self.ahead is None else self.ahead.entries
+        return kernels.run_ahead(self.anchor, sent, self.settings.overlap or 0.0, at)
 
     @torch.no_grad()
     def read_weights(self) -> None:
@@ -165,17 +158,12 @@ class OuterState:
             nesterov=settings.nesterov,
         )
 
-    @property
-    def is_torn(self) -> bool:
-        """Whether it is half of one round and half of the next, and of no use."""
-        return self._is_torn
-
     @contextmanager
     def rewriting(self) -> Iterator[None]:
         """Around what replaces the state: if it does not come to its end, the state is of no use."""
-        self._is_torn = True
+        self.is_torn = True
         yield
-        self._is_torn = False
+        self.is_torn = False
 
     def check_whole(self) -> None:
         """Refuse to go on, or to save, after the state was only half replaced: because of Ctrl-C, or for want
@@ -184,7 +172,7 @@ class OuterState:
         Raises:
             LocoError: the state is half of one round and half of the next.
         """
-        if self._is_torn:
+        if self.is_torn:
             raise LocoError(
                 f"round {self.rounds_done + 1} was stopped while it was being applied: this rank's state is "
                 f"neither before nor after it. Load the last checkpoint"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fault_site import note
 from followed import NUMEL, SEED, Followed
 from scripted import Scripted, parameters
 from sites import error_of, free_port, hear, run_ranks, tell
@@ -152,20 +153,9 @@ def alone(single_site: None, monkeypatch: pytest.MonkeyPatch) -> tuple[loco.Puls
     """A single site, and what it does."""
     inner, history = Scripted(parameters(SEED, NUMEL), SEED, 0), list[str]()
     optimizer = loco.PulseLoCo(inner, sync_every=STEPS, overlap=True)
-
-    def note(owner: Any, name: str) -> None:
-        plain = getattr(owner, name)
-
-        def noted(*args: Any) -> Any:
-            result = plain(*args)
-            history.append(name)
-            return result
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(inner, "step")
+    note(history, inner, "step", monkeypatch.setattr)
     for name in ("cross", "land", "take_back"):
-        note(overlapped, name)
+        note(history, overlapped, name, monkeypatch.setattr)
     return optimizer, history
 
 

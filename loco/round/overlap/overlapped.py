@@ -129,11 +129,8 @@ class OverlappedRounds:
         assert report is not None
         return report
 
-    def before_step(self) -> None:
-        """Raises:
-        LocoError: what was cut off can't be finished yet.
-        """
-        self.finish()
+    def give_up_landing(self) -> None:
+        """An inner step begins: a `sync` that was cut off is not what comes next."""
         self._landing = 0
 
     def finish(self) -> SyncReport | None:

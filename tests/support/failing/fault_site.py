@@ -161,9 +161,9 @@ class Site:
         crosses that one again. The history tells what came after what."""
         outer = self.optimizer.outer_state
         self.inner.count += STEPS * (outer.on_its_way > 0)
-        _note(self.history, self.inner, "step")
+        note(self.history, self.inner, "step")
         for event in ("cross", "land", "take_back"):
-            _note(self.history, overlapped, event)
+            note(self.history, overlapped, event)
         while not self.optimizer.is_synced or self.optimizer.round < self.setup.rounds:
             is_sent = self.optimizer.round + (outer.on_its_way > 0) >= self.setup.rounds
             try:
@@ -272,8 +272,12 @@ def _flat(inner: Scripted) -> np.ndarray:
     return torch.cat([p.detach().reshape(-1) for p in inner.param_groups[0]["params"]]).numpy()
 
 
-def _note(history: list[str], owner: Any, name: str) -> None:
-    """From now on the history has the name of this function each time that it has returned."""
+def note(history: list[str], owner: Any, name: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """From now on the history has the name of this function each time that it has returned.
+
+    Args:
+        put: a monkeypatch's, if it is to end.
+    """
     plain = getattr(owner, name)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -281,4 +285,4 @@ def _note(history: list[str], owner: Any, name: str) -> None:
         history.append(name)
         return result
 
-    setattr(owner, name, noted)
+    put(owner, name, noted)
