@@ -98,7 +98,7 @@ def _run(
     try:
         if signal_name == "SIGSTOP":
             _kill_once_stopped(folder / victim[0] / "struck", running[victim[0]])
-        printed = [process.communicate(timeout=400)[0] for process in running.values()]
+        printed = [communicated(process) for process in running.values()]
         said = [[folder / name / f"said-{rank}" for rank in range(ranks)] for name in running]
         return [
             Site(text, [file.read_text().splitlines() if file.exists() else [] for file in files])
@@ -109,6 +109,17 @@ def _run(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def communicated(process: subprocess.Popen[str]) -> str:
+    """What it printed; one that does not end fails the test with all of it."""
+    try:
+        return process.communicate(timeout=400)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGUSR1)  # on which each rank says where it is
+        time.sleep(1.0)
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"it did not end, and printed:\n{process.communicate()[0]}")
 
 
 def _kill_once_stopped(struck: Path, launcher: subprocess.Popen[str]) -> None:

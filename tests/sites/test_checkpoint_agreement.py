@@ -322,7 +322,7 @@ def test_if_one_rank_can_not_load_none_does(tmp_path: Path, how: str) -> None:
     for rank, (kind, text) in enumerate(errors):
         if how == "another anchor":
             assert kind == "ReplicaError"
-            assert text.startswith("the files of site 1 hold {'round': 1, 'local_step': 0, 'digest': ")
+            assert text.startswith("the files of site 1 hold {'position': [1, 0], 'digest': ")
         elif rank == 1:
             assert (kind, text) == ("MemoryError", "no memory for the moments (injected)")
         else:

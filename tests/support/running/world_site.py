@@ -6,6 +6,7 @@ VICTIM ("b/0") is killed or stopped once, in round 5 at PHASE, by SIGNAL; withou
 seconds. PAUSE are seconds that a step takes.
 """
 
+import faulthandler
 import hashlib
 import os
 import signal
@@ -25,6 +26,7 @@ SLOW = 8.0  # seconds: four times what makes a site silent
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(os.environ["FOLDER"])
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     topology = loco.Sites(dead_after=2.0, patience=60.0)
     inner = Scripted(parameters(7, 2003), 3, "ab".index(os.environ["LOCO_SITE"]))
     optimizer = loco.PulseLoCo(inner, sync_every=STEPS, topology=topology)
