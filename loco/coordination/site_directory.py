@@ -173,12 +173,7 @@ class SiteDirectory:
                 elif listing.refused:
                     raise AgreementError(listing.refused)
                 elif time.monotonic() > deadline:
-                    raise TransportError(
-                        f"{self._missing(listing)} after {seconds(patience)}. Start the sites that are "
-                        f"missing, or give them more time (LOCO_PATIENCE)",
-                        lasting=True,
-                        has_remedy=True,
-                    )
+                    raise too_few(self._missing(listing), patience)
                 else:
                     left = deadline - time.monotonic()
                     now = self._watch(listing.processes, left, partial(ne, listing)) or listing
@@ -273,6 +268,16 @@ class SiteDirectory:
             return f"{_listed(late)}, alive and not here yet"
         needed = "" if mine.can_lose_none else f", and {mine.at_least} are needed"
         return f"{len(come)} of {mine.sites} sites are here ({_listed(listing.waiting)}){needed}"
+
+
+def too_few(here: str, patience: float) -> TransportError:
+    """Args: here: how many have come, of how many."""
+    return TransportError(
+        f"{here} after {seconds(patience)}. Start the sites that are missing, or give them more time "
+        f"(LOCO_PATIENCE)",
+        lasting=True,
+        has_remedy=True,
+    )
 
 
 def _difference(here: Sequence[Arrival]) -> str:

@@ -12,7 +12,6 @@ import time
 import weakref
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -92,8 +91,8 @@ class StoreClient:
             name="loco store client",
             daemon=True,
         )
+        _threads.add(thread)
         thread.start()
-        # Also at the interpreter's exit, which must not find the thread inside the store.
         self._end = weakref.finalize(self, _hang_up, self._asked, thread)
 
     def set(self, key: str, value: Any) -> None:
@@ -294,12 +293,19 @@ def _connection(host: str, port: int, limit: float) -> socket.socket:
 def _hang_up(asked: _Asked, thread: threading.Thread) -> None:
     asked.put(None)
     if thread is not threading.current_thread():
-        ends = not threading.main_thread().is_alive()
-        thread.join(max(0.5, _last_moment() - time.monotonic()) if ends else 0.5)
+        thread.join(0.5)
 
 
-@cache
-def _last_moment() -> float:
-    """Until when a program that exits waits for threads inside the store. A thread that returns from torch's
-    C++ while the interpreter ends aborts the process."""
-    return time.monotonic() + _PATIENT
+def _await_threads() -> None:
+    """At the interpreter's exit, which must find no thread inside the store.
+
+    One that returns from torch's C++ while the interpreter ends aborts the process, and a launcher then starts
+    the training again, which is over.
+    """
+    deadline = time.monotonic() + _PATIENT
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_threads = weakref.WeakSet[threading.Thread]()  # also those that were given up, or whose client is gone
+weakref.finalize(_threads, _await_threads)  # of all that this module makes the first, so called last

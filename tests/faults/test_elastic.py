@@ -1,14 +1,19 @@
 """Sites die, come back and join while the others train on; what they do then is still the paper's round."""
 
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fleet import KEY, Fleet, Told, told_by
 from paper import Paper
 from selection import FLEETS
-from states import assert_same
+from sites import free_port
+from states import assert_same, small_model
+
+import loco
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
 WAYS = ("store", "lighthouse")  # to meet
@@ -255,6 +260,16 @@ def test_a_site_that_ran_away_does_not_take_the_others_with_it() -> None:
         round = told_by(fleet, ("s0", "s2"))
         assert round["s0"].sites == ("s0", "s2")
         run.check(round)
+
+
+def test_a_site_that_is_alone_at_the_start_waits_no_longer_than_its_patience() -> None:
+    # So does a process that a launcher has started again after the last round.
+    topology = loco.Sites(
+        2, site="a", at=f"127.0.0.1:{free_port()}", at_least=1, patience=1.0, dead_after=1.0
+    )
+    said = r"1 of 2 sites are here \(a\) after 1 s. Start the sites that are missing"
+    with closing(topology), pytest.raises(loco.TransportError, match=said):
+        loco.PulseLoCo(torch.optim.SGD(small_model(0).parameters(), lr=0.1), topology=topology)
 
 
 @pytest.mark.check(FLEETS)

@@ -106,8 +106,7 @@ def _run(
         ]
     finally:
         for process in running.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            signal_all_of(process, "KILL")
             process.wait()
 
 
@@ -116,10 +115,15 @@ def communicated(process: subprocess.Popen[str]) -> str:
     try:
         return process.communicate(timeout=400)[0]
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGUSR1)  # on which each rank says where it is
+        signal_all_of(process, "USR1")  # on which each rank says where it is
         time.sleep(1.0)
-        os.killpg(process.pid, signal.SIGKILL)
+        signal_all_of(process, "KILL")
         pytest.fail(f"it did not end, and printed:\n{process.communicate()[0]}")
+
+
+def signal_all_of(launcher: subprocess.Popen[str], name: str) -> None:
+    """Its ranks, too, which have process groups of their own."""
+    subprocess.run(["pkill", f"-{name}", "-s", str(launcher.pid)], check=False)
 
 
 def _kill_once_stopped(struck: Path, launcher: subprocess.Popen[str]) -> None:

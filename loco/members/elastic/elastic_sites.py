@@ -82,6 +82,7 @@ class ElasticSites:
         self.sites = sites
         self.name = name
         self.timeout = float(timeout)
+        self.patience = float(patience)
         self.dead_after = float(dead_after)
         self.connect_timeout = float(connect_timeout)
         self.repeats = repeats

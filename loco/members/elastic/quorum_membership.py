@@ -13,7 +13,9 @@ from ...coordination.authentication import StoreSeals
 from ...coordination.commit import Verdicts
 from ...coordination.heartbeats import NoHeartbeats
 from ...coordination.rendezvous import Reconnects
+from ...coordination.site_directory import too_few
 from ...errors import LocoError, TransportError
+from ...logs import SAY_SOON, Waiting
 from ...net.links import Links
 from ..repeats import Repeats
 from ..view import Standing, StatusReporter, VerdictLog, View
@@ -23,8 +25,6 @@ from .first_rank import FirstRank
 from .quorum import Claim, Plan, of_site
 
 _PAUSE = 0.2  # seconds between two looks at whether all have come to the start
-_PATIENT = 5.0  # seconds until it is said that sites are missing at the start
-_REMIND = 60.0  # and said again
 _logger = logging.getLogger(__name__)
 
 
@@ -84,27 +84,31 @@ class QuorumMembership:
         return self._own.form_site()
 
     def _ask(self, claim: Claim, rounds_done: int) -> Plan:
-        """Who is there; at the start of a run, once all are."""
+        """Who is there; at the start of a run, once all are.
+
+        Raises:
+            TransportError: not all came within `patience`. A run that is over is not a start, either: nobody
+                comes to a process that is started again after it.
+        """
         topology = self._topology
-        told = time.monotonic() - _REMIND + _PATIENT
-        while True:
-            plan = topology.gather(claim)
-            claims = [member.claim for member in plan.members]
-            if max(claim.round for claim in claims) < 0:
-                raise LocoError(
-                    f"round {rounds_done + 1}: no site that is left holds the whole anchor: load "
-                    f"the last checkpoints"
-                )
-            is_new_run = all(claim.round <= 0 for claim in claims) and not plan.runs
-            if claim.ready or not is_new_run or len(claims) >= topology.sites:
-                return plan
-            if time.monotonic() - told > _REMIND:
-                told = time.monotonic()
-                here = ", ".join(member.name for member in plan.members)
-                _logger.warning(
-                    "waiting for the run's sites: %d of %d are here (%s)", len(claims), topology.sites, here
-                )
-            time.sleep(_PAUSE)
+        deadline, here = time.monotonic() + topology.patience, ""
+        with Waiting(_logger, lambda: f"the run's sites: {here}", first=SAY_SOON):
+            while True:
+                plan = topology.gather(claim)
+                claims = [member.claim for member in plan.members]
+                if max(claim.round for claim in claims) < 0:
+                    raise LocoError(
+                        f"round {rounds_done + 1}: no site that is left holds the whole anchor: load "
+                        f"the last checkpoints"
+                    )
+                is_new_run = all(claim.round <= 0 for claim in claims) and not plan.runs
+                if claim.ready or not is_new_run or len(claims) >= topology.sites:
+                    return plan
+                names = ", ".join(member.name for member in plan.members)
+                here = f"{len(claims)} of {topology.sites} sites are here ({names})"
+                if time.monotonic() > deadline:
+                    raise too_few(here, topology.patience)
+                time.sleep(_PAUSE)
 
     def give_up(self, why: str) -> None:
         self._topology.unlink(why)

@@ -192,16 +192,22 @@ class Slow:
         return False
 
     def delete_key(self, key):
-        guest.wait([key], timedelta(seconds=1.0))  # inside torch's C++
+        guest.wait([key], timedelta(seconds=1.2))  # inside torch's C++
 
-client = StoreClient(Slow(), limit=5.0)
+class Last:
+    def __del__(self):  # while the interpreter ends
+        time.sleep(2.0)
+
+last = Last()
+client = StoreClient(Slow(), limit=0.3)
 client.delete_key("never there")
 time.sleep(0.3)
 """
 
 
 @pytest.mark.check(INTERRUPTIONS)
-def test_a_program_that_ends_waits_for_the_thread_to_leave_the_store() -> None:
+@pytest.mark.parametrize("then", ["", "del client"])
+def test_a_program_that_ends_waits_for_the_thread_to_leave_the_store(then: str) -> None:
     """A thread that comes back from torch's C++ while the interpreter ends aborts the process."""
-    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", ENDING + then], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
