@@ -299,8 +299,8 @@ def _hang_up(asked: _Asked, thread: threading.Thread) -> None:
 def _await_threads() -> None:
     """At the interpreter's exit, which must find no thread inside the store.
 
-    One that returns from torch's C++ while the interpreter ends aborts the process, and a launcher then starts
-    the training again, which is over.
+    One that returns from torch's C++ while the interpreter ends aborts the process, and a launcher then
+    starts again what is over.
     """
     deadline = time.monotonic() + _PATIENT
     for thread in list(_threads):

@@ -27,7 +27,7 @@ from .inside_site import share_anchor
 from .joining.first_anchor import agree_to_adopt, share_first_anchor, start_again
 from .joining.handshake import agree_on_parameters
 from .outer_state import OuterState
-from .overlap.overlapped import OverlappedRounds, require_lasting_sites
+from .overlap.overlapped import OverlappedRounds, require_sites_that_fit
 from .round import Round
 from .state import load_inner, pop_own_state, state_of, take_over
 from .views import Views
@@ -85,7 +85,7 @@ class OuterLoop:
         self._shown: ShownAnchor | None = None  # in eval mode
         self._is_unmoved = True  # no inner step has begun since w = cast(θ)
         if settings.overlap is not None:
-            require_lasting_sites(topology)
+            require_sites_that_fit(topology)
         setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
         agreed = agree_on_parameters(topology.all_ranks(), topology, inner, setup)
@@ -197,10 +197,10 @@ class OuterLoop:
         self.state.parameters.check_unchanged(self.inner)
         self._masters.check()
 
-    def _boundary_done(self, come: Round | None) -> SyncReport | None:
-        """A boundary between rounds that overlap has applied this one, if one had come."""
+    def _boundary_done(self, report: SyncReport | None) -> SyncReport | None:
+        """A boundary between rounds that overlap has applied the round of this report, if one had come."""
         self.local_step, self._is_unmoved = 0, True
-        return None if come is None else self._done(come.report(), steps=self.steps_since_round)
+        return None if report is None else self._done(report, steps=self.steps_since_round)
 
     def _done(self, report: SyncReport, *, steps: int | None = None) -> SyncReport:
         """Args: steps: inner steps that the round is of; by default all since the last."""
@@ -326,6 +326,8 @@ class OuterLoop:
             self._overlapped.drop()
         take_over(self.state, own)
         self.views.pending, self.views.committed = None, ""
+        if self._overlapped is not None:
+            self._overlapped.take_over(own)
         with self._advice():
             was_given = self.views.membership.others_may_be_ahead and self.views.arrive()
         self._forget()
@@ -334,7 +336,7 @@ class OuterLoop:
             self.steps_since_round = int(own.get("steps_since_round", self.local_step))
             self._is_unmoved = self.local_step == 0
         if self._overlapped is not None:
-            self._overlapped.take_over(own)
+            self._overlapped.finish()
 
     def _forget(self) -> None:
         """The state was replaced."""

@@ -54,8 +54,8 @@ class Views:
         if is_alone:
             self.arrive()
 
-    def arrive(self) -> bool:
-        """Hold the θ that the run holds; at the start of one, the first site's. -> whether it was given."""
+    def arrive(self) -> SyncReport | None:
+        """Hold the θ that the run holds; at the start of one, the first site's -> of what was given."""
         attempts = self.membership.attempts()
         while True:
             view: View | None = None
@@ -63,12 +63,11 @@ class Views:
                 view = self.form(ready=False)
                 assert view.handover is not None
                 if view.handover.source is not None:
-                    self.adopt(view)
-                    return True
+                    return self.adopt(view)
                 hand_over_state(self._state, view.handover)
                 with self.conversing():
                     await_site(view.inside, phase="starting to train")
-                return False
+                return None
             except (TransportError, WireError) as error:
                 attempts.failed(error, linked=view is not None, refused=False, own_fault=False)
 
@@ -197,21 +196,32 @@ class Views:
         return pending.report()
 
     def settle_unless_told_later(self) -> SyncReport | None:
+        return None if self._is_told_later() else self.settle(ABORT)
+
+    def decide_unless_told_later(self) -> Round | None:
+        return None if self._is_told_later() else self.decide(ABORT)
+
+    def _is_told_later(self) -> bool:
         """Where sites come and go, the other ranks of this site, or else the next view, tell what became of a
         round in doubt."""
         pending = self.pending
         if pending is not None and pending.is_promised and self.membership.others_may_be_ahead:
             self._form_site()
-            if pending.is_promised:
-                return None
-        return self.settle(ABORT)
+            return pending.is_promised
+        return False
 
     def settle_as_told(self, view: View) -> SyncReport | None:
         """By the verdict that the members of a new view report."""
+        return self.settle(COMMIT) if self._is_told(view) else None
+
+    def decide_as_told(self, view: View) -> Round | None:
+        return self.decide(COMMIT) if self._is_told(view) else None
+
+    def _is_told(self, view: View) -> bool:
         if self.pending is None or view.committed is None:
-            return None
+            return False
         self.pending.learn_verdict(committed=view.committed)
-        return self.settle(COMMIT)
+        return True
 
     @property
     def is_in_doubt(self) -> bool:

@@ -336,16 +336,6 @@ def test_an_update_that_fp32_can_not_hold_is_an_error_and_nothing_of_it_stays() 
     assert error_of(optimizer.step) == ("", "nothing was raised")
 
 
-def test_sites_that_come_and_go_can_not_overlap_their_rounds() -> None:
-    sites = loco.Sites(2, site="a", at=f"127.0.0.1:{free_port()}", at_least=1)
-    kind, text = error_of(
-        lambda: loco.PulseLoCo(Scripted(parameters(SEED, NUMEL), SEED, 0), topology=sites, overlap=True)
-    )
-    sites.close()
-    assert kind == "ValueError"
-    assert text.startswith("overlap=True is for sites that stay the same; these come and go: leave it out")
-
-
 ENDS = """
 import torch, loco
 weight = torch.nn.Parameter(torch.ones(300))

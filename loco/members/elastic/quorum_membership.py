@@ -87,28 +87,37 @@ class QuorumMembership:
         """Who is there; at the start of a run, once all are.
 
         Raises:
-            TransportError: not all came within `patience`. A run that is over is not a start, either: nobody
-                comes to a process that is started again after it.
+            TransportError: not all came within `patience`. A process that is started again after the end of a
+                run waits for nobody else.
         """
-        topology = self._topology
-        deadline, here = time.monotonic() + topology.patience, ""
-        with Waiting(_logger, lambda: f"the run's sites: {here}", first=SAY_SOON):
-            while True:
-                plan = topology.gather(claim)
-                claims = [member.claim for member in plan.members]
-                if max(claim.round for claim in claims) < 0:
-                    raise LocoError(
-                        f"round {rounds_done + 1}: no site that is left holds the whole anchor: load "
-                        f"the last checkpoints"
-                    )
-                is_new_run = all(claim.round <= 0 for claim in claims) and not plan.runs
-                if claim.ready or not is_new_run or len(claims) >= topology.sites:
-                    return plan
-                names = ", ".join(member.name for member in plan.members)
-                here = f"{len(claims)} of {topology.sites} sites are here ({names})"
-                if time.monotonic() > deadline:
-                    raise too_few(here, topology.patience)
-                time.sleep(_PAUSE)
+        topology, plan = self._topology, self._found(claim, rounds_done)
+        deadline = time.monotonic() + topology.patience
+
+        def here() -> str:
+            names = ", ".join(member.name for member in plan.members)
+            return f"{len(plan.members)} of {topology.sites} sites are here ({names})"
+
+        if not self._has_begun(plan, claim):
+            with Waiting(_logger, lambda: f"the run's sites: {here()}", first=SAY_SOON):
+                while not self._has_begun(plan, claim):
+                    if time.monotonic() > deadline:
+                        raise too_few(here(), topology.patience)
+                    time.sleep(_PAUSE)
+                    plan = self._found(claim, rounds_done)
+        return plan
+
+    def _found(self, claim: Claim, rounds_done: int) -> Plan:
+        plan = self._topology.gather(claim)
+        if max(member.claim.round for member in plan.members) < 0:
+            raise LocoError(
+                f"round {rounds_done + 1}: no site that is left holds the whole anchor: load "
+                f"the last checkpoints"
+            )
+        return plan
+
+    def _has_begun(self, plan: Plan, claim: Claim) -> bool:
+        is_new_run = all(member.claim.round <= 0 for member in plan.members) and not plan.runs
+        return claim.ready or not is_new_run or len(plan.members) >= self._topology.sites
 
     def give_up(self, why: str) -> None:
         self._topology.unlink(why)

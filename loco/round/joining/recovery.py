@@ -16,6 +16,7 @@ from ...net.transport import CHUNK, Transport, as_bytes
 from ...report import SiteTotals, SyncReport
 from ..inside_site import await_site, share_anchor
 from ..outer_state import OuterState
+from ..overlap.boundary import take_back
 from ..state import digest_of
 
 _logger = logging.getLogger(__name__)
@@ -113,8 +114,8 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
     """Take θ and m from the member that holds them, once its round is done. Each rank of a site takes its own
     part, and none has adopted the round before all have theirs.
 
-    This site's residual is kept only if the last round it took part in is the one it remembers: otherwise a
-    part of it may have been sent since.
+    This site's residual, with what it had on its way, is kept only if the last round it took part in is the
+    one it remembers: otherwise a part of it may have been sent since.
 
     Raises:
         TransportError: a link broke; `state.anchor_incomplete` says whether θ is of any use.
@@ -131,7 +132,10 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
     state.write_weights()
     share_anchor(state, view)
     state.anchor_incomplete = False
+    if state.on_its_way:
+        take_back(state)
     with state.rewriting():
+        state.ahead = None
         dropped = _drop_residual_if_outdated(state, head)
         state.rounds_done, state.took_part = head.round, dict(head.took_part)
     _logger.warning("took round %d from %s", head.round, handover.name_of(source))

@@ -3,27 +3,78 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 
+from ...errors import TransportError, WireError
+from ...members.view import View
+from ...wire.refusal import Refused
 from ..round import Round
+from ..views import Views
+
+
+class Landing(NamedTuple):
+    """What came of a flight.
+
+    come: the round, if it counts.
+    behind: the view in which this site is given θ, if the others have gone on without it.
+    """
+
+    come: Round | None
+    behind: View | None = None
+
+
+def travel(
+    views: Views, round_in: Callable[[View], Round], advice: Callable[[], AbstractContextManager[None]]
+) -> Landing:
+    """Bring a round to its verdict, tried again as long as that can help.
+
+    Args:
+        round_in: makes the round, in a view.
+        advice: is put around the error with which it fails.
+    """
+    attempts = views.membership.attempts()
+    while True:
+        view: View | None = None
+        current: Round | None = None
+        try:
+            come = views.decide_unless_told_later()
+            if come is None:
+                view = views.form(ready=True)
+                come = views.decide_as_told(view)
+                if view.handover is not None and view.handover.source is not None:
+                    views.pending = None
+                    return Landing(come, behind=view)
+                if come is None:
+                    current = round_in(view)
+                    come = views.run(current)
+            views.pending = None
+            return Landing(come)
+        except Refused as refusal:
+            error, refused = refusal.error, True
+        except (TransportError, WireError) as failure:
+            error, refused = failure, False
+        own_fault = current is not None and current.failed_here
+        with advice():
+            attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
 
 
 class Flight:
     """
     Args:
-        run: brings a round to its verdict, and returns it if it counts.
+        run: brings a round to its verdict.
 
     Attributes:
         seconds: how long it took; 0 as long as it lasts.
     """
 
-    def __init__(self, run: Callable[[], Round]) -> None:
+    def __init__(self, run: Callable[[], Landing]) -> None:
         self.seconds = 0.0
         self._run = run
-        self._come: Round | None = None
+        self._landing: Landing | None = None
         self._error: BaseException | None = None
         self._is_taken = threading.Lock()  # by the thread that travels
         self._has_taken_off = self._has_ended = False
@@ -42,7 +93,7 @@ class Flight:
                 self._end.get(timeout=limit)
         return self._has_ended
 
-    def result(self) -> Round:
+    def result(self) -> Landing:
         """Of a flight that has ended.
 
         Raises:
@@ -50,8 +101,8 @@ class Flight:
         """
         if self._error is not None:
             raise self._error
-        assert self._come is not None
-        return self._come
+        assert self._landing is not None
+        return self._landing
 
     def _travel(self) -> None:
         if not self._is_taken.acquire(blocking=False):
@@ -59,7 +110,7 @@ class Flight:
         self._has_taken_off, began = True, time.perf_counter()
         try:
             with torch.no_grad():  # which counts for one thread
-                self._come = self._run()
+                self._landing = self._run()
         except BaseException as error:
             self._error = error
         self.seconds = time.perf_counter() - began

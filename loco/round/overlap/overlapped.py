@@ -4,6 +4,8 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from loco import kernels
@@ -14,32 +16,30 @@ from ...errors import SAME_STEPS, TransportError, WireError, advising
 from ...exchange.wire_config import WireConfig
 from ...members.view import SiteTopology, View
 from ...report import SyncReport
-from ...wire.refusal import Refused
 from ..hooks import Hooks, Phase, RoundProgress
 from ..inside_site import digests_of_copies, share_anchor
 from ..outer_state import OuterState
 from ..round import Round
 from ..views import Views, not_shared
 from .boundary import cross, land, take_back
-from .flight import Flight
+from .flight import Flight, Landing, travel
 
-_AGAIN = (
-    "What this site had sent goes with the next round: call step() or sync() again on all ranks; if a "
-    "process has died, restart all sites from their last checkpoint"
-)
+_AGAIN = "What this site had sent goes with the next round: call step() or sync() again"
+_FIXED = f"{_AGAIN} on all ranks; if a process has died, restart all sites from their last checkpoint"
+_COMING_AND_GOING = f"{_AGAIN}; if one of its processes has died, restart this site"
 _AT_EXIT = 5.0  # seconds
 _logger = logging.getLogger(__name__)
 
 
-def require_lasting_sites(topology: SiteTopology) -> None:
+def require_sites_that_fit(topology: SiteTopology) -> None:
     """
     Raises:
         ValueError: rounds can't overlap for these sites.
     """
-    if topology.is_elastic:
+    if topology.is_elastic and topology.ranks_per_site > 1:
         raise ValueError(
-            "overlap=True is for sites that stay the same; these come and go: leave it out, and each round "
-            "is waited for"
+            "overlap=True is for sites that stay the same, or have one rank: these come and go, and have "
+            f"{topology.ranks_per_site}. Leave it out, and each round is waited for"
         )
 
 
@@ -47,7 +47,8 @@ class OverlappedRounds:
     """Each round is applied at the boundary after the one at which it was sent off: see `boundary`.
 
     A round that fails is one in which nobody has sent anything: v goes back into e, θ and m stay, and the
-    inner steps that were made meanwhile stand.
+    inner steps that were made meanwhile stand. Where sites come and go, one that the others have left behind
+    is given their θ at a boundary; v and the inner steps that it has made stay in its e.
 
     Ctrl-C may come between any two lines. `finish` does what it has cut off of a boundary, and every call
     begins with that.
@@ -58,7 +59,8 @@ class OverlappedRounds:
         wire: how entries travel.
         hooks: called at every phase of a round, up to its verdict in the thread in which it travels.
         check_inner: raises a ValueError if the inner optimizer can't take part.
-        done: called at the end of each boundary, with the round that it has applied, if there was one.
+        done: called at the end of each boundary, with the report of the round that it has applied, if there
+            was one.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class OverlappedRounds:
         wire: WireConfig,
         hooks: Hooks[RoundProgress],
         check_inner: Callable[[], None],
-        done: Callable[[Round | None], SyncReport | None],
+        done: Callable[[SyncReport | None], SyncReport | None],
     ) -> None:
         self._state = state
         self._views = views
@@ -78,6 +80,7 @@ class OverlappedRounds:
         self._done = done
         self._flights: list[Flight] = []  # at most one
         self._come: Round | None = None  # it counts, and has no report yet
+        self._behind: View | None = None  # in which this site is given θ
         # The rounds that the latest boundary sends off, and that `sync` waits for.
         self._crossing = self._landing = 0
         # Of the latest boundary: why this rank refuses the next round, and digests of its weights.
@@ -94,21 +97,27 @@ class OverlappedRounds:
         """
         self.finish()
         self._await()
+        if self._is_behind:
+            self._catch_up()
         state = self._state
         self._problem = self._problem_of_inner()
         self._copies = digests_of_copies(state.parameters, state.part)
         self._crossing = self._next
-        try:
-            with state.memory.used():
-                cross(state, self._come)
-        except BaseException:  # Ctrl-C, say: others would wait for what this site was about to send
-            if state.is_torn:
-                self._views.membership.stop(f"round {state.rounds_done + 1} was stopped while it was applied")
-            raise
+        self._cross(self._come)
         self.finish()
         assert state.ahead is not None
         if self._problem is not None or state.ahead.first_nonfinite >= 0:
             self._await()  # which raises it, as all ranks refuse the round
+
+    def _cross(self, come: Round | None) -> None:
+        state = self._state
+        try:
+            with state.memory.used():
+                cross(state, come)
+        except BaseException:  # Ctrl-C, say: others would wait for what this site was about to send
+            if state.is_torn:
+                self._views.membership.stop(f"round {state.rounds_done + 1} was stopped while it was applied")
+            raise
 
     def sync(self) -> SyncReport:
         """A boundary, and its round, which is waited for: w = cast(θ).
@@ -123,6 +132,8 @@ class OverlappedRounds:
             self._landing = self._next
             self.cross()
         self._await()
+        if self._is_behind:
+            return self._catch_up() or self.sync()
         assert self._come is not None
         land(self._state, self._come)
         report = self.finish()
@@ -140,26 +151,32 @@ class OverlappedRounds:
         Raises:
             LocoError: the ranks of this site can't share.
         """
-        state, come = self._state, self._come
+        state, views, come = self._state, self._views, self._come
+        if self._is_behind:
+            return self._catch_up()
         if come is not None and come.phase is not Phase.APPLIED:
             return None
-        if not self._flights and self._views.is_in_doubt:
+        if not self._flights and views.is_in_doubt and not views.membership.others_may_be_ahead:
             return self._learn_verdict()
         self._share(come)
+        if come is not None:
+            views.committed = come.view.name
         if not self._flights and state.on_its_way:
-            self._send_off()
+            self._send_off(come)
         for flight in self._flights:
             flight.take_off()
+        if come is not None and not self._flights:
+            views.serve(come.view)
         has_crossed = 0 < self._crossing == state.on_its_way
         if not has_crossed and come is None:
             return None
         self._done(None)  # first: a report may be lost to Ctrl-C, but steps are counted from this boundary
         self._crossing, self._come = 0, None
-        return None if come is None else self._done(come)
+        return None if come is None else self._done(come.report())
 
     def _learn_verdict(self) -> None:
         """Of a flight that ended without it, as the store did not answer."""
-        with advising(_AGAIN, SAME_STEPS):
+        with self._advice():
             come = self._views.decide(ABORT)
         if come is None:
             take_back(self._state)
@@ -180,16 +197,63 @@ class OverlappedRounds:
         flight.wait()
         # The flight is forgotten last, or Ctrl-C between two lines would lose what it has sent.
         try:
-            come = flight.result()
+            come, behind = flight.result()
         except Exception:
             # In doubt it may count, and `finish` asks. And v is taken back once.
             if self._state.on_its_way and not self._views.is_in_doubt:
                 take_back(self._state)
             self._flights.clear()
             raise
-        come.meter.travelled(flight.seconds, time.perf_counter() - began)
-        self._come = come
+        if come is not None:
+            come.meter.travelled(flight.seconds, time.perf_counter() - began)
+        self._come, self._behind = come, behind
         self._flights.clear()
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._behind is not None or self._state.anchor_incomplete
+
+    def _catch_up(self) -> SyncReport | None:
+        """Be given the θ of the others, who have gone on without this site; None: none of them is left.
+
+        Raises:
+            LocoError: no site gives it now; the next boundary asks again.
+        """
+        state, views = self._state, self._views
+        if not state.anchor_incomplete:  # which it is after an attempt that was cut off
+            self._keep_all()
+        view, self._behind = self._behind, None
+        report = None
+        with self._advice():
+            if view is not None:
+                try:
+                    report = views.adopt(view)
+                except (TransportError, WireError) as error:
+                    _logger.warning("%s", error)
+            report = report or views.arrive()
+        self._done(None)
+        return None if report is None else self._done(report)
+
+    def _keep_all(self) -> None:
+        """What this site had on its way, and the inner steps that it has made since, go into e. A round that
+        counts is applied first."""
+        state, come = self._state, self._come
+        if come is not None and come.phase is not Phase.APPLIED:
+            self._cross(come)
+        else:
+            if state.on_its_way:
+                take_back(state)
+            self._cross(None)
+        take_back(state)
+        self._come = None
+        if come is not None:
+            self._views.committed = come.view.name
+            self._done(come.report())
+
+    def _advice(self) -> AbstractContextManager[None]:
+        if self._views.membership.others_may_be_ahead:
+            return advising(_COMING_AND_GOING)
+        return advising(_FIXED, SAME_STEPS)
 
     def wait(self) -> bool:
         """Until no round is in flight -> whether one was."""
@@ -215,11 +279,12 @@ class OverlappedRounds:
                     with views.conversing():
                         share_anchor(state, view) if come is None else come.share(view)
             except (TransportError, WireError) as error:
-                with advising(_AGAIN, SAME_STEPS):
+                with self._advice():
                     attempts.failed(error, linked=view is not None, refused=False, own_fault=False)
 
-    def _send_off(self) -> None:
-        state, problem, copies = self._state, self._problem, self._copies
+    def _send_off(self, applied: Round | None) -> None:
+        """Args: applied: at this boundary: the sites that have come in its view are given its θ."""
+        state, views, problem, copies = self._state, self._views, self._problem, self._copies
         sends, number = state.ahead, state.on_its_way
         assert sends is not None
 
@@ -228,38 +293,20 @@ class OverlappedRounds:
                 raise problem
             return sends
 
-        self._flights.append(Flight(lambda: self._travel(encode, lambda: copies, number)))
+        def run() -> Landing:
+            if applied is not None:
+                views.serve(applied.view)
+            how = {"encode": encode, "copies": lambda: copies, "hooks": self._hooks, "number": number}
+            return travel(views, partial(Round, self._state, wire=self._wire, **how), self._advice)
 
-    def _travel(self, encode: Callable[[], Encoded], copies: Callable[[], bytes], number: int) -> Round:
-        """Bring a round to its verdict, tried again as long as that can help -> the round, which counts."""
-        views = self._views
-        attempts = views.membership.attempts()
-        while True:
-            view: View | None = None
-            current: Round | None = None
-            try:
-                come = views.decide(ABORT)
-                if come is None:
-                    view = views.form(ready=True)
-                    how = {"encode": encode, "copies": copies, "hooks": self._hooks, "number": number}
-                    current = Round(self._state, view, self._wire, **how)
-                    come = views.run(current)
-                views.pending = None
-                return come
-            except Refused as refusal:
-                error, refused = refusal.error, True
-            except (TransportError, WireError) as failure:
-                error, refused = failure, False
-            own_fault = current is not None and current.failed_here
-            with advising(_AGAIN, SAME_STEPS):
-                attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
+        self._flights.append(Flight(run))
 
     def drop(self) -> None:
         """The state is about to be replaced: what has come, or is on its way, belongs to the old one."""
         self.wait()
         self._state.on_its_way = self._crossing = self._landing = 0
         self._flights.clear()
-        self._come = self._state.ahead = None
+        self._come = self._behind = self._state.ahead = None
         self._state.lacks_slices = False
 
     def own_state(self) -> dict[str, Any]:
@@ -277,7 +324,7 @@ class OverlappedRounds:
         return {"ahead": sent, "in_flight": state.on_its_way > 0}
 
     def take_over(self, own: dict[str, Any]) -> None:
-        """Go on from `own_state`, whose other parts have been loaded."""
+        """Go on from `own_state`, whose other parts are loaded; `finish` sends off what was in flight."""
         saved, state = own.get("ahead"), self._state
         if saved is None:
             return
@@ -285,8 +332,6 @@ class OverlappedRounds:
         if own.get("in_flight"):
             state.on_its_way = state.rounds_done + 1
             self._problem, self._copies = None, digests_of_copies(state.parameters, state.part)
-            self._send_off()
-            self._flights[0].take_off()
 
 
 def _warn_of_the_end(state: OuterState, flights: list[Flight]) -> None:

@@ -164,6 +164,12 @@ class Fleet:
             self.order(name, "round", 2)
         return {name: self.hear(name) for name in names}
 
+    def boundary(self, *names: str) -> dict[str, Told]:
+        """Where rounds overlap: two inner steps and a boundary on each of these sites."""
+        for name in names:
+            self.order(name, "boundary", 2)
+        return {name: self.hear(name) for name in names}
+
     def rounds_until_joined(self, new: str, *names: str) -> list[dict[str, Told]]:
         """Rounds of the others until a site that comes has been given θ, or turned away."""
         rounds = [self.round(*names)]
@@ -303,6 +309,10 @@ class _Site:
         inner = torch.optim.AdamW(self.net.parameters(), lr=1e-4)
         options = {"sync_every": 10_000, "exchange": "gather", **options}  # a model whose entries are few
         self.optimizer = loco.PulseLoCo(inner, topology=topology, **options)
+        self.optimizer.register_round_hook(self._note_members)
+        self.optimizer.register_report_hook(lambda report: self.reports.append(report.exchange))
+        self.applied: tuple[str, ...] = ()
+        self.reports: list[str] = []
         self.gave_up: list[Snapshot] = []
         self.checkpoints: dict[str, loco.Checkpoints] = {}  # by folder
         self.saved_in_doubt: list[Any] = []
@@ -352,6 +362,45 @@ class _Site:
             report.exchange,
             extra=self.saved_in_doubt,
         )
+
+    def boundary(self, steps: int) -> Told:
+        """What it tells as `sites` took part in the round that this boundary has applied."""
+        self.applied, self.reports, self.error = (), [], ""
+        start = 1000 * self.optimizer.round
+        train(self.net, self, self.seed, range(start, start + steps))  # pyright: ignore[reportArgumentType]
+        return Told(
+            self.optimizer.round,
+            self.applied,
+            before=self.before,
+            after=snapshot(self.optimizer),
+            exchange=self.reports[-1] if self.reports else "",
+            error=self.error,
+        )
+
+    def await_flight(self) -> Told:
+        """Until the round in flight has come."""
+        overlapped = self.optimizer._loop._overlapped
+        assert overlapped is not None
+        overlapped.wait()
+        return Told(self.optimizer.round)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """An inner step; `before` is what it has made, before a boundary changes it."""
+        loop = self.optimizer._loop
+        loop.before_step()
+        self.optimizer.inner.step()
+        self.before = snapshot(self.optimizer)
+        try:
+            loop.after_step()
+        except (loco.LocoError, ValueError) as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _note_members(self, progress: loco.RoundProgress) -> None:
+        if progress.phase == "applied":
+            self.applied = progress.view.site_names
 
     def save(self, path: str) -> Told:
         torch.save(self.optimizer.state_dict(), path)

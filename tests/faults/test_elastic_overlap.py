@@ -1,0 +1,241 @@
+"""Sites die, come back and join while rounds travel beside their inner steps: each site's bits are those of
+the specification, led through what it did."""
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet import Fleet, Told, told_by
+from paper import OverlappedPaper
+from scripted import Scripted, bits, parameters
+from selection import FLEETS
+from sites import error_of, run_worlds
+from states import assert_same
+
+import loco
+
+ALL: tuple[str, ...] = ("s0", "s1", "s2")
+OVERLAPPED: dict[str, Any] = {"overlap": True, "sync_every": 2}
+Vector = np.ndarray
+
+
+class InFlight:
+    """The specification's run, of whichever sites take part in a round.
+
+    A site that has come crosses its first boundary when the others cross their second since, so what is
+    applied at the same time need not be of the same number.
+
+    Args:
+        start: what a site told at the start.
+
+    Attributes:
+        shared: θ and m, by the number of rounds done.
+        flying: what was sent, by site and round.
+    """
+
+    def __init__(self, start: Told) -> None:
+        theta = floats(start.after, "anchor")
+        self.paper = OverlappedPaper(
+            theta, np.zeros(theta.shape, bool), 1, lr=0.7, mu=0.9, nesterov=True, gain=3.5
+        )
+        self.shared = {0: (theta, np.zeros_like(theta))}
+        self.residuals: dict[str, Vector] = {}
+        self.began: dict[str, Vector] = {}
+        self.flying: dict[tuple[str, int], tuple[Vector, Vector]] = {}
+
+    def come(self, name: str, told: Told) -> None:
+        """A site has been given what the others hold."""
+        theta = self.shared[told.round][0]
+        self.residuals[name], self.began[name] = np.zeros_like(theta), theta
+        self._check(name, told)
+
+    def check(self, round: Mapping[str, Told]) -> None:
+        """A boundary of these sites. One that was left behind is given θ as it is after it."""
+        for name, told in sorted(round.items(), key=lambda one: (one[1].round, one[1].exchange == "rejoin")):
+            assert not told.error
+            weights = floats(told.before, "weights")
+            if told.exchange == "rejoin":
+                self.keep(name, weights)
+                weights = self.began[name] = self.shared[told.round][0]
+            elif told.sites and told.round not in self.shared:
+                self._land(told.sites, told.round)
+            paper, (paper.anchor, _) = self.paper, self.shared[told.round]
+            paper.residuals, paper.began = [self.residuals[name]], [self.began[name]]
+            self.flying[name, told.round + 1] = paper.sends(0, weights)
+            (self.residuals[name],), (self.began[name],) = paper.residuals, paper.began
+            self._check(name, told)
+
+    def keep(self, name: str, weights: Vector) -> None:
+        """All that a site has not given the others stays in e."""
+        for where, sent in [self.flying.pop(key) for key in list(self.flying) if key[0] == name]:
+            self.residuals[name][where] += sent[where]
+        self.residuals[name] = (self.began[name] - weights) + self.residuals[name]
+
+    def _land(self, names: tuple[str, ...], number: int) -> None:
+        paper = self.paper
+        paper.sites, paper.residuals = len(names), [self.residuals[name] for name in names]
+        paper.anchor, paper.momentum = self.shared[number - 1]
+        paper.flying = [self.flying.pop((name, number)) for name in names]
+        paper.land()
+        self.shared[number] = paper.anchor, paper.momentum
+
+    def _check(self, name: str, told: Told) -> None:
+        theta, momentum = self.shared[told.round]
+        expected = {"anchor": theta, "momentum": momentum}
+        expected |= {"residual": self.residuals[name], "weights": self.began[name]}
+        assert_same(told.after, {what: bits(vector) for what, vector in expected.items()})
+
+
+def floats(state: Mapping[str, Vector], name: str) -> Vector:
+    return state[name].view(np.float32)
+
+
+def started(fleet: Fleet) -> InFlight:
+    """Three sites that have started from one θ, and have crossed two boundaries."""
+    fleet.start(*ALL, **OVERLAPPED)
+    told = told_by(fleet, ALL)
+    run = InFlight(told["s0"])
+    for name in ALL:
+        run.come(name, told[name])
+    for _ in range(2):
+        run.check(fleet.boundary(*ALL))
+    return run
+
+
+def joined(fleet: Fleet, run: InFlight, name: str, *others: str) -> None:
+    """Boundaries of the others, until a site that comes has what they have."""
+    while not fleet.has_told(name):
+        run.check(fleet.boundary(*others))
+    run.come(name, fleet.hear(name))
+
+
+def test_who_dies_takes_its_part_of_the_round_in_flight_with_it_and_may_come_back() -> None:
+    with Fleet(3) as fleet:
+        run = started(fleet)
+        fleet.kill("s1")
+        run.check(round := fleet.boundary("s0", "s2"))
+        assert round["s0"].sites in (ALL, ("s0", "s2"))  # it may have been over when s1 died
+        run.check(round := fleet.boundary("s0", "s2"))
+        assert round["s0"].sites == ("s0", "s2")
+        fleet.start("s1", **OVERLAPPED)
+        joined(fleet, run, "s1", "s0", "s2")
+        for _ in range(2):
+            run.check(fleet.boundary(*ALL))
+        run.check(round := fleet.boundary(*ALL))
+        assert round["s1"].sites == ALL
+
+
+@pytest.mark.check(FLEETS)
+@pytest.mark.parametrize("by", ["store", "lighthouse"])
+def test_a_site_that_was_never_there_can_join(by: str) -> None:
+    with Fleet(3, by=by) as fleet:
+        run = started(fleet)
+        fleet.start("s3", **OVERLAPPED)
+        joined(fleet, run, "s3", *ALL)
+        for _ in range(2):
+            run.check(fleet.boundary(*ALL, "s3"))
+        run.check(round := fleet.boundary(*ALL, "s3"))
+        assert round["s3"].sites == (*ALL, "s3")
+
+
+@pytest.mark.check(FLEETS)
+def test_a_site_that_was_stopped_loses_nothing_of_what_it_has_done() -> None:
+    with Fleet(3) as fleet:
+        run = started(fleet)
+        fleet.send("s1", signal.SIGSTOP)
+        for _ in range(3):
+            run.check(fleet.boundary("s0", "s2"))
+        fleet.send("s1", signal.SIGCONT)
+        assert left_behind(fleet, run).exchange == "rejoin"
+        run.check(round := fleet.boundary(*ALL))
+        assert round["s1"].sites == ALL
+
+
+def left_behind(fleet: Fleet, run: InFlight) -> Told:
+    """Boundaries of the others, until s1 has crossed one -> what it tells."""
+    fleet.order("s1", "boundary", 2)
+    while not fleet.has_told("s1"):
+        run.check(fleet.boundary("s0", "s2"))
+    told = fleet.hear("s1")
+    run.check({"s1": told})
+    return told
+
+
+@pytest.mark.check(FLEETS)
+def test_a_site_that_missed_the_verdict_applies_the_round_that_the_others_committed() -> None:
+    with Fleet(3) as fleet:
+        run = started(fleet)
+        fleet.order("s1", "await_flight")
+        fleet.hear("s1")
+        fleet.order("s1", "lose_the_verdict")
+        run.check(round := fleet.boundary(*ALL))
+        told = left_behind(fleet, run)
+        assert (told.sites, told.exchange) == (ALL, "rejoin")  # the one after it was run by the others alone
+        assert told.round == round["s1"].round + 2
+        run.check(fleet.boundary(*ALL))
+        run.check(round := fleet.boundary(*ALL))
+        assert round["s1"].sites == ALL
+
+
+@pytest.mark.check(FLEETS)
+def test_all_sites_resume_from_states_that_were_saved_with_a_round_in_flight(tmp_path: Path) -> None:
+    with Fleet(3) as fleet:
+        run = started(fleet)
+        for name in ALL:
+            fleet.order(name, "save", str(tmp_path / name))
+        assert {told.round for told in told_by(fleet, ALL).values()} == {1}
+    with Fleet(3) as fleet:
+        fleet.start(*ALL, **OVERLAPPED)
+        told_by(fleet, ALL)
+        for name in ALL:
+            fleet.order(name, "load", str(tmp_path / name))
+        told_by(fleet, ALL)
+        for _ in range(2):
+            run.check(fleet.boundary(*ALL))
+        run.check(round := fleet.boundary(*ALL))
+        assert round["s1"].sites == ALL
+
+
+@pytest.mark.check(FLEETS)
+def test_what_a_site_had_on_its_way_when_it_saved_and_died_goes_with_a_later_round(tmp_path: Path) -> None:
+    with Fleet(3) as fleet:
+        run = started(fleet)
+        run.check(fleet.boundary("s1"))  # its part waits for the others'
+        fleet.order("s1", "save", str(tmp_path / "s1"))
+        fleet.hear("s1")
+        fleet.kill("s1")
+        run.check(fleet.boundary("s0", "s2"))
+        run.check(round := fleet.boundary("s0", "s2"))
+        assert round["s0"].sites == ("s0", "s2")
+        fleet.start("s1", **OVERLAPPED)
+        while not fleet.has_told("s1"):
+            run.check(fleet.boundary("s0", "s2"))
+        fleet.hear("s1")
+        fleet.order("s1", "load", str(tmp_path / "s1"))
+        while not fleet.has_told("s1"):
+            run.check(fleet.boundary("s0", "s2"))
+        told = fleet.hear("s1")
+        run.keep("s1", run.began["s1"])
+        assert_same({"residual": told.after["residual"]}, {"residual": bits(run.residuals["s1"])})
+        run.began["s1"] = run.shared[told.round][0]
+        for _ in range(2):
+            run.check(fleet.boundary(*ALL))
+        run.check(round := fleet.boundary(*ALL))
+        assert round["s1"].sites == ALL
+
+
+def of_two_ranks(rank: int) -> tuple[str, str]:
+    topology = loco.Sites(at_least=1, dead_after=2.0)
+    inner = Scripted(parameters(7, 300), 3, 0)
+    told = error_of(lambda: loco.PulseLoCo(inner, topology=topology, overlap=True))
+    topology.close()
+    return told
+
+
+def test_sites_of_several_ranks_that_come_and_go_can_not_overlap_their_rounds() -> None:
+    for kind, text in run_worlds(["a"], 2, of_two_ranks)[0]:
+        assert kind == "ValueError"
+        assert text.startswith("overlap=True is for sites that stay the same, or have one rank")
