@@ -1,7 +1,9 @@
 """The settings that must be equal on all sites."""
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -33,10 +35,12 @@ class Settings:
     outlier_factor: float | None = None
     sums_margin: float | None = None  # F
     overlap: float | None = None  # β; None: training waits for each round
+    steps_by_site: dict[str, int] | None = None  # H of each, where it differs; `sync_every` is this site's
 
     def __post_init__(self) -> None:
-        if not 1 <= self.sync_every < float("inf") or self.sync_every != int(self.sync_every):
-            raise ValueError(f"sync_every must be a whole number >= 1, got {self.sync_every}")
+        for steps in (self.sync_every, *(self.steps_by_site or {}).values()):
+            if not 1 <= steps < float("inf") or steps != int(steps):
+                raise ValueError(f"sync_every must be a whole number >= 1, got {steps}")
         for name in ("outer_lr", "gate_gain"):
             value = getattr(self, name)
             # A round computes in FP32.
@@ -97,6 +101,40 @@ class Settings:
             object.__setattr__(self, name, kind(getattr(self, name)))
         if self.value_steps is not None:
             object.__setattr__(self, "value_steps", int(self.value_steps))
+        if self.steps_by_site is not None:
+            each = {str(site): int(steps) for site, steps in self.steps_by_site.items()}
+            object.__setattr__(self, "steps_by_site", dict(sorted(each.items())))
+
+    def of_site(self, site: str | int) -> "Settings":
+        """
+        Args:
+            site: by its name or number.
+
+        Raises:
+            ValueError: nobody says how many inner steps it makes.
+        """
+        if self.steps_by_site is None:
+            return self
+        if str(site) not in self.steps_by_site:
+            raise ValueError(
+                f"sync_every says how many inner steps the sites {', '.join(self.steps_by_site)} make: give "
+                f"site {site} a number, too, on all sites"
+            )
+        return replace(self, sync_every=self.steps_by_site[str(site)])
+
+    def agreement(self) -> dict[str, Any]:
+        """What all sites compare."""
+        own = {"sync_every"} if self.steps_by_site else set[str]()
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+
+def inner_steps(sync_every: int | Mapping[Any, int]) -> dict[str, Any]:
+    """The settings that say how many there are."""
+    if not isinstance(sync_every, Mapping):
+        return {"sync_every": sync_every}
+    if not sync_every:
+        raise ValueError("sync_every names no site: give each site's number of inner steps")
+    return {"sync_every": next(iter(sync_every.values())), "steps_by_site": dict(sync_every)}
 
 
 def matching_gain(outer_lr: float, outer_momentum: float) -> float:

@@ -1,11 +1,11 @@
 """PULSELoCo and DiLoCo around a torch optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
-from .config import Settings, matching_gain
+from .config import Settings, inner_steps, matching_gain
 from .exchange.wire_config import WireConfig
 from .inner.init_step import only_initialises
 from .inner.wrapper import Wrapper
@@ -36,7 +36,8 @@ class LowCommunicationOptimizer(RoundSurface, Wrapper):
     ) -> None:
         super().__init__(inner)
         self.topology = topology or default_topology()
-        self._loop = OuterLoop(self.inner, settings, self.topology, wire, offload=offload)
+        own = settings.of_site(self.topology.seat().get("name", self.topology.site))
+        self._loop = OuterLoop(self.inner, own, self.topology, wire, offload=offload)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """An inner step; every `sync_every`-th call also runs a round. Returns the inner step's loss.
@@ -190,7 +191,8 @@ class PulseLoCo(LowCommunicationOptimizer):
     Args:
         inner: the optimizer to wrap, built on the model's parameters; or several, `[muon, adamw]`, each with
             parameters of its own, which then step together. θ starts as site 0's weights.
-        sync_every: H, inner steps per round.
+        sync_every: H, inner steps per round; or where sites are not equally quick, that of each, by its name
+            or number: `{"berlin": 8, "paris": 12}`, the same on all.
         outer_lr: α.
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
@@ -228,7 +230,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         self,
         inner: Optimizer | Iterable[Optimizer],
         *,
-        sync_every: int = 8,
+        sync_every: int | Mapping[Any, int] = 8,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
@@ -246,7 +248,7 @@ class PulseLoCo(LowCommunicationOptimizer):
     ) -> None:
         settings = Settings(
             kind="PulseLoCo",
-            sync_every=sync_every,
+            **inner_steps(sync_every),
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             nesterov=nesterov,
@@ -277,7 +279,8 @@ class DiLoCo(LowCommunicationOptimizer):
     Args:
         inner: the optimizer to wrap, built on the model's parameters; or several, `[muon, adamw]`, each with
             parameters of its own, which then step together. θ starts as site 0's weights.
-        sync_every: H, inner steps per round.
+        sync_every: H, inner steps per round; or where sites are not equally quick, that of each, by its name
+            or number: `{"berlin": 8, "paris": 12}`, the same on all.
         outer_lr: α.
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
@@ -296,7 +299,7 @@ class DiLoCo(LowCommunicationOptimizer):
         self,
         inner: Optimizer | Iterable[Optimizer],
         *,
-        sync_every: int = 8,
+        sync_every: int | Mapping[Any, int] = 8,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
@@ -307,7 +310,7 @@ class DiLoCo(LowCommunicationOptimizer):
     ) -> None:
         settings = Settings(
             kind="DiLoCo",
-            sync_every=sync_every,
+            **inner_steps(sync_every),
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             nesterov=nesterov,

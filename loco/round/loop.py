@@ -86,7 +86,7 @@ class OuterLoop:
         self._is_unmoved = True  # no inner step has begun since w = cast(θ)
         if settings.overlap is not None:
             require_sites_that_fit(topology)
-        setup = {"wire version": VERSION} | vars(settings) | wire.agreement()
+        setup = {"wire version": VERSION} | settings.agreement() | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
         agreed = agree_on_parameters(topology.all_ranks(), topology, inner, setup)
         tuner = ExchangeTuner(wire.codec, topology.num_sites)
