@@ -91,8 +91,8 @@ class StoreClient:
             name="loco store client",
             daemon=True,
         )
-        _threads.add(thread)
         thread.start()
+        _threads.add(thread)
         self._end = weakref.finalize(self, _hang_up, self._asked, thread)
 
     def set(self, key: str, value: Any) -> None:

@@ -118,11 +118,12 @@ class Views:
 
     def serve(self, view: View) -> None:
         """Give θ and m to the sites of a view that lack them."""
-        if view.handover is None:
+        handover, view.handover = view.handover, None  # once, whatever cuts it off
+        if handover is None:
             return
         try:
             with self.conversing():
-                hand_over_state(self._state, view.handover)
+                hand_over_state(self._state, handover)
         except TransportError as error:  # the round is done; the receivers will ask again
             _logger.warning("%s", error)
 

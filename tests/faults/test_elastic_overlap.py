@@ -19,6 +19,9 @@ import loco
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
 OVERLAPPED: dict[str, Any] = {"overlap": True, "sync_every": 2}
+SERVED = (
+    3.0  # seconds after a boundary in which a site that is given θ has told so; the others then wait for it
+)
 Vector = np.ndarray
 
 
@@ -59,8 +62,10 @@ class InFlight:
             weights = floats(told.before, "weights")
             if told.exchange == "rejoin":
                 self.keep(name, weights)
-                weights = self.began[name] = self.shared[told.round][0]
-            elif told.sites and told.round not in self.shared:
+                self.began[name] = self.shared[told.round][0]
+                self._check(name, told)
+                continue
+            if told.sites and told.round not in self.shared:
                 self._land(told.sites, told.round)
             paper, (paper.anchor, _) = self.paper, self.shared[told.round]
             paper.residuals, paper.began = [self.residuals[name]], [self.began[name]]
@@ -107,7 +112,7 @@ def started(fleet: Fleet) -> InFlight:
 
 def joined(fleet: Fleet, run: InFlight, name: str, *others: str) -> None:
     """Boundaries of the others, until a site that comes has what they have."""
-    while not fleet.has_told(name):
+    while not fleet.has_told(name, within=SERVED):
         run.check(fleet.boundary(*others))
     run.come(name, fleet.hear(name))
 
@@ -150,6 +155,7 @@ def test_a_site_that_was_stopped_loses_nothing_of_what_it_has_done() -> None:
             run.check(fleet.boundary("s0", "s2"))
         fleet.send("s1", signal.SIGCONT)
         assert left_behind(fleet, run).exchange == "rejoin"
+        run.check(fleet.boundary(*ALL))
         run.check(round := fleet.boundary(*ALL))
         assert round["s1"].sites == ALL
 
@@ -157,7 +163,7 @@ def test_a_site_that_was_stopped_loses_nothing_of_what_it_has_done() -> None:
 def left_behind(fleet: Fleet, run: InFlight) -> Told:
     """Boundaries of the others, until s1 has crossed one -> what it tells."""
     fleet.order("s1", "boundary", 2)
-    while not fleet.has_told("s1"):
+    while not fleet.has_told("s1", within=SERVED):
         run.check(fleet.boundary("s0", "s2"))
     told = fleet.hear("s1")
     run.check({"s1": told})
@@ -211,11 +217,11 @@ def test_what_a_site_had_on_its_way_when_it_saved_and_died_goes_with_a_later_rou
         run.check(round := fleet.boundary("s0", "s2"))
         assert round["s0"].sites == ("s0", "s2")
         fleet.start("s1", **OVERLAPPED)
-        while not fleet.has_told("s1"):
+        while not fleet.has_told("s1", within=SERVED):
             run.check(fleet.boundary("s0", "s2"))
         fleet.hear("s1")
         fleet.order("s1", "load", str(tmp_path / "s1"))
-        while not fleet.has_told("s1"):
+        while not fleet.has_told("s1", within=SERVED):
             run.check(fleet.boundary("s0", "s2"))
         told = fleet.hear("s1")
         run.keep("s1", run.began["s1"])

@@ -131,13 +131,14 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
     await_site(inside, phase=f"taking round {head.round}, on all ranks of this site")
     state.write_weights()
     share_anchor(state, view)
-    state.anchor_incomplete = False
     if state.on_its_way:
         take_back(state)
     with state.rewriting():
         state.ahead = None
         dropped = _drop_residual_if_outdated(state, head)
         state.rounds_done, state.took_part = head.round, dict(head.took_part)
+    # Last: what Ctrl-C cuts off before it is done once more.
+    state.anchor_incomplete = False
     _logger.warning("took round %d from %s", head.round, handover.name_of(source))
     if dropped:
         _logger.warning("%s", dropped)

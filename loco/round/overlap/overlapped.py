@@ -97,8 +97,9 @@ class OverlappedRounds:
         """
         self.finish()
         self._await()
-        if self._is_behind:
+        if self._is_behind:  # its next part is of the steps that it makes from there, as a newcomer's
             self._catch_up()
+            return
         state = self._state
         self._problem = self._problem_of_inner()
         self._copies = digests_of_copies(state.parameters, state.part)
@@ -128,7 +129,7 @@ class OverlappedRounds:
         report = self.finish()
         if report is not None and report.round == self._landing:
             return report
-        if not self._landing or self._landing != self._state.on_its_way:
+        while not self._landing or self._landing != self._state.on_its_way:  # again, if it was given θ
             self._landing = self._next
             self.cross()
         self._await()
@@ -219,10 +220,11 @@ class OverlappedRounds:
         Raises:
             LocoError: no site gives it now; the next boundary asks again.
         """
-        state, views = self._state, self._views
+        state, views, view = self._state, self._views, self._behind
+        self._flights.clear()  # this one has ended
         if not state.anchor_incomplete:  # which it is after an attempt that was cut off
             self._keep_all()
-        view, self._behind = self._behind, None
+        self._behind = None
         report = None
         with self._advice():
             if view is not None:
@@ -235,8 +237,7 @@ class OverlappedRounds:
         return None if report is None else self._done(report)
 
     def _keep_all(self) -> None:
-        """What this site had on its way, and the inner steps that it has made since, go into e. A round that
-        counts is applied first."""
+        """v and the inner steps that were made since go into e. A round that counts is applied first."""
         state, come = self._state, self._come
         if come is not None and come.phase is not Phase.APPLIED:
             self._cross(come)
@@ -245,9 +246,10 @@ class OverlappedRounds:
                 take_back(state)
             self._cross(None)
         take_back(state)
-        self._come = None
+        self._done(None)
         if come is not None:
             self._views.committed = come.view.name
+            self._come = self._behind = None  # first: a hook may call `eval()`, or save
             self._done(come.report())
 
     def _advice(self) -> AbstractContextManager[None]:
@@ -286,6 +288,7 @@ class OverlappedRounds:
         """Args: applied: at this boundary: the sites that have come in its view are given its θ."""
         state, views, problem, copies = self._state, self._views, self._problem, self._copies
         sends, number = state.ahead, state.on_its_way
+        served = None if applied is None else applied.view  # the round itself holds all entries
         assert sends is not None
 
         def encode() -> Encoded:
@@ -294,8 +297,8 @@ class OverlappedRounds:
             return sends
 
         def run() -> Landing:
-            if applied is not None:
-                views.serve(applied.view)
+            if served is not None:
+                views.serve(served)
             how = {"encode": encode, "copies": lambda: copies, "hooks": self._hooks, "number": number}
             return travel(views, partial(Round, self._state, wire=self._wire, **how), self._advice)
 

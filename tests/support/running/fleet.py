@@ -177,8 +177,8 @@ class Fleet:
             rounds.append(self.round(*names))
         return rounds
 
-    def has_told(self, name: str) -> bool:
-        return all(self._running[key][1].poll(0.1) for key in self._ranks_of(name))
+    def has_told(self, name: str, within: float = 0.1) -> bool:
+        return all(self._running[key][1].poll(within) for key in self._ranks_of(name))
 
     def wait_for_requests(self, count: int) -> None:
         """Until so many processes have asked for the next quorum."""
