@@ -55,7 +55,12 @@ def longest_outer_lr(margin: float, *, width: int, lr: float, sync_every: int) -
 
 
 def holding_back(
-    ulps: float, *, width: int, lr: float = _LR, sync_every: int = _STEPS, exact: bool = False
+    ulps: float,
+    *,
+    width: int,
+    lr: float = _LR,
+    sync_every: int | Mapping[Any, int] = _STEPS,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """Settings of PulseLoCo by one number, for an inner optimizer of Adam's kind.
 
@@ -68,7 +73,7 @@ def holding_back(
             the more, the fewer bytes. From 0.125 to 2 was tried.
         width: of the model, its hidden size: the wider, the shorter the outer step. 128 to 512 were tried.
         lr: the inner optimizer's largest learning rate.
-        sync_every: H.
+        sync_every: H; or that of each site, of which the largest decides for all.
         exact: values and sums are sent as they are, whole.
     """
     if not 2**-9 <= ulps <= 2:
@@ -77,13 +82,14 @@ def holding_back(
         raise ValueError(f"width must be a whole number >= 1, got {width}")
     if not 0 < lr < float("inf"):
         raise ValueError(f"lr must be > 0 and finite, got {lr}")
-    if not (sync_every == int(sync_every) and sync_every >= 1):
-        raise ValueError(f"sync_every must be a whole number >= 1, got {sync_every}")
-    distance = _distance(width, lr, sync_every)
+    steps = max(sync_every.values(), default=0) if isinstance(sync_every, Mapping) else sync_every
+    if not (steps == int(steps) and steps >= 1):
+        raise ValueError(f"sync_every must be a whole number >= 1, got {steps}")
+    distance = _distance(width, lr, steps)
     settings = _holding_back(ulps, exact=exact, distance=distance)
     # What all weights of an activation do to it together grows with their number.
     shorter = settings["outer_lr"] / _times_as_wide(width)
-    settings["outer_lr"] = max(shorter, _PUBLISHED / _distance(_WIDTH, lr, sync_every))
+    settings["outer_lr"] = max(shorter, _PUBLISHED / _distance(_WIDTH, lr, steps))
     return {"sync_every": sync_every, **settings}
 
 

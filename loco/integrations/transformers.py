@@ -212,10 +212,8 @@ def _holding_back(
             f"the configuration of {type(model).__name__} does not say how wide it is (hidden_size): in the "
             f"place of saving={saving} give **loco.holding_back({saving}, width=…, lr={args.learning_rate})"
         )
-    steps = options.get("sync_every", 8)
-    if isinstance(steps, Mapping):  # all sites have the settings of the one that goes furthest in a round
-        steps = max(steps.values())
-    return dict(loco.holding_back(saving, width=width, lr=args.learning_rate, sync_every=steps))
+    every = {"sync_every": options["sync_every"]} if "sync_every" in options else {}
+    return dict(loco.holding_back(saving, width=width, lr=args.learning_rate, **every))
 
 
 def _name_parameters(optimizer: Optimizer, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from loco.kernels import Encoded
 
 from ..config import Settings
 from ..coordination.commit import COMMIT
-from ..errors import SAME_STEPS, START_AGAIN, TransportError, WireError, advising
+from ..errors import START_AGAIN, TransportError, WireError, advising
 from ..exchange.tuning import ExchangeTuner
 from ..exchange.wire_config import WireConfig
 from ..inner.own_masters import OwnMasters
@@ -35,8 +35,6 @@ from .weights import ShownAnchor, require_cast_of_anchor
 
 _logger = logging.getLogger(__name__)
 _GO_ON = "All ranks can go on with the next step() or sync()"
-_FIXED = f"{_GO_ON}; if a process has died, restart all sites from their last checkpoint"
-_COMING_AND_GOING = f"{_GO_ON} of this site; if one of its processes has died, restart this site"
 
 
 class OuterLoop:
@@ -182,10 +180,7 @@ class OuterLoop:
                 attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
 
     def _advice(self) -> AbstractContextManager[None]:
-        """Around what may raise a TransportError, which then ends with what to do."""
-        if self.views.membership.others_may_be_ahead:
-            return advising(_COMING_AND_GOING)
-        return advising(_FIXED, SAME_STEPS)
+        return self.views.advice(_GO_ON, f"{_GO_ON} of this site")
 
     def _encode(self) -> Encoded:
         self._check_inner()

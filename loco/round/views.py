@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from ..coordination.commit import ABORT, COMMIT
-from ..errors import LocoError, TransportError, WireError
+from ..errors import SAME_STEPS, LocoError, TransportError, WireError, advising
 from ..members.view import Membership, Standing, View, require_open
 from ..report import SyncReport
 from ..wire.refusal import Refused
@@ -251,6 +251,17 @@ class Views:
             state = self._state
             steps = f"step {local_step} of {state.settings.sync_every}"
             self.current.liveness.say(f"computing, {steps} after round {state.rounds_done}")
+
+    def advice(self, staying: str, coming: str) -> AbstractContextManager[None]:
+        """Around what may raise a TransportError, which then ends with what to do.
+
+        Args:
+            staying, coming: where the sites stay the same, or come and go, if no process has died.
+        """
+        if self.membership.others_may_be_ahead:
+            return advising(f"{coming}; if one of its processes has died, restart this site")
+        dead = "if a process has died, restart all sites from their last checkpoint"
+        return advising(f"{staying}; {dead}", SAME_STEPS)
 
     @contextmanager
     def conversing(self) -> Iterator[None]:

@@ -19,9 +19,8 @@ import loco
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
 OVERLAPPED: dict[str, Any] = {"overlap": True, "sync_every": 2}
-SERVED = (
-    3.0  # seconds after a boundary in which a site that is given θ has told so; the others then wait for it
-)
+# Seconds in which a site that is given θ has told so. The others then wait for its next boundary.
+SERVED = 3.0
 Vector = np.ndarray
 
 
@@ -110,11 +109,18 @@ def started(fleet: Fleet) -> InFlight:
     return run
 
 
-def joined(fleet: Fleet, run: InFlight, name: str, *others: str) -> None:
-    """Boundaries of the others, until a site that comes has what they have."""
+def until_told(fleet: Fleet, run: InFlight, name: str, *others: str) -> Told:
+    """Boundaries of the others, until this site tells something."""
     while not fleet.has_told(name, within=SERVED):
         run.check(fleet.boundary(*others))
-    run.come(name, fleet.hear(name))
+    return fleet.hear(name)
+
+
+def check_all_take_part(fleet: Fleet, run: InFlight, *names: str) -> None:
+    for _ in range(2):
+        run.check(fleet.boundary(*names))
+    run.check(round := fleet.boundary(*names))
+    assert all(told.sites == names for told in round.values())
 
 
 def test_who_dies_takes_its_part_of_the_round_in_flight_with_it_and_may_come_back() -> None:
@@ -126,11 +132,8 @@ def test_who_dies_takes_its_part_of_the_round_in_flight_with_it_and_may_come_bac
         run.check(round := fleet.boundary("s0", "s2"))
         assert round["s0"].sites == ("s0", "s2")
         fleet.start("s1", **OVERLAPPED)
-        joined(fleet, run, "s1", "s0", "s2")
-        for _ in range(2):
-            run.check(fleet.boundary(*ALL))
-        run.check(round := fleet.boundary(*ALL))
-        assert round["s1"].sites == ALL
+        run.come("s1", until_told(fleet, run, "s1", "s0", "s2"))
+        check_all_take_part(fleet, run, *ALL)
 
 
 @pytest.mark.check(FLEETS)
@@ -139,11 +142,8 @@ def test_a_site_that_was_never_there_can_join(by: str) -> None:
     with Fleet(3, by=by) as fleet:
         run = started(fleet)
         fleet.start("s3", **OVERLAPPED)
-        joined(fleet, run, "s3", *ALL)
-        for _ in range(2):
-            run.check(fleet.boundary(*ALL, "s3"))
-        run.check(round := fleet.boundary(*ALL, "s3"))
-        assert round["s3"].sites == (*ALL, "s3")
+        run.come("s3", until_told(fleet, run, "s3", *ALL))
+        check_all_take_part(fleet, run, *ALL, "s3")
 
 
 @pytest.mark.check(FLEETS)
@@ -155,17 +155,13 @@ def test_a_site_that_was_stopped_loses_nothing_of_what_it_has_done() -> None:
             run.check(fleet.boundary("s0", "s2"))
         fleet.send("s1", signal.SIGCONT)
         assert left_behind(fleet, run).exchange == "rejoin"
-        run.check(fleet.boundary(*ALL))
-        run.check(round := fleet.boundary(*ALL))
-        assert round["s1"].sites == ALL
+        check_all_take_part(fleet, run, *ALL)
 
 
 def left_behind(fleet: Fleet, run: InFlight) -> Told:
     """Boundaries of the others, until s1 has crossed one -> what it tells."""
     fleet.order("s1", "boundary", 2)
-    while not fleet.has_told("s1", within=SERVED):
-        run.check(fleet.boundary("s0", "s2"))
-    told = fleet.hear("s1")
+    told = until_told(fleet, run, "s1", "s0", "s2")
     run.check({"s1": told})
     return told
 
@@ -181,9 +177,7 @@ def test_a_site_that_missed_the_verdict_applies_the_round_that_the_others_commit
         told = left_behind(fleet, run)
         assert (told.sites, told.exchange) == (ALL, "rejoin")  # the one after it was run by the others alone
         assert told.round == round["s1"].round + 2
-        run.check(fleet.boundary(*ALL))
-        run.check(round := fleet.boundary(*ALL))
-        assert round["s1"].sites == ALL
+        check_all_take_part(fleet, run, *ALL)
 
 
 @pytest.mark.check(FLEETS)
@@ -199,10 +193,7 @@ def test_all_sites_resume_from_states_that_were_saved_with_a_round_in_flight(tmp
         for name in ALL:
             fleet.order(name, "load", str(tmp_path / name))
         told_by(fleet, ALL)
-        for _ in range(2):
-            run.check(fleet.boundary(*ALL))
-        run.check(round := fleet.boundary(*ALL))
-        assert round["s1"].sites == ALL
+        check_all_take_part(fleet, run, *ALL)
 
 
 @pytest.mark.check(FLEETS)
@@ -217,20 +208,13 @@ def test_what_a_site_had_on_its_way_when_it_saved_and_died_goes_with_a_later_rou
         run.check(round := fleet.boundary("s0", "s2"))
         assert round["s0"].sites == ("s0", "s2")
         fleet.start("s1", **OVERLAPPED)
-        while not fleet.has_told("s1", within=SERVED):
-            run.check(fleet.boundary("s0", "s2"))
-        fleet.hear("s1")
+        until_told(fleet, run, "s1", "s0", "s2")
         fleet.order("s1", "load", str(tmp_path / "s1"))
-        while not fleet.has_told("s1", within=SERVED):
-            run.check(fleet.boundary("s0", "s2"))
-        told = fleet.hear("s1")
+        told = until_told(fleet, run, "s1", "s0", "s2")
         run.keep("s1", run.began["s1"])
         assert_same({"residual": told.after["residual"]}, {"residual": bits(run.residuals["s1"])})
         run.began["s1"] = run.shared[told.round][0]
-        for _ in range(2):
-            run.check(fleet.boundary(*ALL))
-        run.check(round := fleet.boundary(*ALL))
-        assert round["s1"].sites == ALL
+        check_all_take_part(fleet, run, *ALL)
 
 
 def of_two_ranks(rank: int) -> tuple[str, str]:

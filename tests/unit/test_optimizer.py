@@ -373,6 +373,12 @@ def test_holding_back_refuses_what_can_mean_nothing(arguments: dict[str, Any], t
         loco.holding_back(**given)
 
 
+def test_of_unequal_sites_the_one_with_most_steps_decides() -> None:
+    each = {"0": 4, "1": 16}
+    most = loco.holding_back(0.25, width=128, sync_every=16)
+    assert loco.holding_back(0.25, width=128, sync_every=each) == most | {"sync_every": each}
+
+
 def test_what_holding_back_returns_can_be_changed_and_changes_no_preset() -> None:
     settings = loco.holding_back(0.25, width=128)
     settings["outer_lr"] /= 2

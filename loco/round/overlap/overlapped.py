@@ -12,7 +12,7 @@ from loco import kernels
 from loco.kernels import Encoded, Entries
 
 from ...coordination.commit import ABORT
-from ...errors import SAME_STEPS, TransportError, WireError, advising
+from ...errors import TransportError, WireError
 from ...exchange.wire_config import WireConfig
 from ...members.view import SiteTopology, View
 from ...report import SyncReport
@@ -25,8 +25,6 @@ from .boundary import cross, land, take_back
 from .flight import Flight, Landing, travel
 
 _AGAIN = "What this site had sent goes with the next round: call step() or sync() again"
-_FIXED = f"{_AGAIN} on all ranks; if a process has died, restart all sites from their last checkpoint"
-_COMING_AND_GOING = f"{_AGAIN}; if one of its processes has died, restart this site"
 _AT_EXIT = 5.0  # seconds
 _logger = logging.getLogger(__name__)
 
@@ -233,7 +231,6 @@ class OverlappedRounds:
                 except (TransportError, WireError) as error:
                     _logger.warning("%s", error)
             report = report or views.arrive()
-        self._done(None)
         return None if report is None else self._done(report)
 
     def _keep_all(self) -> None:
@@ -253,9 +250,7 @@ class OverlappedRounds:
             self._done(come.report())
 
     def _advice(self) -> AbstractContextManager[None]:
-        if self._views.membership.others_may_be_ahead:
-            return advising(_COMING_AND_GOING)
-        return advising(_FIXED, SAME_STEPS)
+        return self._views.advice(f"{_AGAIN} on all ranks", _AGAIN)
 
     def wait(self) -> bool:
         """Until no round is in flight -> whether one was."""

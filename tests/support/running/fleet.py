@@ -160,15 +160,16 @@ class Fleet:
 
     def round(self, *names: str) -> dict[str, Told]:
         """Two inner steps and a round on each of these sites."""
-        for name in names:
-            self.order(name, "round", 2)
-        return {name: self.hear(name) for name in names}
+        return self._all(names, "round", 2)
 
     def boundary(self, *names: str) -> dict[str, Told]:
         """Where rounds overlap: two inner steps and a boundary on each of these sites."""
+        return self._all(names, "boundary", 2)
+
+    def _all(self, names: Iterable[str], *command: Any) -> dict[str, Told]:
         for name in names:
-            self.order(name, "boundary", 2)
-        return {name: self.hear(name) for name in names}
+            self.order(name, *command)
+        return told_by(self, names)
 
     def rounds_until_joined(self, new: str, *names: str) -> list[dict[str, Told]]:
         """Rounds of the others until a site that comes has been given θ, or turned away."""
