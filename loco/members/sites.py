@@ -111,10 +111,8 @@ class Sites:
                 **limits,
             )
         else:
-            patience, dead_after = limits["patience"], limits["dead_after"]
-            joined = JoinedWorlds(
-                count, name, where, endpoint=endpoint, patience=patience, dead_after=dead_after
-            )
+            own = {name: limits[name] for name in ("patience", "dead_after")}
+            joined = JoinedWorlds(count, name, where, endpoint=endpoint, key=key, **own)
             try:
                 self._as = FixedSites(joined, **limits, repeats=repeats, key=key)
             except BaseException:
