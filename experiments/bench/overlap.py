@@ -1,44 +1,62 @@
-"""How much of the time goes into training, with and without overlap, over links of some rates.
+"""How much of the time goes into training, over links of some rates: waiting, late, and other people's ways.
 
     python -m experiments.bench overlap
-    python -m experiments.bench overlap --rates 100 --numel 4194304 --rounds 4
+    python -m experiments.bench overlap --rates 100 --numel 4194304 --seconds 5
 
 Sites are processes on this machine, each with a link of its own (which needs root) and one thread. An inner
 step takes 50 ms, for which the process sleeps, as one whose GPU is at work; in the first one of a round the
 weights move by noise, as far as Adam's steps of a whole round at RL's learning rates. So the exchange shares
-the processor with the other sites alone. The share is that of the inner steps in the time of all. At the end
-the anchors of all sites are compared, bit for bit. Rows go to experiments/results/bench/overlap.csv, with a
-plot beside it.
+the processor with the other sites alone. The share is that of the inner steps in the time of all.
+
+"DDP" sends FP32 gradients in every step, in eight buckets that travel while the others are made. "torchft
+streaming" is torchft's DiLoCo of two fragments, each with three of its four inner steps to travel; it runs as
+it comes otherwise. Sites' anchors are compared at the end, bit for bit; torchft's rounds are counted. Bytes
+are the kernel's count of each site's link. Rows go to experiments/results/bench/overlap.csv, with a plot
+beside it.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import loco
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, rate_name
-from experiments.noise import LR, SIGMA, SYNC_EVERY
-from experiments.processes.namespaces import MBIT, Network, why_not
+from experiments.bench.others import Ddp, Torchft, start_lighthouse
+from experiments.bench.peers import model_of
+from experiments.noise import LR, SYNC_EVERY
+from experiments.processes.namespaces import MBIT, Network, counters, why_not
 from experiments.processes.progress import Progress
 from experiments.processes.sites import Sites
 from loco import kernels
 
 STEP = 0.05  # seconds
-METHODS: dict[str, tuple[Any, Mapping[str, Any]]] = {
+RATES = [20.0, 100.0, 1000.0, 10000.0]  # Mbit/s
+FORWARD = 1 / 3  # of a step
+BUCKETS = 8  # of DDP's gradients
+FRAGMENTS = 2  # of torchft's weights
+LIGHTHOUSE = 29600  # its port at site 0
+DDP, TORCHFT = "DDP", "torchft streaming"
+OURS: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "loco.DiLoCo": (loco.DiLoCo, {}),
     "loco.PulseLoCo": (loco.PulseLoCo, {}),
     "SAVING": (loco.PulseLoCo, loco.SAVING),
 }
-SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<15", "overlap": ">8"}
-SHOWN |= {"share": ">7.3f", "round_s": ">8.3f", "stood_still_s": ">13.3f", "boundary_s": ">10.3f"}
-SHOWN |= {"in_flight_s": ">11.3f", "sent_bytes": ">12,.0f"}
+# Each of ours waiting, and late.
+METHODS = [DDP, TORCHFT, *(name + late for name in OURS for late in ("", ", late"))]
+SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<20", "share": ">7.3f"}
+SHOWN |= {"round_s": ">9.3f", "stood_still_s": ">13.3f", "boundary_s": ">10.3f", "in_flight_s": ">11.3f"}
+SHOWN |= {"sent_bytes": ">12,.0f", "link_bytes": ">12,.0f"}
 
 
 class Drift(torch.optim.Optimizer):
@@ -64,42 +82,85 @@ class Drift(torch.optim.Optimizer):
 
 
 class Trainer:
-    """One site: an optimizer for each method, overlapped and not."""
+    """One site, which trains by one method at a time."""
 
     def __init__(self, site: int, numel: int) -> None:
-        self._optimizers: dict[tuple[str, bool], Any] = {}
         self._site, self._numel = site, numel
+        self._optimizer: Any = None
+        self._closing = ExitStack()
 
-    def build(self, name: str, overlap: bool) -> None:
-        self._optimizers.clear()
-        chance = torch.Generator().manual_seed(0)
-        start = torch.randn(self._numel, generator=chance).mul_(SIGMA).bfloat16().float()
-        kind, options = METHODS[name]
-        inner = Drift([torch.nn.Parameter(start)], 1 + self._site)
-        self._optimizers[name, overlap] = kind(inner, sync_every=SYNC_EVERY, overlap=overlap, **options)
+    def serve(self, sites: int) -> None:
+        """torchft's lighthouse, at the first site."""
+        if self._site == 0:
+            start_lighthouse(self._closing, sites, f"0.0.0.0:{LIGHTHOUSE}")
 
-    def train(self, name: str, overlap: bool, rounds: int) -> dict[str, Any]:
-        """-> what some rounds were like"""
-        optimizer, reports = self._optimizers[name, overlap], []
-        hook = optimizer.register_report_hook(reports.append)
-        began = time.perf_counter()
-        for _ in range(rounds * SYNC_EVERY):
-            optimizer.step()
+    def build(self, method: str) -> None:
+        self._optimizer = None  # gives its links back before the next one's are made
+        if method == DDP:
+            ddp = Ddp(self._numel, BUCKETS)
+            pause = partial(time.sleep, STEP * FORWARD), partial(time.sleep, STEP * (1 - FORWARD) / BUCKETS)
+            self._step = partial(ddp.step, *pause)
+            return
+        weights = model_of(self._numel)
+        inner = Drift(weights, 1 + self._site)
+        if method == TORCHFT:
+            at = f"http://10.0.0.1:{LIGHTHOUSE}"
+            self._optimizer = Torchft(
+                weights,
+                inner,
+                at,
+                sync_every=SYNC_EVERY,
+                fragments=FRAGMENTS,
+                delay=SYNC_EVERY // FRAGMENTS - 1,  # the most that it allows
+                address=f"10.0.0.{1 + self._site}",
+            )
+            self._step = inner.step
+            return
+        name, _, late = method.partition(", ")
+        kind, options = OURS[name]
+        self._optimizer = kind(inner, sync_every=SYNC_EVERY, overlap=bool(late), **options)
+        self._step = self._optimizer.step
+
+    def train(self, steps: int) -> dict[str, Any]:
+        """-> what so many inner steps were like"""
+        reports: list[loco.SyncReport] = []
+        is_ours = hasattr(self._optimizer, "register_report_hook")
+        hook = self._optimizer.register_report_hook(reports.append) if is_ours else None
+        dist.barrier()
+        before, began = counters(), time.perf_counter()
+        rounds = self._optimizer.rounds if isinstance(self._optimizer, Torchft) else 0
+        for _ in range(steps):
+            self._step()
         took = time.perf_counter() - began
-        hook.remove()
-        return {
-            "share": rounds * SYNC_EVERY * STEP / took,
-            "round_s": took / rounds,
-            "stood_still_s": median(report.waited for report in reports),
-            "boundary_s": median(report.seconds["encode"] + report.seconds["apply"] for report in reports),
-            "in_flight_s": median(report.in_flight for report in reports),
-            "sent_bytes": median(report.sent_bytes for report in reports),
+        each = SYNC_EVERY / steps
+        told: dict[str, Any] = {
+            "share": steps * STEP / took,
+            "round_s": took * each,
+            "link_bytes": (counters() - before).sent_bytes * each,
         }
+        if (
+            isinstance(self._optimizer, Torchft)
+            and self._optimizer.rounds - rounds != 2 * steps // SYNC_EVERY
+        ):
+            raise RuntimeError("torchft has not committed all rounds")
+        if hook is not None:
+            hook.remove()
+            told |= {
+                "stood_still_s": median(report.waited for report in reports),
+                "boundary_s": median(
+                    report.seconds["encode"] + report.seconds["apply"] for report in reports
+                ),
+                "in_flight_s": median(report.in_flight for report in reports),
+                "sent_bytes": median(report.sent_bytes for report in reports),
+            }
+        return told
 
-    def digest(self, name: str, overlap: bool) -> str:
-        optimizer = self._optimizers[name, overlap]
-        optimizer.sync()
-        anchor: Tensor = optimizer.outer_state.anchor
+    def digest(self) -> str:
+        """Of θ, for those that have one."""
+        if not hasattr(self._optimizer, "outer_state"):
+            return ""
+        self._optimizer.sync()
+        anchor: Tensor = self._optimizer.outer_state.anchor
         return kernels.digest_hex(anchor)
 
 
@@ -107,13 +168,15 @@ def main(arguments: list[str]) -> None:
     parser = arguments_of("overlap", __doc__, RESULTS)
     parser.add_argument("--numel", type=int, default=1 << 24, help="parameters")
     parser.add_argument("--sites", type=int, default=4)
-    parser.add_argument("--rates", type=float, nargs="+", default=[100.0, 1000.0], help="Mbit/s")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[20.0, 100.0, 1000.0, 10000.0], help="Mbit/s"
+    )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each row, about")
     options = parser.parse_args(arguments)
     if (reason := why_not()) is not None:
         sys.exit(f"no links can be shaped: {reason}")
-    drawn: dict[str, Any] = {"panel": ("rate_mbit", "overlap"), "x": "method", "y": "share"}
+    drawn: dict[str, Any] = {"panel": ("rate_mbit",), "x": "method", "y": "share"}
     drawn |= {"factor": 100, "label": "% of the time in inner steps"}
     table = Table(options.out / "overlap.csv", CPU, SHOWN, **drawn)
     for rate in options.rates:
@@ -123,22 +186,27 @@ def main(arguments: list[str]) -> None:
 
 def measure(options: Any, rate: float) -> list[Row]:
     network, rows = Network(), []
-    ways = [(name, overlap) for name in options.methods for overlap in (False, True)]
     with (
         Sites(options.sites, Trainer, options.numel, timeout=1200.0, network=network) as sites,
-        Progress(f"{options.sites} sites, {rate_name(rate)}", total=len(ways)) as progress,
+        Progress(f"{options.sites} sites, {rate_name(rate)}", total=len(options.methods)) as progress,
     ):
         network.shape(rate * MBIT)
-        for name, overlap in ways:
-            sites.call("build", name, overlap)
-            sites.call("train", name, overlap, 2)  # in which codes are chosen, and the first round takes off
-            told = sites.call("train", name, overlap, options.rounds)
-            if len(set(sites.call("digest", name, overlap))) != 1:
-                raise RuntimeError(f"{name}: the sites hold different weights")
-            cell = {"numel": options.numel, "sites": options.sites, "rate_mbit": rate, "method": name}
+        if TORCHFT in options.methods:
+            sites.call("serve", options.sites)
+        for method in options.methods:
+            sites.call("build", method)
+            # Rounds in which codes are chosen, and the first one takes off; DDP has no rounds.
+            unit, first = (1, 1) if method == DDP else (SYNC_EVERY, 2 * SYNC_EVERY)
+            trial = sites.call("train", first)
+            seconds = max(site["round_s"] for site in trial) * unit / SYNC_EVERY
+            steps = unit * max(math.ceil(options.seconds / seconds), 1)
+            told = sites.call("train", steps)
+            if len(set(sites.call("digest"))) != 1:
+                raise RuntimeError(f"{method}: the sites hold different weights")
+            cell = {"numel": options.numel, "sites": options.sites, "rate_mbit": rate, "method": method}
             means = {column: fmean(site[column] for site in told) for column in told[0]}
-            rows.append(cell | {"overlap": "yes" if overlap else "no", "rounds": options.rounds} | means)
-            progress.advance(name)
+            rows.append(cell | {"steps": steps} | means)
+            progress.advance(method)
     return rows
 
 

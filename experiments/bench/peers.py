@@ -22,32 +22,26 @@ with a plot beside it.
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import timedelta
 from statistics import fmean, median
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import loco
+from experiments.bench import others
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
 from experiments.noise import LR, SIGMA, SYNC_EVERY, WARM_UP
 from experiments.processes.namespaces import MBIT, Network, why_not
 from experiments.processes.progress import Progress
 from experiments.processes.sites import Sites
 from loco import kernels
-
-os.environ.setdefault("RUST_LOG", "error")  # or torchft writes some lines about every round
 
 SIDE = 1024  # a parameter is so many elements squared
 NUMEL = [1024, 1 << 22, 1 << 24]
@@ -62,78 +56,6 @@ class Peer(Protocol):
     weights: list[Tensor]  # that it trains; none, if it does not
 
     def round(self) -> loco.SyncReport | None: ...
-
-
-class AllReduce:
-    """What a collective takes for as many FP32 values, without a round around it."""
-
-    def __init__(self, weights: list[torch.nn.Parameter], lighthouse: str) -> None:
-        self.weights: list[Tensor] = []
-        self._vector = torch.zeros(sum(w.numel() for w in weights))
-
-    def round(self) -> None:
-        dist.all_reduce(self._vector)
-
-
-class PostLocalSGD:
-    """torch's: the mean of all sites' weights, and no outer optimizer."""
-
-    def __init__(self, weights: list[torch.nn.Parameter], lighthouse: str) -> None:
-        self.weights: list[Tensor] = [w.detach() for w in weights]
-        self._parameters = weights
-        self._averager = PeriodicModelAverager(period=SYNC_EVERY)
-
-    def round(self) -> None:
-        for parameter in self._parameters:  # those that have no gradient it passes over
-            parameter.grad = parameter.detach()
-        for _ in range(SYNC_EVERY):  # it is told of each step, and averages in one of them
-            self._averager.average_parameters(self._parameters)
-        for parameter in self._parameters:
-            parameter.grad = None
-        self.weights = [w.detach() for w in self._parameters]  # they are in other memory now
-
-
-class TorchftDiLoCo:
-    """torchft's, of one fragment, with the published outer optimizer."""
-
-    def __init__(self, weights: list[torch.nn.Parameter], lighthouse: str) -> None:
-        from torchft import Manager, ProcessGroupGloo
-        from torchft.local_sgd import DiLoCo
-
-        logging.getLogger("torchft").setLevel(logging.ERROR)
-        self.weights: list[Tensor] = [w.detach() for w in weights]
-        model = torch.nn.ParameterList(weights)
-        # A group of one replica is torchft's unit; its ranks find each other by a store of their own.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        limit = timedelta(seconds=120)
-        self._manager = Manager(
-            pg=ProcessGroupGloo(timeout=limit),
-            load_state_dict=lambda _: None,
-            state_dict=dict,
-            min_replica_size=dist.get_world_size(),
-            use_async_quorum=False,
-            timeout=limit,
-            quorum_timeout=limit,
-            rank=0,
-            world_size=1,
-            store_addr="127.0.0.1",
-            store_port=self._store.port,
-            lighthouse_addr=lighthouse,
-            replica_id=f"site{dist.get_rank()}",
-            hostname="127.0.0.1",
-            init_sync=False,
-        )
-        # The noise has moved the weights already: torchft's hooks only wait for this optimizer's step.
-        self._step = torch.optim.SGD(weights, lr=0.0)
-        outer = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
-        self._diloco = DiLoCo(self._manager, [model], self._step, outer, sync_every=1)
-        self._diloco.__enter__()
-
-    def round(self) -> None:
-        before = self._manager.current_step()
-        self._step.step()
-        if self._manager.current_step() != before + 1:
-            raise RuntimeError("torchft did not commit the round")
 
 
 class Ours:
@@ -152,9 +74,9 @@ def _ours(kind: Any, **options: Any) -> Callable[[list[torch.nn.Parameter], str]
 
 
 METHODS: dict[str, Callable[[list[torch.nn.Parameter], str], Peer]] = {
-    ALL_REDUCE: AllReduce,
-    "PostLocalSGD": PostLocalSGD,
-    TORCHFT: TorchftDiLoCo,
+    ALL_REDUCE: others.AllReduce,
+    "PostLocalSGD": others.PostLocalSGD,
+    TORCHFT: others.TorchftDiLoCo,
     "loco.DiLoCo": _ours(loco.DiLoCo),
     "loco.PulseLoCo": _ours(loco.PulseLoCo),
     "γ 1": _ours(loco.PulseLoCo, **loco.PAPER),
@@ -197,7 +119,7 @@ class Contender:
         self._peers: dict[str, Peer] = {}
         self._inner: dict[str, torch.optim.Adam] = {}
         for name in methods:
-            weights = _model(numel)
+            weights = model_of(numel)
             self._peers[name] = METHODS[name](weights, lighthouse)
             if self._peers[name].weights:
                 self._inner[name] = torch.optim.Adam(weights, lr=LR, fused=True)
@@ -232,7 +154,7 @@ class Contender:
         return kernels.digest_of_all(self.weights(method))
 
 
-def _model(numel: int) -> list[torch.nn.Parameter]:
+def model_of(numel: int) -> list[torch.nn.Parameter]:
     chance = torch.Generator().manual_seed(0)
     shapes = [(SIDE, SIDE)] * (numel // SIDE**2) + [(numel % SIDE**2,)] * bool(numel % SIDE**2)
     start = (torch.randn(shape, generator=chance).mul_(SIGMA).bfloat16().float() for shape in shapes)
@@ -290,7 +212,7 @@ def measure(
         pool = stack.enter_context(ThreadPoolExecutor(groups))  # left last: its calls end with the sites
         running: list[Sites] = []
         for _ in range(groups):
-            lighthouse = start_lighthouse(stack, sites) if TORCHFT in methods else ""
+            lighthouse = others.start_lighthouse(stack, sites) if TORCHFT in methods else ""
             one = Sites(sites, Contender, numel, methods, lighthouse, timeout=600.0, network=network)
             running.append(stack.enter_context(one))
 
@@ -337,14 +259,3 @@ def _row(seen: list[list[dict[str, Any]]]) -> Row:
         told = [fmean(site[name] for site in sites) for sites in seen if name in sites[0]]
         row[name] = median(told) if told else None
     return row
-
-
-def start_lighthouse(stack: ExitStack, sites: int) -> str:
-    """torchft's, until the stack is closed. -> its address"""
-    try:
-        from torchft.coordination import LighthouseServer
-    except ImportError:
-        sys.exit(f"{TORCHFT!r} needs torchft: pip install torchft, or choose other --methods")
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=sites)
-    stack.callback(server.shutdown)
-    return server.address()

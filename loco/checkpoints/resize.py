@@ -87,7 +87,7 @@ def update_of(outer: OuterState, tree: dict[str, Any]) -> Tensor:
     with outer.parameters.over(own["weights"]).pieces(outer.start, outer.stop) as weights:
         encoded = kernels.encode(own["anchor"], weights, own["residual"], None)
     if encoded.first_nonfinite >= 0:
-        name = outer.parameters.name_at(outer.start + encoded.first_nonfinite)
+        name = outer.name_at(encoded.first_nonfinite)
         raise ValueError(
             f"the update of {name} that site {own['site']} left is infinite or NaN: "
             f"lost=[{own['site']}] discards that site's updates"

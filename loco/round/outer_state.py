@@ -137,6 +137,10 @@ class OuterState:
         return kernels.run_ahead(self.anchor, sent, self.settings.overlap or 0.0, at)
 
     @torch.no_grad()
+    def name_at(self, position: int) -> str:
+        """Of the parameter that has this element of the state."""
+        return self.parameters.name_at(self.start + position)
+
     def read_weights(self) -> None:
         """θ = w, of this rank's slice."""
         with self.parameters.pieces(self.start, self.stop) as weights:

@@ -97,15 +97,19 @@ def _raise(view: View, vote: Vote, problem: Problem | None, name_of: NameOf) -> 
     raise Refused(_reported(view, vote, name_of))
 
 
+def not_finite(where: str, parameter: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{where}: the update of {parameter} is infinite or NaN. Nothing of it was sent; look at that site's "
+        f"loss, gradients and learning rate"
+    )
+
+
 def _reported(view: View, vote: Vote, name_of: NameOf) -> LocoError:
     """The error for a problem that another rank saw."""
     called = view.across.called
     where = f"round {vote.round}, {called(vote.site)}"
     if vote.status == Status.NON_FINITE:
-        return NonFiniteError(
-            f"{where}: the update of {name_of(vote.subject)} is infinite or NaN. Nothing of it "
-            f"was sent; look at that site's loss, gradients and learning rate"
-        )
+        return not_finite(where, name_of(vote.subject))
     if vote.status == Status.OVERFLOW:
         return NonFiniteError(overflow_text(vote.round))
     if vote.status == Status.REPLICA:

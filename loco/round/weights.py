@@ -37,7 +37,7 @@ def first_changed(state: OuterState, sent: Entries | None = None) -> str | None:
     """
     with state.parameters.pieces(state.start, state.stop) as weights:
         position = kernels.first_changed(state.anchor, weights, sent, state.settings.overlap or 0.0)
-    return None if position < 0 else state.parameters.name_at(state.start + position)
+    return None if position < 0 else state.name_at(position)
 
 
 class ShownAnchor:

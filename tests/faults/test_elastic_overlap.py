@@ -158,6 +158,24 @@ def test_a_site_that_was_stopped_loses_nothing_of_what_it_has_done() -> None:
         check_all_take_part(fleet, run, *ALL)
 
 
+@pytest.mark.check(FLEETS)
+def test_a_site_that_is_given_the_others_weights_says_so_if_its_own_were_nan() -> None:
+    with Fleet(3) as fleet:
+        run = started(fleet)
+        fleet.send("s1", signal.SIGSTOP)
+        for _ in range(3):
+            run.check(fleet.boundary("s0", "s2"))
+        fleet.send("s1", signal.SIGCONT)
+        fleet.order("s1", "spoil_steps")
+        fleet.order("s1", "boundary", 2)
+        told = until_told(fleet, run, "s1", "s0", "s2")
+        assert (told.exchange, told.round) == ("rejoin", max(run.shared))
+        assert told.error.startswith(
+            "NonFiniteError: round 2: the update of group0.param0 is infinite or NaN"
+        )
+        assert all(np.isfinite(floats(told.after, name)).all() for name in ("weights", "residual"))
+
+
 def left_behind(fleet: Fleet, run: InFlight) -> Told:
     """Boundaries of the others, until s1 has crossed one -> what it tells."""
     fleet.order("s1", "boundary", 2)

@@ -21,6 +21,7 @@ from ..inside_site import digests_of_copies, share_anchor
 from ..outer_state import OuterState
 from ..round import Round
 from ..views import Views, not_shared
+from ..votes import not_finite
 from .boundary import cross, land, take_back
 from .flight import Flight, Landing, travel
 
@@ -46,10 +47,8 @@ class OverlappedRounds:
 
     A round that fails is one in which nobody has sent anything: v goes back into e, θ and m stay, and the
     inner steps that were made meanwhile stand. Where sites come and go, one that the others have left behind
-    is given their θ at a boundary; v and the inner steps that it has made stay in its e.
-
-    Ctrl-C may come between any two lines. `finish` does what it has cut off of a boundary, and every call
-    begins with that.
+    is given their θ at a boundary; v and the inner steps that it has made stay in its e. Ctrl-C may come
+    between any two lines: every call begins with what it has cut off (`finish`).
 
     Args:
         state: of this rank.
@@ -216,14 +215,14 @@ class OverlappedRounds:
         """Be given the θ of the others, who have gone on without this site; None: none of them is left.
 
         Raises:
+            NonFiniteError: it was, and an update of this site's is infinite or NaN.
             LocoError: no site gives it now; the next boundary asks again.
         """
         state, views, view = self._state, self._views, self._behind
         self._flights.clear()  # this one has ended
-        if not state.anchor_incomplete:  # which it is after an attempt that was cut off
-            self._keep_all()
+        # It lacks a part of θ after an attempt that was cut off.
+        report, problem = None, None if state.anchor_incomplete else self._keep_all()
         self._behind = None
-        report = None
         with self._advice():
             if view is not None:
                 try:
@@ -231,10 +230,14 @@ class OverlappedRounds:
                 except (TransportError, WireError) as error:
                     _logger.warning("%s", error)
             report = report or views.arrive()
-        return None if report is None else self._done(report)
+        report = report and self._done(report)
+        if problem is not None:
+            raise problem
+        return report
 
-    def _keep_all(self) -> None:
-        """v and the inner steps that were made since go into e. A round that counts is applied first."""
+    def _keep_all(self) -> Exception | None:
+        """v and the inner steps since go into e. A round that counts is applied first. -> what is wrong with
+        these steps."""
         state, come = self._state, self._come
         if come is not None and come.phase is not Phase.APPLIED:
             self._cross(come)
@@ -242,12 +245,14 @@ class OverlappedRounds:
             if state.on_its_way:
                 take_back(state)
             self._cross(None)
+        bad = -1 if state.ahead is None else state.ahead.first_nonfinite
         take_back(state)
         self._done(None)
         if come is not None:
             self._views.committed = come.view.name
             self._come = self._behind = None  # first: a hook may call `eval()`, or save
             self._done(come.report())
+        return None if bad < 0 else not_finite(f"round {state.rounds_done + 1}", state.name_at(bad))
 
     def _advice(self) -> AbstractContextManager[None]:
         return self._views.advice(f"{_AGAIN} on all ranks", _AGAIN)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from selection import BASELINES
 
-from experiments.bench import peers
+from experiments.bench import others, peers
 from experiments.bench.measuring import read
 from experiments.processes.sites import Sites
 
@@ -21,7 +21,7 @@ def test_torchfts_diloco_and_ours_learn_the_same() -> None:
     pytest.importorskip("torchft", reason="needs torchft: pip install '.[elastic]'")
     methods = [peers.TORCHFT, "loco.DiLoCo"]
     with ExitStack() as stack:
-        lighthouse = peers.start_lighthouse(stack, 2)
+        lighthouse = others.start_lighthouse(stack, 2)
         sites = stack.enter_context(Sites(2, peers.Contender, 5000, methods, lighthouse))
         before = sites.call("weights", "loco.DiLoCo")[0]
         before = [weight.clone() for weight in before]

@@ -453,6 +453,9 @@ class _Site:
         with torch.no_grad():
             next(self.net.parameters()).view(-1)[0] = float("nan")
 
+    def spoil_steps(self) -> None:
+        self.optimizer.inner.register_step_post_hook(lambda *_: self.spoil())
+
     def die_when(self, moment: str) -> None:
         """In the next round: while sites send their entries, when they vote on what arrived, or once it
         counts; or when this site has given another one θ and not yet m."""
