@@ -123,15 +123,16 @@ class _Clock:
 
     def _look(self) -> bool:
         with self._lock:
-            if not self._waits:
+            due = [wait.due for wait in self._waits]  # of those that are left: one may go at any line
+            if not due:
                 self._thread = None
                 return False
-            self._next = min(wait.due for wait in self._waits)
+            self._next = min(due)
         with suppress(Empty):
             self._sooner.get(timeout=max(self._next - time.monotonic(), 0.0))
         with self._lock:
-            due = [wait for wait in self._waits if wait.due <= time.monotonic()]
-        for wait in due:
+            late = [wait for wait in self._waits if wait.due <= time.monotonic()]
+        for wait in late:
             wait.say()
         return True
 
