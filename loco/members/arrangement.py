@@ -1,12 +1,16 @@
 """Which ranks of one world form which site: what each rank was told, and what follows for all."""
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import AgreementError
+
+# The fields of a PeerReport; False and zeros where a rank can't make one.
+_REPORT = struct.Struct("<?III8s")
 
 
 class PeerReport(NamedTuple):
@@ -22,23 +26,17 @@ class PeerReport(NamedTuple):
     sites: int
     site: int
     first: int
-    digest: str
+    digest: bytes
 
     @staticmethod
     def of(peers: Sequence[int], rank: int) -> "PeerReport":
         return PeerReport(len(peers), peers.index(rank), peers[0], _digest(peers))
 
-    def __str__(self) -> str:
-        return " ".join(map(str, self))
+    def pack(self) -> bytes:
+        return _REPORT.pack(True, *self)
 
-    @staticmethod
-    def read(text: str) -> "PeerReport | None":
-        """None: a rank's arguments are refused, or somebody else has written there."""
-        try:
-            sites, site, first, digest = text.split(" ")
-            return PeerReport(int(sites), int(site), int(first), digest)
-        except ValueError:
-            return None
+
+NO_REPORT = bytes(_REPORT.size)  # of a rank whose arguments are refused
 
 
 def consecutive_peers(ranks_per_site: int, rank: int, world: int) -> list[int]:
@@ -81,7 +79,7 @@ def peers_in_mesh(mesh: Any, rank: int, world: int) -> list[int]:
     return peers
 
 
-def arrange(told: Sequence[str]) -> list[list[int]]:
+def arrange(told: Sequence[bytes]) -> list[list[int]]:
     """The ranks of each site, in the order of their peers in site 0.
 
     Args:
@@ -91,11 +89,11 @@ def arrange(told: Sequence[str]) -> list[list[int]]:
         AgreementError: the same on all ranks, as all have been told the same.
     """
     world, reports = len(told), list[PeerReport]()
-    for rank, text in enumerate(told):
-        report = PeerReport.read(text)
-        if report is None or not 0 < report.sites <= world:
+    for rank, record in enumerate(told):
+        can, *fields = _REPORT.unpack(record)
+        reports.append(report := PeerReport(*fields))
+        if not can or not 0 < report.sites <= world:
             raise AgreementError(f"rank {rank} of {world} can't say which ranks form a site: see its error")
-        reports.append(report)
     sites = reports[0].sites
     for rank, report in enumerate(reports):
         if report.sites != sites:
@@ -115,5 +113,5 @@ def arrange(told: Sequence[str]) -> list[list[int]]:
     return [[by_position[site, first] for first in firsts] for site in range(sites)]
 
 
-def _digest(peers: Sequence[int]) -> str:
-    return hashlib.blake2b(repr(list(peers)).encode(), digest_size=8).hexdigest()
+def _digest(peers: Sequence[int]) -> bytes:
+    return hashlib.blake2b(repr(list(peers)).encode(), digest_size=8).digest()

@@ -22,7 +22,7 @@ from ..net.introductions import introduce
 from ..net.listening import Endpoint, outward_address
 from ..net.mesh import GroupMesh, Mesh, Subset, group_device
 from ..net.transport import listed
-from .arrangement import PeerReport, arrange, consecutive_peers, peers_in_mesh
+from .arrangement import NO_REPORT, PeerReport, arrange, consecutive_peers, peers_in_mesh
 from .fixed import START_ANSWERS
 
 _SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -114,7 +114,7 @@ class OneWorld:
         self._timeout = timedelta(seconds=max(timeout, _GROUP))
         self._site_group: dist.ProcessGroup | None = None
         told = self._tell(ranks_per_site, mesh)
-        self.told = "\n".join(told).encode()
+        self.told = b"".join(told)
         self._sites = arrange(told)
         self.rank = [rank for site in self._sites for rank in site].index(dist.get_rank())
         self.ranks_per_site = len(self._sites[0])
@@ -148,12 +148,12 @@ class OneWorld:
                 dist.destroy_process_group(self._site_group)
             self._site_group = None
 
-    def _tell(self, ranks_per_site: int | None, mesh: DeviceMesh | None) -> list[str]:
+    def _tell(self, ranks_per_site: int | None, mesh: DeviceMesh | None) -> list[bytes]:
         """Of all ranks, by torch's numbers, who their peers are: a mesh knows those of this rank only.
 
         A rank whose arguments are refused says so before it raises, so that the others do not wait for it.
         """
-        rank, failure, report = dist.get_rank(), None, ""
+        rank, failure, report = dist.get_rank(), None, NO_REPORT
         try:
             if mesh is not None:
                 if ranks_per_site is not None:
@@ -164,18 +164,18 @@ class OneWorld:
             else:
                 each = 1 if ranks_per_site is None else ranks_per_site
                 peers = consecutive_peers(each, rank, self.world)
-            report = str(PeerReport.of(peers, rank))
+            report = PeerReport.of(peers, rank).pack()
         except ValueError as error:
             failure = error
         try:
-            told = self._introduce(rank, report)
+            told = self._introduce(rank, report.hex())
         except TransportError:
             raise
         except RuntimeError as error:
             raise no_store("topology", self.store, error) from error
         if failure is not None:
             raise failure
-        return told
+        return [bytes.fromhex(one) for one in told]
 
     def _introduce(self, rank: int, report: str) -> list[str]:
         client = StoreClient(self.store, limit=START_ANSWERS)

@@ -84,24 +84,25 @@ class Peers:
         self._key = key
         self._phase = f"linking {self.size} {kind}s"
         self.mesh: TcpLinks | NoLinks = NoLinks()
-        clients = list[StoreClient | Liveness]()
+        deadline, clients = time.monotonic() + within, list[StoreClient | Liveness]()
         try:
             self.store = StoreClient(store, limit=answers, connect_limit=min(within, _CONNECTS))
             clients.append(self.store)
             self.session = self._agree(told, within)
             self.seals = seals or StoreSeals(key, self.session)
+            left = max(deadline - time.monotonic(), 1.0)
             self.liveness = Liveness(
                 store,
                 name,
                 rank,
                 dead_after=dead_after,
                 seals=self.seals,
-                connect_limit=min(links_within, _CONNECTS),
+                connect_limit=min(left, _CONNECTS),
             )
             clients.append(self.liveness)
             # torch's store asks for the name of every host that connects, and answers nobody until it is
             # told: for seconds, where names are looked up slowly. So all connect before anybody listens.
-            self._introduce("connected", "", links_within)
+            self._introduce("connected", "", max(left, links_within))
             self.store.limit = dead_after
             with self.linking(self._phase, links_within) as by:
                 self.mesh = self.link(f"{self.root}/links", range(self.size), by)
