@@ -64,7 +64,6 @@ class StoreClient:
 
     Attributes:
         store: of which this is a client.
-        limit: as given; may be set anew.
         round_trip: seconds that the quickest request took.
 
     Raises:
@@ -73,7 +72,7 @@ class StoreClient:
 
     def __init__(self, store: Any, *, limit: float, connect_limit: float = 120.0) -> None:
         self.store = store
-        self.limit = limit
+        self._limit = limit
         self._replaced = -_AGAIN
         self.round_trip = math.inf
         self._start()
@@ -119,7 +118,7 @@ class StoreClient:
 
     def delete_key(self, key: str) -> None:
         """Returns before the store answers; if it does not, the key stays."""
-        self._asked.put((Future(), self.limit, "delete_key", (key,)))
+        self._asked.put((Future(), self._limit, "delete_key", (key,)))
 
     def close(self) -> None:
         """End the thread, and with it the connection."""
@@ -127,7 +126,7 @@ class StoreClient:
 
     def _ask(self, question: str, *args: Any, limit: float | None = None) -> Any:
         if limit is None:  # a new connection, and a request over it, take some five round trips
-            limit = max(self.limit, 6 * self.round_trip)
+            limit = max(self._limit, 6 * self.round_trip)
         answer: Future[Any] = Future()
         began = time.monotonic()
         self._asked.put((answer, limit, question, args))

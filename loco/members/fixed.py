@@ -1,6 +1,9 @@
 """Sites that stay the same, and their links: inside a site (fast) and across the sites (slow)."""
 
+import hashlib
 import logging
+import struct
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -8,20 +11,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..coordination.authentication import MessageSeals
+from ..coordination.authentication import MessageSeals, StoreSeals
 from ..coordination.commit import Verdicts
+from ..coordination.heartbeats import guarded
+from ..coordination.liveness import Liveness
 from ..coordination.reconnect_barrier import BarrierContext
 from ..coordination.rendezvous import Rendezvous
-from ..errors import BUILD_ANEW
+from ..coordination.store_client import StoreClient, no_store
+from ..errors import BUILD_ANEW, AgreementError, TransportError, first_line
 from ..logs import warn_once_per_machine
 from ..net.introductions import PatientStore
+from ..net.linking import link
 from ..net.listening import Endpoint
 from ..net.mesh import Mesh, NoLinks
-from ..net.peers import Peers
-from ..net.transport import Transport
+from ..net.transport import Transport, listed
 
 CLOSED_BY_USER = "close() was called"
-START_ANSWERS = 60.0  # seconds that a store may take at a start, when all ranks ask it at once
+_OPENING = struct.Struct("<?16s")  # is there a key, random bytes
 _logger = logging.getLogger(__name__)
 
 
@@ -31,9 +37,7 @@ class Ranks(Protocol):
     Attributes:
         rank: this one, of 0 … world−1.
         store: by which all agree; each of its clients clones it.
-        name: of all of them together, and of no others that ever met in this store.
         told: what all ranks have told each other by now, the same on all.
-        within: seconds for all to come.
         endpoint: where this rank listens.
         names: of the sites, in their order, if they have names.
         site_group: torch's, of the ranks of this site; None: a single process outside of torch.distributed.
@@ -42,9 +46,7 @@ class Ranks(Protocol):
     rank: int
     world: int
     ranks_per_site: int
-    name: str
     told: bytes
-    within: float
     endpoint: Endpoint
     names: tuple[str, ...]
 
@@ -54,37 +56,16 @@ class Ranks(Protocol):
     @property
     def site_group(self) -> dist.ProcessGroup | None: ...
 
+    def all_ranks(self) -> Mesh:
+        """Between all ranks, for construction and checkpoints."""
+        ...
+
     def group_mesh(self, device: torch.device) -> Mesh | None:
         """Links inside this site by one of torch's groups, which all ranks build together; None: loco's own
         connections are better."""
         ...
 
     def close(self) -> None: ...
-
-
-def peers_of(ranks: Ranks, *, timeout: float, patience: float, dead_after: float, key: bytes | None) -> Peers:
-    """All of these, who reach each other from now on.
-
-    Raises:
-        AgreementError, TransportError: as `Peers`.
-    """
-    kind, called = what_ranks_are_called(ranks.names, ranks.world, ranks.ranks_per_site)
-    return Peers(
-        ranks.store,
-        ranks.name,
-        ranks.rank,
-        called=called,
-        kind=kind,
-        endpoint=ranks.endpoint,
-        timeout=timeout,
-        patience=patience,
-        dead_after=dead_after,
-        within=ranks.within,
-        answers=max(dead_after, START_ANSWERS),
-        links_within=max(2 * dead_after, START_ANSWERS),
-        key=key,
-        told=ranks.told,
-    )
 
 
 class FixedSites:
@@ -96,7 +77,7 @@ class FixedSites:
 
     Attributes:
         endpoint: where this rank listens.
-        peers: all ranks.
+        store_seals: of what its ranks write into `store`.
         closed: why it is closed; "" as long as it is open.
 
     Raises:
@@ -124,36 +105,56 @@ class FixedSites:
         self.repeats = repeats
         self.num_sites = ranks.world // ranks.ranks_per_site
         self.site, self.rank_in_site = divmod(ranks.rank, ranks.ranks_per_site)
+        self._kind, self._called = what_ranks_are_called(ranks.names, ranks.world, ranks.ranks_per_site)
+        # Until all ranks are here nobody is missed, and until they have agreed nothing is sealed.
+        self._liveness: Liveness | None = None
         self.closed = ""
-        self._seals: dict[str, MessageSeals | None] = {}  # by the links' name
+        self._key: bytes | None = None
+        self._seals: dict[str, MessageSeals] = {}  # by the links' name
+        self._session = self._agree(key)
+        self._key = key
+        store = ranks.store
+        self.store_seals = StoreSeals(key, self._session)
         self._verdicts: dict[str, Verdicts] = {}  # over the links in use, by their owner
         # Those links' names, and keys that this rank wrote.
         self._linked: dict[str, tuple[str, list[str]]] = {}
-        self.peers = peers_of(
-            ranks, timeout=self.timeout, patience=self.patience, dead_after=self.dead_after, key=key
-        )
-        self.store, self.liveness = self.peers.store, self.peers.liveness
-        if 8 * self.store.round_trip > self.dead_after:
+        # Heartbeats name their keys again and again: enough of the session to be nobody else's.
+        name, limit, seals = self._session.hex()[:12], self.dead_after, self.store_seals
+        try:
+            self.store = StoreClient(store, limit=limit)
+            liveness = Liveness(store, name, ranks.rank, dead_after=limit, seals=seals)
+        except RuntimeError as error:
+            raise no_store("topology", store, error) from error
+        if 8 * self.store.round_trip > limit:
             text = "the sites' store answers within %.2f s: dead_after must be at least eight times"
             text += " as long, or ranks that live may be taken for dead; it is %g s"
-            warn_once_per_machine(_logger, text, self.store.round_trip, self.dead_after)
-        if self.liveness.needs_interpreter_lock and ranks.world > 1:
+            warn_once_per_machine(_logger, text, self.store.round_trip, limit)
+        if liveness.needs_interpreter_lock and ranks.world > 1:
             text = "a rank counts as dead, and the round fails on all, if its program holds Python's "
             text += "interpreter lock for longer than dead_after, %g s, as when it pickles for long (%s)"
-            warn_once_per_machine(_logger, text, self.dead_after, self.liveness.needs_interpreter_lock)
+            warn_once_per_machine(_logger, text, limit, liveness.needs_interpreter_lock)
+        # torch's store asks for the name of every host that connects, and answers nobody until it is told:
+        # for seconds, where names are looked up slowly. So nobody listens before all have connected.
+        self.all_ranks().swap_records(b"\0", phase="topology", limit=self.patience)
+        self._liveness = liveness
         self.rendezvous = Rendezvous(
             BarrierContext(
                 store=self.store,
-                root=f"{self.peers.root}/notes",
-                seals=self.peers.seals,
-                liveness=self.liveness,
+                root=f"loco/{name}/notes",
+                seals=self.store_seals,
+                liveness=liveness,
                 rank=ranks.rank,
                 world=ranks.world,
                 patience=self.patience,
-                named=self.peers.named,
+                named=self._named,
             )
         )
         self.site_group = ranks.site_group
+
+    @property
+    def liveness(self) -> Liveness:
+        assert self._liveness is not None
+        return self._liveness
 
     def connect(self, device: torch.device, name: str) -> tuple[Transport, Transport]:
         """Links of the caller's own, built by all ranks together: (across the sites, inside the site).
@@ -167,24 +168,31 @@ class FixedSites:
         Raises:
             TransportError: a rank was lost while all were building. All can build anew once they have met.
         """
-        owner, meshes, written = name.rpartition("/")[0], list[Mesh](), list[str]()
-        # All have met, and have nothing else to do.
-        limit = max(2 * self.dead_after, 20 * self.store.round_trip)
-        try:
-            with self.peers.linking("connecting", limit) as by:
-                written = by.written
-                meshes += [self._mesh(by, f"loco/{name}", device, inside=inside) for inside in (True, False)]
-        except BaseException:
-            for mesh in meshes:
-                mesh.close()
-            linked, keys = self._linked.get(owner, (name, []))
-            self._linked[owner] = linked, keys + written
-            raise
-        self._forget_links_before(name, written)
+        meshes: list[Mesh] = []
+        with guarded(
+            self.liveness, self._others, phase="connecting", named=self._named, left_may_return=True
+        ) as guard:
+            # All have met, and have nothing else to do.
+            limit = max(2 * self.dead_after, 20 * self.store.round_trip)
+            store = PatientStore(self.store, limit=limit, may_still_come=lambda: guard.loss is None)
+            try:
+                for inside in (True, False):
+                    meshes.append(self._mesh(store, f"loco/{name}", device, inside=inside))
+            except RuntimeError as error:
+                for mesh in meshes:
+                    mesh.close()
+                owner = name.rpartition("/")[0]
+                linked, keys = self._linked.get(owner, (name, []))
+                self._linked[owner] = linked, keys + store.written
+                # Whoever could not be reached may have died just now, which its silence has yet to show.
+                if guard.notices_within(self.dead_after):
+                    raise
+                raise TransportError(f"connecting: {first_line(error)}") from error
+        self._forget_links_before(name, store.written)
         inside, across = meshes
         return (
-            self._transport(across, self._members(inside=False), "site", name, self._ranks.names),
-            self._transport(inside, self._members(inside=True), "rank of this site", name, ()),
+            self._transport(across, self._members(inside=False), "site", name, names=self._ranks.names),
+            self._transport(inside, self._members(inside=True), "rank of this site", name),
         )
 
     def _forget_links_before(self, name: str, written: list[str]) -> None:
@@ -195,8 +203,8 @@ class FixedSites:
             with suppress(RuntimeError):  # a slow store may keep it
                 for key in before[1]:
                     self.store.delete_key(key)
-                if self._ranks.rank == 0:
-                    self.liveness.forget(before[0])
+                if self._liveness is not None and self.site == self.rank_in_site == 0:
+                    self._liveness.forget(before[0])
 
     def close(self, why: str = "") -> None:
         """Give back what this topology holds: heartbeats, its connections to the store, and `site_group`.
@@ -208,7 +216,9 @@ class FixedSites:
             why: if this site goes on with another topology.
         """
         self.closed = self.closed or why or CLOSED_BY_USER
-        self.peers.close(why and f"{why}: {BUILD_ANEW}")
+        if self._liveness is not None:
+            self._liveness.close(why and f"{why}: {BUILD_ANEW}")
+        self.store.close()
         self._ranks.close()
 
     def disconnect(self, *links: Transport) -> None:
@@ -219,9 +229,30 @@ class FixedSites:
 
     def all_ranks(self) -> Transport:
         """The link to every rank of the world, for messages that fit any memory."""
-        peers = self.peers
-        seals = self._seals_of(peers.root, peers.rank)
-        return peers.transport(peers.mesh, range(peers.size), seals=seals, left_may_return=True)
+        every = list(range(self._ranks.world))
+        return self._transport(
+            self._ranks.all_ranks(), every, self._kind, names=self._called, left_may_return=True
+        )
+
+    def _agree(self, key: bytes | None) -> bytes:
+        """-> what names this session. Every rank has put random bytes of its own into it, so it is no older
+        one: a message of which somebody kept a copy proves nothing in it.
+        """
+        mine = _OPENING.pack(key is not None, uuid.uuid4().bytes)
+        records = self.all_ranks().swap_records(mine, phase="topology", limit=self.patience)
+        keyed = [_OPENING.unpack(record)[0] for record in records]
+        for rank, has in enumerate(keyed):
+            if has != keyed[0]:
+                have, lack = (0, rank) if keyed[0] else (rank, 0)
+                raise AgreementError(f"{self._named([have])} has a key, {self._named([lack])} has none")
+        return hashlib.blake2b(self._ranks.told + b"".join(records), digest_size=16).digest()
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return listed(self._kind, ranks, self._called)
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._ranks.world) if rank != self._ranks.rank]
 
     def _members(self, *, inside: bool) -> list[int]:
         """The ranks of this site, or this rank's peers of all sites."""
@@ -230,25 +261,53 @@ class FixedSites:
             return list(range(self.site * per_site, (self.site + 1) * per_site))
         return list(range(self.rank_in_site, self.num_sites * per_site, per_site))
 
-    def _mesh(self, by: PatientStore, name: str, device: torch.device, *, inside: bool) -> Mesh:
+    def _mesh(self, store: PatientStore, name: str, device: torch.device, *, inside: bool) -> Mesh:
         ranks = self._members(inside=inside)
         if len(ranks) == 1:
             return NoLinks()
+        name += f"/site {self.site}" if inside else f"/rank {self.rank_in_site}"
         if inside and (mesh := self._ranks.group_mesh(device)) is not None:
             return mesh
-        name += f"/site {self.site}" if inside else f"/rank {self.rank_in_site}"
-        return self.peers.link(name, ranks, by)
+        return link(
+            store,
+            name,
+            ranks.index(self._ranks.rank),
+            len(ranks),
+            endpoint=self._ranks.endpoint,
+            called=lambda other: self._named([ranks[other]]),
+        )
 
     def _transport(
-        self, mesh: Mesh, ranks: list[int], member: str, link: str, names: Sequence[str]
+        self,
+        mesh: Mesh,
+        ranks: list[int],
+        member: str,
+        link: str = "",
+        *,
+        names: Sequence[str] = (),
+        left_may_return: bool = False,
     ) -> Transport:
-        seals = self._seals_of(mesh.name, ranks.index(self.peers.rank)) if mesh.takes_seals else None
-        return self.peers.transport(mesh, ranks, member=member, names=names, link=link, seals=seals)
+        rank = ranks.index(self._ranks.rank)
+        return Transport(
+            mesh,
+            ranks,
+            rank,
+            liveness=self._liveness,
+            timeout=self.timeout,
+            patience=self.patience,
+            member=member,
+            names=names,
+            link=link,
+            seals=self._seals_of(mesh.name, rank) if mesh.takes_seals else None,
+            left_may_return=left_may_return,
+        )
 
     def _seals_of(self, name: str, rank: int) -> MessageSeals | None:
         """One for all links of a name: no two messages may have the same number."""
+        if self._key is None:
+            return None
         if name not in self._seals:
-            self._seals[name] = self.peers.message_seals(name, rank)
+            self._seals[name] = MessageSeals(self._key, self._session, name, rank)
         return self._seals[name]
 
     def seat(self) -> dict[str, Any]:
@@ -266,11 +325,11 @@ class FixedSites:
             self._verdicts.pop(owner).close()
         self._verdicts[owner] = Verdicts(
             self.store,
-            self.peers.seals,
+            self.store_seals,
             name,
-            clears_up=self.peers.rank == 0,
-            liveness=self.liveness,
-            others=self.peers.others,
+            clears_up=self.site == self.rank_in_site == 0,
+            liveness=self._liveness,
+            others=self._others,
         )
         return self._verdicts[owner]
 

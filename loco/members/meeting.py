@@ -16,7 +16,7 @@ from ..errors import LocoError, TransportError, seconds
 from ..logs import SAY_SOON, Waiting
 from ..net.listening import Endpoint
 
-PREFIX = "sites"  # of the keys in the store
+_PREFIX = "sites"  # of the keys in the store
 _POLL = 0.2  # seconds
 _ANSWERS = 30.0  # seconds: a store that looks up the name of each host that connects may take long
 _logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Meeting:
         """If this process hosts the store, it does so until these sites have ended."""
         if self.hosted is not None:
             others = [one.process for one in quorum if one.site != self._who["site"]]
-            self.hosted.serve(PREFIX, [Guests(PREFIX, BEATS, others, StoreSeals(self._key))])
+            self.hosted.serve(_PREFIX, [Guests(_PREFIX, BEATS, others, StoreSeals(self._key))])
 
     def store(self) -> RemoteStore:
         """The store, once it answers there."""
@@ -125,7 +125,7 @@ class Meeting:
         self.hosted = host_at("0.0.0.0" if self._is_behind else self._host, self._port)
 
     def _remote(self) -> RemoteStore:
-        return RemoteStore(self.own_at, PREFIX, self._patience, hosted_by=self.hosted_by)
+        return RemoteStore(self.own_at, _PREFIX, self._patience, hosted_by=self.hosted_by)
 
     def _enter(self, store: RemoteStore) -> SiteDirectory:
         where = f"process {os.getpid()} on {socket.gethostname()}"

@@ -5,7 +5,6 @@ import os
 import sys
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,12 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from ..coordination.store_client import StoreClient, address_towards, no_store
-from ..errors import TransportError
-from ..net.introductions import introduce
+from ..coordination.store_client import address_towards
+from ..net.linking import link_ranks
 from ..net.listening import Endpoint, outward_address
 from ..net.mesh import GroupMesh, Mesh, Subset, group_device
-from ..net.transport import listed
+from ..net.transport import Transport
 from .arrangement import NO_REPORT, PeerReport, arrange, consecutive_peers, peers_in_mesh
-from .fixed import START_ANSWERS
 
 _SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _worlds = itertools.count()
@@ -73,9 +70,11 @@ def in_world(endpoint: Endpoint) -> Endpoint:
     return endpoint.at(found)
 
 
-def name_world() -> str:
-    """Of the default process group's ranks, which all ask for one equally often."""
-    return f"world {next(_worlds)}"
+def link_world(patience: float, endpoint: Endpoint) -> Mesh:
+    """Links between all ranks of the default process group, which all call it equally often."""
+    name = f"loco: all ranks {next(_worlds)}"
+    store = dist.distributed_c10d._get_default_store()
+    return link_ranks(store, name, dist.get_rank(), dist.get_world_size(), limit=patience, endpoint=endpoint)
 
 
 class OneWorld:
@@ -110,13 +109,19 @@ class OneWorld:
     ) -> None:
         ensure_process_group()
         self.endpoint = in_world(endpoint)
-        self.name, self.world, self.within = name_world(), dist.get_world_size(), patience
+        self.world = dist.get_world_size()
         self._timeout = timedelta(seconds=max(timeout, _GROUP))
         self._site_group: dist.ProcessGroup | None = None
-        told = self._tell(ranks_per_site, mesh)
+        self._all_ranks = link_world(patience, self.endpoint)
+        try:
+            told = self._tell(ranks_per_site, mesh, timeout, patience)
+        except BaseException:  # a traceback that is kept holds this object
+            self._all_ranks.close()
+            raise
         self.told = b"".join(told)
         self._sites = arrange(told)
-        self.rank = [rank for site in self._sites for rank in site].index(dist.get_rank())
+        self._order = [rank for site in self._sites for rank in site]
+        self.rank = self._order.index(dist.get_rank())
         self.ranks_per_site = len(self._sites[0])
 
     @property
@@ -129,6 +134,9 @@ class OneWorld:
         if self._site_group is None:
             self._site_group = self._new_group(self._sites)
         return self._site_group
+
+    def all_ranks(self) -> Mesh:
+        return Subset(self._all_ranks, self._order, close=self._all_ranks.close)
 
     def group_mesh(self, device: torch.device) -> Mesh | None:
         world = dist.group.WORLD
@@ -143,12 +151,15 @@ class OneWorld:
         return Subset(mesh, [dist.get_group_rank(group, rank) for rank in mine], close=mesh.close)
 
     def close(self) -> None:
+        self._all_ranks.close()
         if self._site_group is not None:
             with suppress(ValueError, RuntimeError):  # the process group was destroyed before
                 dist.destroy_process_group(self._site_group)
             self._site_group = None
 
-    def _tell(self, ranks_per_site: int | None, mesh: DeviceMesh | None) -> list[bytes]:
+    def _tell(
+        self, ranks_per_site: int | None, mesh: DeviceMesh | None, timeout: float, patience: float
+    ) -> list[bytes]:
         """Of all ranks, by torch's numbers, who their peers are: a mesh knows those of this rank only.
 
         A rank whose arguments are refused says so before it raises, so that the others do not wait for it.
@@ -167,31 +178,19 @@ class OneWorld:
             report = PeerReport.of(peers, rank).pack()
         except ValueError as error:
             failure = error
-        try:
-            told = self._introduce(rank, report.hex())
-        except TransportError:
-            raise
-        except RuntimeError as error:
-            raise no_store("topology", self.store, error) from error
+        all_ranks = Transport(
+            self._all_ranks,
+            range(self.world),
+            rank,
+            liveness=None,
+            timeout=timeout,
+            patience=patience,
+            member="rank",
+        )
+        told = all_ranks.swap_records(report, phase="topology", limit=patience)
         if failure is not None:
             raise failure
-        return [bytes.fromhex(one) for one in told]
-
-    def _introduce(self, rank: int, report: str) -> list[str]:
-        client = StoreClient(self.store, limit=START_ANSWERS)
-        try:
-            return introduce(
-                client,
-                f"loco/{self.name}/peers",
-                rank,
-                report,
-                size=self.world,
-                limit=self.within,
-                phase="topology",
-                named=partial(listed, "rank"),
-            )
-        finally:
-            client.close()
+        return told
 
     def _new_group(self, members: list[list[int]]) -> dist.ProcessGroup:
         """torch has all ranks build all groups in one order."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..errors import AgreementError
 from ..net.listening import Endpoint
 from ..net.mesh import GroupMesh, Mesh, group_device
-from .one_world import ensure_process_group, in_world, name_world
+from .one_world import ensure_process_group, in_world, link_world
 
 
 class OwnWorld:
@@ -33,7 +33,8 @@ class OwnWorld:
         self.names = (site,)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.ranks_per_site = self.world
-        self.name, self.within = name_world(), patience
+        self._patience = patience
+        self._all_ranks: Mesh | None = None
 
     @property
     def store(self) -> Any:
@@ -45,6 +46,11 @@ class OwnWorld:
         assert world is not None
         return world
 
+    def all_ranks(self) -> Mesh:
+        if self._all_ranks is None:
+            self._all_ranks = link_world(self._patience, self.endpoint)
+        return self._all_ranks
+
     def group_mesh(self, device: torch.device) -> Mesh | None:
         sends = group_device(self.site_group, device)
         if sends is None:
@@ -55,6 +61,8 @@ class OwnWorld:
 
     def close(self) -> None:
         """The group is the caller's."""
+        if self._all_ranks is not None:
+            self._all_ranks.close()
 
 
 def own_world(patience: float, site: str, endpoint: Endpoint) -> OwnWorld | None:

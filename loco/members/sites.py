@@ -111,8 +111,10 @@ class Sites:
                 **limits,
             )
         else:
-            own = {name: limits[name] for name in ("patience", "dead_after")}
-            joined = JoinedWorlds(count, name, where, endpoint=endpoint, key=key, **own)
+            patience, dead_after = limits["patience"], limits["dead_after"]
+            joined = JoinedWorlds(
+                count, name, where, endpoint=endpoint, patience=patience, dead_after=dead_after
+            )
             try:
                 self._as = FixedSites(joined, **limits, repeats=repeats, key=key)
             except BaseException:

@@ -3,59 +3,15 @@
 import ipaddress
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..coordination.store_client import KeyValueStore
-from ..errors import TransportError, seconds
-from ..logs import SAY_SOON, Waiting
+from ..logs import Waiting
 
 TOKEN = 16  # bytes
 _POLL = 0.01  # seconds
 _logger = logging.getLogger(__name__)
-
-
-def introduce(
-    store: KeyValueStore,
-    name: str,
-    rank: int,
-    note: str,
-    *,
-    size: int,
-    limit: float,
-    phase: str,
-    named: Callable[[Sequence[int]], str],
-) -> list[str]:
-    """Every rank's note, by number, once all have left theirs.
-
-    Args:
-        name: of these notes, and of no others in this store.
-        limit: seconds for all to come.
-        named: names ranks in errors.
-
-    Raises:
-        TransportError: names who did not come.
-        RuntimeError: the store does not answer.
-    """
-    deadline, keys = time.monotonic() + limit, [f"{name}/{other}" for other in range(size)]
-
-    def missing() -> str:
-        return named([other for other, key in enumerate(keys) if not store.check([key])])
-
-    def awaited() -> str:
-        with suppress(RuntimeError):  # who waits for the store is told of it
-            return f"{phase}: {missing()}"
-        return phase
-
-    store.set(keys[rank], note)
-    with Waiting(_logger, awaited, first=SAY_SOON):
-        while not store.check(keys):
-            if time.monotonic() > deadline:
-                text = f"{phase}: {missing()} did not come within {seconds(limit)}"
-                raise TransportError(text, lasting=True)
-            time.sleep(_POLL)
-    return [found.decode(errors="replace") for found in store.multi_get(keys)]
 
 
 class PatientStore:

@@ -17,16 +17,20 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import cast
+from typing import Any, cast
 
+from ..coordination.store_client import StoreClient
+from ..errors import TransportError, first_line
 from ..logs import SAY_SOON, Waiting
 from .introductions import TOKEN, Card, PatientStore
 from .listening import ANYWHERE, Endpoint
+from .mesh import Mesh, NoLinks
 from .tcp import TcpLinks
 
 _POLL = 0.01  # seconds
 _REACHED = 8.0  # seconds in which a member that listens has been reached, or a firewall is in the way
 _ASKS = 0.5  # seconds between two looks at whether this one can't be reached
+_ANSWER = 60.0  # seconds that a store may take at a start, when all ranks ask it at once
 _MEMBER = struct.Struct("<I")
 _STRANGERS = 64  # connections that have not said who they are, beside one for each member that is missing
 _logger = logging.getLogger(__name__)
@@ -58,6 +62,38 @@ def link(
         return TcpLinks(name, _connections(store, name, member, size, endpoint, called))
     except OSError as error:  # a member that was lost has hung up, too
         raise RuntimeError(f"links to other ranks: {error}") from error
+
+
+def link_ranks(
+    store: Any,
+    name: str,
+    rank: int,
+    world: int,
+    *,
+    limit: float,
+    endpoint: Endpoint,
+    called: Callable[[int], str] = "rank {}".format,
+) -> Mesh:
+    """`link` for all ranks of a run, before they have heartbeats.
+
+    Args:
+        store: torch's, or a `RemoteStore`.
+        limit: seconds for all of them to come.
+
+    Raises:
+        TransportError: a rank did not come, or can't be reached.
+    """
+    if world == 1:
+        return NoLinks()
+    try:
+        client = StoreClient(store, limit=_ANSWER)
+        try:
+            by = PatientStore(client, limit=limit, may_still_come=lambda: True)
+            return link(by, name, rank, world, endpoint=endpoint, called=called)
+        finally:
+            client.close()
+    except RuntimeError as error:
+        raise TransportError(f"linking {world} ranks: {first_line(error)}", lasting=True) from error
 
 
 def _connections(

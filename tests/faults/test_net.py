@@ -15,17 +15,13 @@ import torch
 import torch.distributed as dist
 from scripted import Scripted, parameters
 from selection import INTERRUPTIONS, MEMORY
-from sites import error_of, free_port, hear, run_ranks, tell
-from torch._C._distributed_c10d import PrefixStore
+from sites import error_of, hear, run_ranks, tell
 
 import loco
 from loco.coordination.hosted_store import host_at_port
-from loco.coordination.store_client import RemoteStore
 from loco.errors import TransportError, WireError
-from loco.members.elastic.quorum import Claim, Member, plan
-from loco.members.meeting import PREFIX
+from loco.net.links import Links
 from loco.net.listening import Endpoint
-from loco.net.peers import Peers
 from loco.round.joining.recovery import MOST_HEAD_BYTES, take_head
 
 _HOST = """
@@ -118,35 +114,25 @@ def test_a_head_that_says_nothing_is_a_wire_error(blob: bytes) -> None:
         take_head(link, 3)
 
 
+def first_of_two(port: int, *, timeout: float, dead_after: float) -> Links:
+    return Links(
+        "a",
+        store=f"127.0.0.1:{port}",
+        member=0,
+        names=["a", "b"],
+        endpoint=Endpoint("127.0.0.1"),
+        timeout=timeout,
+        dead_after=dead_after,
+    )
+
+
 def test_a_member_that_dies_while_links_are_built_is_one_less_in_the_next_quorum() -> None:
     """Its silence does not end the run, as that of a rank of this site would."""
-    port = free_port()
-    sites: Any = loco.Sites(2, site="a", at=f"127.0.0.1:{port}", at_least=1, dead_after=0.5)._as
-    claim = Claim(round=0, digest="", ready=True)
-    members = [Member(id=id, name=id[0], store="", claim=claim) for id in (sites.id, "b:0")]
-    for what in ("here", "connected"):
-        PrefixStore(PREFIX, host_at_port([port]).store).set(f"loco/quorum/rank 0/{what}/1", "open 00")
+    hosted = host_at_port([])
+    hosted.store.set("loco/a/here/0/1", "")
     with pytest.raises(TransportError, match="linking 2 sites: no heartbeat from site b") as raised:
-        sites.link(plan("quorum", members))
+        first_of_two(hosted.port, timeout=60.0, dead_after=0.5)
     assert not raised.value.lasting
-    sites.close()
-
-
-def first_of_two(store: Any, *, within: float, dead_after: float) -> None:
-    Peers(
-        store,
-        "a",
-        0,
-        called=["a", "b"],
-        kind="site",
-        endpoint=Endpoint("127.0.0.1"),
-        timeout=60.0,
-        patience=60.0,
-        dead_after=dead_after,
-        within=within,
-        answers=dead_after,
-        links_within=within,
-    )
 
 
 @pytest.mark.check(INTERRUPTIONS)
@@ -163,10 +149,9 @@ def test_links_to_a_store_whose_host_is_stopped_are_given_up_in_time(delay: floa
             stop.join()
         began = time.monotonic()
         with pytest.raises(
-            TransportError,
-            match=r"linking 2 sites: the sites' store does not answer \(.*(no answer within|s ping)",
+            TransportError, match=r"linking 2 sites: (no answer within|what listens at .* does not answer)"
         ):
-            first_of_two(RemoteStore(f"127.0.0.1:{port}", "x", 3.0), within=3.0, dead_after=2.0)
+            first_of_two(port, timeout=3.0, dead_after=2.0)
         assert time.monotonic() - began < 10.0
     finally:
         host.kill()

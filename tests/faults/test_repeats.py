@@ -16,7 +16,7 @@ import loco
 from loco.coordination.reconnect_barrier import ReconnectBarrier
 from loco.exchange.stream import FrameStream
 from loco.exchange.transfer import Transfer
-from loco.members.fixed import FixedSites
+from loco.members import fixed
 from loco.net.transport import Transport
 from loco.wire.records import FrameHeader, Kind
 
@@ -149,12 +149,12 @@ def test_who_comes_late_is_told_too_of_one_that_does_not_try_again() -> None:
 
 def unlinked(rank: int, repeats: int, losses: int) -> dict[str, Any]:
     """Site 1 can't build its first links, `losses` times; the others can."""
-    mesh, left = FixedSites._mesh, losses
+    link, left = fixed.link, losses
 
-    def fail(*args: Any, inside: bool) -> Any:
+    def fail(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
-        pairs = mesh(*args, inside=inside)
-        if rank == 1 and left and not inside:
+        pairs = link(*args, **kwargs)
+        if rank == 1 and left:
             left -= 1
             pairs.close()
             raise RuntimeError("no route (injected)")
@@ -164,7 +164,7 @@ def unlinked(rank: int, repeats: int, losses: int) -> dict[str, Any]:
     warnings = kept_warnings("loco.members")
     built: list[loco.PulseLoCo] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FixedSites, "_mesh", fail)
+        patch.setattr(fixed, "link", fail)
         error = error_of(lambda: built.append(build(rank, repeats=repeats)))
     if built:
         for optimizer in (clean, built[0]):

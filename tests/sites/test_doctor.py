@@ -132,7 +132,7 @@ def test_a_closed_port_is_named_on_both_sides_and_is_no_traceback() -> None:
     for status, printed in told:
         assert status == command.FOUND
         (only,) = findings(printed)
-        assert "site paris can't reach site berlin at 10.0.0.1:" in only
+        assert "paris can't reach berlin at 10.0.0.1:" in only
         assert "open that port to paris. LOCO_PORTS=" in only
 
 

@@ -15,9 +15,10 @@ from loco.coordination.authentication import StoreSeals
 from loco.coordination.commit import ABORT, COMMIT, Verdicts
 from loco.coordination.hosted_store import Guests, HostedStore
 from loco.coordination.store_client import StoreClient
-from loco.net import linking, peers
+from loco.members import fixed
+from loco.net import linking
+from loco.net.links import Links
 from loco.net.listening import Endpoint
-from loco.net.peers import Peers
 from loco.round.announcements import replica_problem
 from loco.round.joining.first_anchor import agree_to_adopt
 from loco.round.views import Views
@@ -73,20 +74,16 @@ def test_a_round_that_another_rank_gave_up_in_the_last_vote_is_told_of() -> None
 
 
 def test_a_site_that_does_not_come_to_be_linked_is_named() -> None:
+    hosted = hosted_store.host_at_port([])
     with pytest.raises(loco.TransportError, match=r"linking 2 sites: site b did not come within 0\.2 s"):
-        Peers(
-            HashStore(),
+        Links(
             "early",
-            0,
-            called=["a", "b"],
-            kind="site",
+            store=f"127.0.0.1:{hosted.port}",
+            member=0,
+            names=["a", "b"],
             endpoint=Endpoint("127.0.0.1"),
-            timeout=5.0,
-            patience=5.0,
+            timeout=0.2,
             dead_after=5.0,
-            within=0.2,
-            answers=5.0,
-            links_within=5.0,
         )
 
 
@@ -95,9 +92,11 @@ def test_a_store_that_is_too_slow_for_dead_after_is_told_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Slow(StoreClient):
-        round_trip: Any = property(lambda self: 1.25, lambda self, seconds: None)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.round_trip = 1.25
 
-    monkeypatch.setattr(peers, "StoreClient", Slow)
+    monkeypatch.setattr(fixed, "StoreClient", Slow)
     loco.Topology(dead_after=5.0).close()
     assert caplog.messages[0].startswith(
         "the sites' store answers within 1.25 s: dead_after must be at least eight times as long, or ranks"
@@ -135,6 +134,8 @@ def test_a_machine_that_can_not_listen_and_a_rank_that_hangs_up_are_named() -> N
     store: Any = SimpleNamespace(check=lambda: None)
     with pytest.raises(RuntimeError, match=r"links to other ranks: can't listen at 10\.0\.0\.1"):
         linking.link(store, "a", 0, 2, endpoint=endpoint)
+    with pytest.raises(loco.TransportError, match="linking 2 ranks: links to other ranks: can't listen"):
+        linking.link_ranks(HashStore(), "a", 0, 2, limit=1.0, endpoint=endpoint)
     one, other = socket.socketpair()
     other.close()
     with one, pytest.raises(RuntimeError, match="another rank closed its new connection"):

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
+from ...coordination.authentication import MessageSeals
 from ...coordination.hosted_store import Guests, HostedStore, host_at_port
 from ...coordination.rendezvous import Alone
 from ...coordination.store_client import host_and_port
 from ...errors import AgreementError, TransportError
+from ...net.links import Links, beats_of, prefix_of
 from ...net.listening import ANYWHERE, Endpoint
 from ...net.mesh import NoLinks, Subset
-from ...net.peers import Peers
 from ...net.transport import Transport
 from ..fixed import CLOSED_BY_USER, FixedSites
 from ..meeting import Meeting
@@ -22,7 +23,6 @@ from ..own_world import check_one_site, own_world
 from ..view import Agreement
 from .lighthouse import Lighthouse, address_towards_lighthouse, is_local
 from .quorum import Claim, Plan, plan
-from .quorum_links import guests_of, link_members
 from .store_quorum import StoreQuorum
 
 _logger = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ class ElasticSites:
         num_sites: R of the latest round.
         site: this site's number in it, 0 … R−1.
         plan: of the latest quorum; None before the first.
-        linked_for: the quorum for which its latest links were built.
         closed: as of `FixedSites`.
 
     Raises:
@@ -112,8 +111,7 @@ class ElasticSites:
             self._meet(at, at_least, patience)
         else:
             self._ask_lighthouse(lighthouse, at)
-        self._links: Peers | None = None
-        self.linked_for = ""
+        self._links: Links | None = None
         self.closed = ""
         self.plan: Plan | None = None
         self._belongs = False
@@ -223,38 +221,37 @@ class ElasticSites:
             return
         self.unlink()
         if len(members) > 1:
-            store, host = members[0].store, members[0].name
-            if self._store_at:
-                store, host = self._store_at, "" if self._meeting is None else self._meeting.hosted_by
-            self._links = link_members(
-                decided,
-                decided.index_of(self.id),
-                self.rank_in_site,
-                store=store,
-                hosted_by=host,
+            host = "" if self._meeting is None else self._meeting.hosted_by
+            self._links = Links(
+                decided.attempt,
+                store=self._store_at or members[0].store,
+                hosted_by=host if self._store_at else members[0].name,
+                member=decided.index_of(self.id),
+                names=[one.name for one in members],
+                rank=self.rank_in_site,
                 endpoint=self._endpoint,
-                timeout=self.timeout,
+                timeout=self.connect_timeout,
                 dead_after=self.dead_after,
-                within=self.connect_timeout,
                 key=self._key,
             )
-            self.linked_for = decided.attempt
-            self._serve(decided.attempt, self._links)
+            self._serve(self._links)
 
-    def _serve(self, attempt: str, links: Peers) -> None:
+    def _serve(self, links: Links) -> None:
         """If this site hosts the store of these links, it does so until all their members have ended."""
-        hosted, is_host = self._hosted, links.rank == 0
+        hosted, is_host = self._hosted, links.member == 0
         if self._meeting is not None:
             hosted, is_host = self._meeting.hosted, True
         if hosted is None or self._source is None:
             return
         guests: list[Guests] = []
         if is_host:
-            guests = guests_of(attempt, links.others, self.ranks_per_site, self._key)
+            others = [member for member in range(links.size) if member != links.member]
+            each = range(self.ranks_per_site)
+            guests = [Guests(prefix_of(links.name), beats_of(rank), others, links.seals) for rank in each]
         hosted.serve(self.id, guests, partial(_leave, ref(self._source)))
 
     @property
-    def links(self) -> Peers | None:
+    def links(self) -> Links | None:
         """The links that can be used, if there are any."""
         return self._links if self._links is not None and self._links.whole else None
 
@@ -263,17 +260,37 @@ class ElasticSites:
         links, what = self.links, "round"
         if members is None:
             members, what = list(range(len(decided.members))), "handover"
-        if links is None:  # they broke just now, or there is nothing to say: whoever tries to fails
-            names = [decided.members[member].name for member in members]
-            return self._unlinked(names, members.index(decided.index_of(self.id)))
-        # Of this quorum and its plan: members that were told different things do not believe each other.
-        group = f"{what} of {members} in {decided.to_json()}"
-        seals = links.message_seals(group, members.index(links.rank))
-        return links.transport(Subset(links.mesh, members, close=links.hang_up), members, seals=seals)
+        me = members.index(decided.index_of(self.id))
+        names = [decided.members[member].name for member in members]
+        seals = None
+        if links is not None:
+            # Of this quorum and its plan: members that were told different things do not believe each other.
+            seals = links.message_seals(f"{what} of {members} in {decided.to_json()}", me)
+        return self._transport_among(links, members, names, me, seals)
+
+    def _transport_among(
+        self,
+        links: Links | None,
+        members: list[int],
+        names: list[str],
+        me: int,
+        seals: MessageSeals | None = None,
+    ) -> Transport:
+        return Transport(
+            NoLinks() if links is None else Subset(links.mesh, members, close=links.close),
+            members,
+            me,
+            liveness=None if links is None else links.liveness,
+            timeout=self.timeout,
+            patience=self.timeout,  # whoever is in a quorum has come to its round
+            member="site",
+            names=names,
+            seals=seals,
+        )
 
     def unlink(self, why: str = "it left the links") -> None:
         if self._links is not None:
-            self._links.hang_up(why)
+            self._links.close(why)
         self._links = None
 
     def close(self, why: str = "") -> None:
@@ -290,19 +307,7 @@ class ElasticSites:
         return self.alone() if self.own is None else self.own.all_ranks()
 
     def alone(self) -> Transport:
-        return self._unlinked([self.name], 0)
-
-    def _unlinked(self, names: list[str], me: int) -> Transport:
-        return Transport(
-            NoLinks(),
-            range(len(names)),
-            me,
-            liveness=None,
-            timeout=self.timeout,
-            patience=self.timeout,
-            member="site",
-            names=names,
-        )
+        return self._transport_among(None, [0], [self.name], 0)
 
     def seat(self) -> dict[str, Any]:
         """A site is known by its name: its number is another one in every quorum. To its state and to its

@@ -62,7 +62,7 @@ class FirstRank:
 
     def _tell(self, key: str, outcome: str) -> None:
         try:
-            self._own.store.set(key, self._own.peers.seals.write(key, outcome))
+            self._own.store.set(key, self._own.store_seals.write(key, outcome))
         except RuntimeError as error:
             phase = "telling this site's ranks who takes part"
             raise no_store(phase, self._own.store, error) from error
@@ -79,7 +79,7 @@ class FirstRank:
             while True:
                 try:
                     if store.check([key]):
-                        return self._own.peers.seals.read(key, store.get(key).decode())
+                        return self._own.store_seals.read(key, store.get(key).decode())
                 except RuntimeError as error:
                     raise no_store(_PHASE, store, error) from error
                 guard.check()

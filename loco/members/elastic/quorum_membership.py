@@ -16,7 +16,7 @@ from ...coordination.rendezvous import Reconnects
 from ...coordination.site_directory import too_few
 from ...errors import LocoError, TransportError
 from ...logs import SAY_SOON, Waiting
-from ...net.peers import Peers
+from ...net.links import Links
 from ..repeats import Repeats
 from ..view import Standing, StatusReporter, VerdictLog, View
 from ..world import WorldMembership
@@ -148,7 +148,7 @@ class QuorumMembership:
             round=standing.rounds_done,
             digest=standing.digest(),
             ready=standing.ready,
-            links="" if links is None else self._topology.linked_for,
+            links="" if links is None else links.name,
             committed=standing.committed,
             doubt=standing.doubt,
             setup=self._setup,
@@ -184,18 +184,19 @@ class QuorumMembership:
         )
 
 
-def _verdicts(plan: Plan, me: int, links: Peers | None, site: View | None) -> VerdictLog:
+def _verdicts(plan: Plan, me: int, links: Links | None, site: View | None) -> VerdictLog:
     if links is None and site is not None:
         return site.verdicts  # alone, the ranks of a site agree by their own store
     if links is None:
         return Verdicts(HashStore(), StoreSeals(), plan.attempt, clears_up=False)
+    others = [member for member in range(links.size) if member != me]
     return Verdicts(
         links.store,
         links.seals,
-        f"loco/{plan.attempt}",  # of all ranks of all sites
+        plan.attempt,
         clears_up=False,
         liveness=links.liveness,
-        others=links.others,
+        others=others,
     )
 
 
@@ -223,7 +224,7 @@ class QuorumHandover:
     def name_of(self, member: int) -> str:
         return self._plan.members[member].name
 
-    def _links(self) -> Peers:
+    def _links(self) -> Links:
         links = self._topology.links
         if links is None:
             raise TransportError("the links to the sites that have come broke after the round")
