@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -35,12 +36,22 @@ _HAS = {
 _MISSING = {folder: reason for folder, reason in _NEEDS.items() if not _HAS[folder]}
 
 
+def look_no_names_up() -> None:
+    """A connection of torch's store asks a name server for the name of 127.0.0.1, and waits 5 s for an answer
+    that is lost. Here everybody is called by an address, so nobody asks, if this machine knows itself."""
+    asks = [sys.executable, "-c", "import socket; socket.getaddrinfo(socket.gethostname(), 0)"]
+    os.environ["RES_OPTIONS"] = "attempts:0"
+    if subprocess.run(asks, stderr=subprocess.DEVNULL).returncode:
+        os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", metavar="SEED", help="run the files in random order, and the tests in each")
     parser.addoption("--check", action="store_true", help="run everything, not only a sample of each claim")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    look_no_names_up()
     settings.load_profile("check" if config.getoption("check") else "test")
     # What a shell starts in its background ignores Ctrl-C, and so would every process that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
