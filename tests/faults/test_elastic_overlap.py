@@ -109,6 +109,16 @@ def started(fleet: Fleet) -> InFlight:
     return run
 
 
+def stopped(fleet: Fleet) -> InFlight:
+    """As `started`; then s1 stands still for three boundaries of the others."""
+    run = started(fleet)
+    fleet.send("s1", signal.SIGSTOP)
+    for _ in range(3):
+        run.check(fleet.boundary("s0", "s2"))
+    fleet.send("s1", signal.SIGCONT)
+    return run
+
+
 def until_told(fleet: Fleet, run: InFlight, name: str, *others: str) -> Told:
     """Boundaries of the others, until this site tells something."""
     while not fleet.has_told(name, within=SERVED):
@@ -149,11 +159,7 @@ def test_a_site_that_was_never_there_can_join(by: str) -> None:
 @pytest.mark.check(FLEETS)
 def test_a_site_that_was_stopped_loses_nothing_of_what_it_has_done() -> None:
     with Fleet(3) as fleet:
-        run = started(fleet)
-        fleet.send("s1", signal.SIGSTOP)
-        for _ in range(3):
-            run.check(fleet.boundary("s0", "s2"))
-        fleet.send("s1", signal.SIGCONT)
+        run = stopped(fleet)
         assert left_behind(fleet, run).exchange == "rejoin"
         check_all_take_part(fleet, run, *ALL)
 
@@ -161,11 +167,7 @@ def test_a_site_that_was_stopped_loses_nothing_of_what_it_has_done() -> None:
 @pytest.mark.check(FLEETS)
 def test_a_site_that_is_given_the_others_weights_says_so_if_its_own_were_nan() -> None:
     with Fleet(3) as fleet:
-        run = started(fleet)
-        fleet.send("s1", signal.SIGSTOP)
-        for _ in range(3):
-            run.check(fleet.boundary("s0", "s2"))
-        fleet.send("s1", signal.SIGCONT)
+        run = stopped(fleet)
         fleet.order("s1", "spoil_steps")
         fleet.order("s1", "boundary", 2)
         told = until_told(fleet, run, "s1", "s0", "s2")
