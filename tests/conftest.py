@@ -39,6 +39,8 @@ _MISSING = {folder: reason for folder, reason in _NEEDS.items() if not _HAS[fold
 def look_no_names_up() -> None:
     """A connection of torch's store asks a name server for the name of 127.0.0.1, and waits 5 s for an answer
     that is lost. Here everybody is called by an address, so nobody asks, if this machine knows itself."""
+    if "RES_OPTIONS" in os.environ:  # as in a worker
+        return
     asks = [sys.executable, "-c", "import socket; socket.getaddrinfo(socket.gethostname(), 0)"]
     os.environ["RES_OPTIONS"] = "attempts:0"
     if subprocess.run(asks, stderr=subprocess.DEVNULL).returncode:

@@ -136,11 +136,11 @@ class OuterState:
         sent = None if self.ahead is None else self.ahead.entries
         return kernels.run_ahead(self.anchor, sent, self.settings.overlap or 0.0, at)
 
-    @torch.no_grad()
     def name_at(self, position: int) -> str:
         """Of the parameter that has this element of the state."""
         return self.parameters.name_at(self.start + position)
 
+    @torch.no_grad()
     def read_weights(self) -> None:
         """θ = w, of this rank's slice."""
         with self.parameters.pieces(self.start, self.stop) as weights:
