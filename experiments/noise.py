@@ -17,6 +17,7 @@ from loco.kernels import Entries, Gate, Known, OuterStep
 SIGMA, LR, SYNC_EVERY = 0.02, 1e-6, 8  # SIGMA: of the weights
 WARM_UP = 16  # rounds until the density is steady
 SITES = 4
+SIDE = 1024  # a model's parameter is so many elements squared
 EXACT = Gate()
 _CHUNK = 1 << 17  # elements that pass through all rounds together, in cache: no element knows of another
 
@@ -79,3 +80,11 @@ def _simulate(
     # Entries are views of memory reserved for all elements: keep only what is used.
     kept = [Entries(*(part.clone() for part in sent if part is not None)) for sent in entries]
     return Sent(Known(anchors[0], momenta[0], gate), kept)
+
+
+def model_of(numel: int) -> list[torch.nn.Parameter]:
+    """Where such a training begins, the same on all sites."""
+    chance = torch.Generator().manual_seed(0)
+    shapes = [(SIDE, SIDE)] * (numel // SIDE**2) + [(numel % SIDE**2,)] * bool(numel % SIDE**2)
+    start = (torch.randn(shape, generator=chance).mul_(SIGMA).bfloat16().float() for shape in shapes)
+    return [torch.nn.Parameter(weight) for weight in start]

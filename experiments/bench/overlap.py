@@ -33,8 +33,7 @@ from torch import Tensor
 import loco
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, rate_name
 from experiments.bench.others import Ddp, Torchft, start_lighthouse
-from experiments.bench.peers import model_of
-from experiments.noise import LR, SYNC_EVERY
+from experiments.noise import LR, SYNC_EVERY, model_of
 from experiments.processes.namespaces import MBIT, Network, counters, why_not
 from experiments.processes.progress import Progress
 from experiments.processes.sites import Sites
@@ -138,11 +137,10 @@ class Trainer:
             "round_s": took * each,
             "link_bytes": (counters() - before).sent_bytes * each,
         }
-        if (
-            isinstance(self._optimizer, Torchft)
-            and self._optimizer.rounds - rounds != 2 * steps // SYNC_EVERY
-        ):
-            raise RuntimeError("torchft has not committed all rounds")
+        if isinstance(self._optimizer, Torchft):
+            done = self._optimizer.rounds - rounds
+            if done != FRAGMENTS * steps // SYNC_EVERY:
+                raise RuntimeError(f"torchft has committed {done} rounds in {steps} steps")
         if hook is not None:
             hook.remove()
             told |= {

@@ -37,13 +37,12 @@ from torch import Tensor
 import loco
 from experiments.bench import others
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
-from experiments.noise import LR, SIGMA, SYNC_EVERY, WARM_UP
+from experiments.noise import LR, SIDE, SYNC_EVERY, WARM_UP, model_of
 from experiments.processes.namespaces import MBIT, Network, why_not
 from experiments.processes.progress import Progress
 from experiments.processes.sites import Sites
 from loco import kernels
 
-SIDE = 1024  # a parameter is so many elements squared
 NUMEL = [1024, 1 << 22, 1 << 24]
 ALL_REDUCE, TORCHFT, OWNER = "all-reduce", "torchft DiLoCo", "γ 1, owner"
 SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<21", "wire": "<8", "p50": ">9.5f"}
@@ -152,13 +151,6 @@ class Contender:
 
     def digest(self, method: str) -> bytes:
         return kernels.digest_of_all(self.weights(method))
-
-
-def model_of(numel: int) -> list[torch.nn.Parameter]:
-    chance = torch.Generator().manual_seed(0)
-    shapes = [(SIDE, SIDE)] * (numel // SIDE**2) + [(numel % SIDE**2,)] * bool(numel % SIDE**2)
-    start = (torch.randn(shape, generator=chance).mul_(SIGMA).bfloat16().float() for shape in shapes)
-    return [torch.nn.Parameter(weight) for weight in start]
 
 
 def main(arguments: list[str]) -> None:
