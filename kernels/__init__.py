@@ -138,12 +138,13 @@ def cross(
     gate: Gate | None,
     beta: float,
     *,
+    returned: Sequence[Entries] = (),
     sends: bool = True,
 ) -> tuple[Encoded, float]:
     boundary = anchor, momentum, weights, residual, sent, contributions, outer, gate, beta
     if (fused := _fused(anchor, weights)) is not None:
-        return fused.cross(*boundary, sends=sends)
-    return reference.cross(_home_of(anchor, weights), *boundary, sends=sends)
+        return fused.cross(*boundary, returned=returned, sends=sends)
+    return reference.cross(_home_of(anchor, weights), *boundary, returned=returned, sends=sends)
 
 
 def first_changed(anchor: Tensor, weights: Sequence[Tensor], sent: Entries | None, beta: float) -> int:

@@ -195,10 +195,12 @@ def cross(
     gate: Gate | None,
     beta: float,
     *,
+    returned: Sequence[Entries] = (),
     sends: bool = True,
 ) -> tuple[Encoded, float]:
     """Where rounds overlap: apply the round that has come, and find what the next one sends, in place.
 
+    e = e + what was returned               one after the other
     Δ = float(ŵ) − float(w)                 ŵ = cast(θ − β·v): v was sent at the boundary before
     s = Δ + e                               or 0 + e, where that is infinite or NaN
     m, θ                                    as in `apply`
@@ -213,11 +215,14 @@ def cross(
     Args:
         passes: the home whose `encode` and `apply` are used.
         sent: v of the boundary before; None: nothing.
+        returned: of earlier rounds, what was not used.
 
     Returns what is sent, with the first position at which Δ counts as 0 since s is not finite, and the L2
     norm of e as `apply` does.
     """
     nothing = Entries.none(anchor.numel(), anchor.device)
+    for entries in returned:
+        entries.add_to(residual)
     bad, were_sent = [], slice(0)
     if sent is not None:
         bad += _collect_sent(anchor, weights, residual, sent, beta)

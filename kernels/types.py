@@ -95,6 +95,9 @@ class Entries(NamedTuple):
         count = int(self.starts[-1])
         return Entries(self.starts, self.offsets[:count], self.values[:count])
 
+    def add_to(self, vector: Tensor) -> None:
+        vector[slice(None) if self.starts is None else self.indices()] += self.values
+
     @staticmethod
     def join(parts: Sequence["Entries"]) -> "Entries":
         """The entries of several vectors one after the other. All but the last non-empty one must be a whole

@@ -2,17 +2,18 @@
 
     python -m experiments.bench overlap
     python -m experiments.bench overlap --rates 100 --numel 4194304 --seconds 5
+    python -m experiments.bench overlap --sync-every 50 --methods "SAVING, late" "torchft streaming"
 
 Sites are processes on this machine, each with a link of its own (which needs root) and one thread. An inner
-step takes 50 ms, for which the process sleeps, as one whose GPU is at work; in the first one of a round the
-weights move by noise, as far as Adam's steps of a whole round at RL's learning rates. So the exchange shares
-the processor with the other sites alone. The share is that of the inner steps in the time of all.
+step takes 50 ms, for which the process sleeps, as one whose GPU is at work; in one of a round's steps a
+tensor moves by noise, as far as by Adam's steps of a whole round at RL's learning rates. So the exchange
+shares the processor with the other sites alone. The share is that of the inner steps in the time of all.
 
 "DDP" sends FP32 gradients in every step, in eight buckets that travel while the others are made. "torchft
-streaming" is torchft's DiLoCo of two fragments, each with three of its four inner steps to travel; it runs as
-it comes otherwise. Sites' anchors are compared at the end, bit for bit; torchft's rounds are counted. Bytes
-are the kernel's count of each site's link. Rows go to experiments/results/bench/overlap.csv, with a plot
-beside it.
+streaming" is torchft's DiLoCo of two fragments, each with all of its inner steps but one to travel; it runs
+as it comes otherwise. Sites' anchors are compared at the end, bit for bit; torchft's rounds are counted.
+Bytes are the kernel's count of each site's link. Rows go to experiments/results/bench/overlap.csv, with a
+plot beside it.
 """
 
 from __future__ import annotations
@@ -53,38 +54,47 @@ OURS: dict[str, tuple[Any, Mapping[str, Any]]] = {
 }
 # Each of ours waiting, and late.
 METHODS = [DDP, TORCHFT, *(name + late for name in OURS for late in ("", ", late"))]
-SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "method": "<20", "share": ">7.3f"}
+SHOWN = {"numel": ">11,.0f", "sites": ">5", "rate_mbit": ">9g", "sync_every": ">10", "method": "<20"}
+SHOWN |= {"share": ">7.3f"}
 SHOWN |= {"round_s": ">9.3f", "stood_still_s": ">13.3f", "boundary_s": ">10.3f", "in_flight_s": ">11.3f"}
 SHOWN |= {"sent_bytes": ">12,.0f", "link_bytes": ">12,.0f"}
 
 
 class Drift(torch.optim.Optimizer):
-    """Moves all weights by noise once in a round, and takes as long as a GPU would."""
+    """Moves each weight by noise once in a round, and takes as long as a GPU would."""
 
-    def __init__(self, weights: list[torch.nn.Parameter], seed: int) -> None:
+    def __init__(self, weights: list[torch.nn.Parameter], sync_every: int, seed: int) -> None:
         super().__init__(weights, {})
         self._chance = torch.Generator().manual_seed(seed)
         self._noise = torch.randn(2 * max(w.numel() for w in weights), generator=self._chance).mul_(
-            LR * SYNC_EVERY**0.5
+            LR * sync_every**0.5
         )
-        self._steps = 0
+        self._sync_every, self._steps = sync_every, 0
+        self._overslept = median(_overslept() for _ in range(20))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         until = time.perf_counter() + STEP
+        at = self._steps % self._sync_every
         self._steps += 1
-        moved = self.param_groups[0]["params"] if self._steps % SYNC_EVERY == 1 else []
-        for w in moved:
+        for w in self.param_groups[0]["params"][at :: self._sync_every]:  # each of them once in a round
             first = int(torch.randint(w.numel(), (1,), generator=self._chance))
             w += self._noise[first : first + w.numel()].view(w.shape)
-        time.sleep(max(until - time.perf_counter(), 0.0))
+        time.sleep(max(until - time.perf_counter() - self._overslept, 0.0))
+
+
+def _overslept() -> float:
+    """By how much the system wakes a process too late, which is nobody's fault here."""
+    began = time.perf_counter()
+    time.sleep(STEP / 10)
+    return time.perf_counter() - began - STEP / 10
 
 
 class Trainer:
     """One site, which trains by one method at a time."""
 
-    def __init__(self, site: int, numel: int) -> None:
-        self._site, self._numel = site, numel
+    def __init__(self, site: int, numel: int, sync_every: int) -> None:
+        self._site, self._numel, self._sync_every = site, numel, sync_every
         self._optimizer: Any = None
         self._closing = ExitStack()
 
@@ -101,23 +111,23 @@ class Trainer:
             self._step = partial(ddp.step, *pause)
             return
         weights = model_of(self._numel)
-        inner = Drift(weights, 1 + self._site)
+        inner = Drift(weights, self._sync_every, 1 + self._site)
         if method == TORCHFT:
             at = f"http://10.0.0.1:{LIGHTHOUSE}"
             self._optimizer = Torchft(
                 weights,
                 inner,
                 at,
-                sync_every=SYNC_EVERY,
+                sync_every=self._sync_every,
                 fragments=FRAGMENTS,
-                delay=SYNC_EVERY // FRAGMENTS - 1,  # the most that it allows
+                delay=self._sync_every // FRAGMENTS - 1,  # the most that it allows
                 address=f"10.0.0.{1 + self._site}",
             )
             self._step = inner.step
             return
         name, _, late = method.partition(", ")
         kind, options = OURS[name]
-        self._optimizer = kind(inner, sync_every=SYNC_EVERY, overlap=bool(late), **options)
+        self._optimizer = kind(inner, sync_every=self._sync_every, overlap=bool(late), **options)
         self._step = self._optimizer.step
 
     def train(self, steps: int) -> dict[str, Any]:
@@ -131,7 +141,7 @@ class Trainer:
         for _ in range(steps):
             self._step()
         took = time.perf_counter() - began
-        each = SYNC_EVERY / steps
+        each = self._sync_every / steps
         told: dict[str, Any] = {
             "share": steps * STEP / took,
             "round_s": took * each,
@@ -139,7 +149,7 @@ class Trainer:
         }
         if isinstance(self._optimizer, Torchft):
             done = self._optimizer.rounds - rounds
-            if done != FRAGMENTS * steps // SYNC_EVERY:
+            if done != FRAGMENTS * steps // self._sync_every:
                 raise RuntimeError(f"torchft has committed {done} rounds in {steps} steps")
         if hook is not None:
             hook.remove()
@@ -166,9 +176,8 @@ def main(arguments: list[str]) -> None:
     parser = arguments_of("overlap", __doc__, RESULTS)
     parser.add_argument("--numel", type=int, default=1 << 24, help="parameters")
     parser.add_argument("--sites", type=int, default=4)
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=[20.0, 100.0, 1000.0, 10000.0], help="Mbit/s"
-    )
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="Mbit/s")
+    parser.add_argument("--sync-every", type=int, default=SYNC_EVERY, help="inner steps a round")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each row, about")
     options = parser.parse_args(arguments)
@@ -183,9 +192,9 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(options: Any, rate: float) -> list[Row]:
-    network, rows = Network(), []
+    network, each, rows = Network(), options.sync_every, []
     with (
-        Sites(options.sites, Trainer, options.numel, timeout=1200.0, network=network) as sites,
+        Sites(options.sites, Trainer, options.numel, each, timeout=1200.0, network=network) as sites,
         Progress(f"{options.sites} sites, {rate_name(rate)}", total=len(options.methods)) as progress,
     ):
         network.shape(rate * MBIT)
@@ -194,14 +203,15 @@ def measure(options: Any, rate: float) -> list[Row]:
         for method in options.methods:
             sites.call("build", method)
             # Rounds in which codes are chosen, and the first one takes off; DDP has no rounds.
-            unit, first = (1, 1) if method == DDP else (SYNC_EVERY, 2 * SYNC_EVERY)
+            unit, first = (1, 1) if method == DDP else (each, 2 * each)
             trial = sites.call("train", first)
-            seconds = max(site["round_s"] for site in trial) * unit / SYNC_EVERY
+            seconds = max(site["round_s"] for site in trial) * unit / each
             steps = unit * max(math.ceil(options.seconds / seconds), 1)
             told = sites.call("train", steps)
             if len(set(sites.call("digest"))) != 1:
                 raise RuntimeError(f"{method}: the sites hold different weights")
-            cell = {"numel": options.numel, "sites": options.sites, "rate_mbit": rate, "method": method}
+            cell = {"numel": options.numel, "sites": options.sites, "rate_mbit": rate, "sync_every": each}
+            cell["method"] = method
             means = {column: fmean(site[column] for site in told) for column in told[0]}
             rows.append(cell | {"steps": steps} | means)
             progress.advance(method)

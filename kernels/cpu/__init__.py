@@ -7,6 +7,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from functools import partial
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ class Compiled:
         library.loco_write_weights.argtypes = (c_int64, c_void_p, *pieces, c_int)
         library.loco_cross.restype = c_int64
         library.loco_cross.argtypes = (
-            *(c_int64, c_void_p, c_void_p, c_void_p, *pieces, c_int, c_int64, c_void_p),
+            *(c_int64, c_void_p, c_void_p, c_void_p, *pieces, c_int, c_int64, c_int64, c_void_p),
             *(c_float, c_float, c_float, c_int, c_float, c_int),
             *(c_int, c_float, c_float, c_int, c_int),
             *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
@@ -149,15 +150,16 @@ class Compiled:
         gate: Gate | None,
         beta: float,
         *,
+        returned: Sequence[Entries] = (),
         sends: bool = True,
     ) -> tuple[Encoded, float]:
         n, pieces = anchor.numel(), _Pieces(weights, anchor.numel())
         room = _room_for(n, gate) if sends else Entries.none(n, anchor.device)
         digest, first_nonfinite, squares = c_uint64(), c_int64(), c_double()
-        entries = _addresses([sent or (), *contributions])
+        entries = _addresses([sent or (), *contributions, *returned])
         count = self._library.loco_cross(
             *(n, _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
-            *(sent is not None, len(contributions), entries.ctypes.data),
+            *(sent is not None, len(contributions), len(returned), entries.ctypes.data),
             *(outer.num_sites, outer.lr, outer.momentum, outer.nesterov, beta, sends),
             *(*_seen(gate), torch.get_num_threads(), *(map(_address, room) if sends else (None, None, None))),
             *(ctypes.addressof(digest), ctypes.addressof(first_nonfinite), ctypes.addressof(squares)),
@@ -287,7 +289,8 @@ class Compiled:
             for sent in (own, Entries.whole(residual), None):
                 results.append(home.first_changed(theta, w, sent, 1.3) < 0)
                 crossing = theta, m, w, e, sent, [own, own], outer, gates[-1], 1.3
-                crossed = self.cross(*crossing) if home is self else reference.cross(reference, *crossing)
+                cross = self.cross if home is self else partial(reference.cross, reference)
+                crossed = cross(*crossing, returned=[own, Entries.whole(residual)])
                 results += [*crossed[0].entries, crossed[0].digest, crossed[0].first_nonfinite]
             results += entries.add_up([own, own], at.numel())
             results += [x for part in entries.add_and_split([own, own], anchor, 0.6) for x in part]

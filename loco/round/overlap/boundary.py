@@ -53,8 +53,9 @@ def land(state: OuterState, come: Round) -> None:
 def take_back(state: OuterState) -> None:
     """The round in flight failed: v goes with the next one."""
     assert state.ahead is not None
+    assert state.residual is not None
     with state.rewriting():
-        _add(state, state.ahead.entries)
+        state.ahead.entries.add_to(state.residual)
         state.on_its_way = 0
 
 
@@ -65,20 +66,13 @@ def _pass(state: OuterState, come: Round | None, step: OuterStep, *, sends: bool
     assert beta is not None
     sent = None if state.ahead is None else state.ahead.entries
     momentum, contributions = None, ()
+    returned: list[Entries] = []
     if come is not None:
         momentum, contributions = state.momentum, come.contributions
         unused = sent if come.view.site in come.left_out else None
-        for returned in (come.kept, unused):
-            if returned is not None:
-                _add(state, returned)
+        returned = [entries for entries in (come.kept, unused) if entries is not None]
     with state.parameters.pieces(state.start, state.stop, write=True) as weights:
         outer = state.anchor, momentum, weights, residual
-        state.ahead, norm = kernels.cross(*outer, sent, contributions, step, state.gate, beta, sends=sends)
+        outer += sent, contributions, step, state.gate, beta
+        state.ahead, norm = kernels.cross(*outer, returned=returned, sends=sends)
     return norm
-
-
-def _add(state: OuterState, entries: Entries) -> None:
-    """To e."""
-    assert state.residual is not None
-    at = slice(None) if entries.starts is None else entries.indices()
-    state.residual[at] += entries.values

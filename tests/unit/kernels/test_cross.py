@@ -60,7 +60,9 @@ def test_a_boundary_is_its_separate_passes(home: Any, gate: str, sent: float | N
         v, bits = entries(n, sent, 3), []
         for sends in (True, True, False):
             outer = theta, m, weights, residual
-            encoded, norm = cross(*outer, v, contributions, STEP, GATES[gate], 1.3, sends=sends)
+            back = [] if sends is False else contributions
+            boundary = *outer, v, contributions, STEP, GATES[gate], 1.3
+            encoded, norm = cross(*boundary, returned=back, sends=sends)
             v = encoded.entries
             bits += [*v, *(x.clone() for x in (theta, m, residual, *weights))]
             bits += [torch.tensor([encoded.digest - 2**63, encoded.first_nonfinite])]
@@ -72,6 +74,25 @@ def test_a_boundary_is_its_separate_passes(home: Any, gate: str, sent: float | N
                 w[5::211] = float("nan")
                 w[100::307] = float("-inf")
         found.append([x for x in bits if x is not None])
+    same_bits(*found)
+
+
+@pytest.mark.parametrize("home", [*builds(), pytest.param(reference, id="reference")])
+def test_what_is_returned_is_in_e_before_anything_else(home: Any) -> None:
+    passes = (home,) * (home is reference)
+    returned = [entries(1003, 0.1, 5), entries(1003, None, 6)]
+    found = []
+    for is_added_before in (True, False):
+        theta, m, weights, residual = state(1003)
+        for part in returned:
+            assert part is not None
+            if is_added_before:
+                dense = torch.zeros(1003)
+                dense[slice(None) if part.starts is None else part.indices()] = part.values
+                residual += dense
+        boundary = theta, m, weights, residual, None, [], STEP, Gate(), 1.0
+        encoded, _ = home.cross(*passes, *boundary, returned=[] if is_added_before else returned)
+        found.append([theta, m, residual, *weights, *encoded.entries])
     same_bits(*found)
 
 
