@@ -27,7 +27,7 @@ from .inside_site import share_anchor
 from .joining.first_anchor import agree_to_adopt, share_first_anchor, start_again
 from .joining.handshake import agree_on_parameters
 from .outer_state import OuterState
-from .overlap.overlapped import OverlappedRounds, require_sites_that_fit
+from .overlap.overlapped import OverlappedRounds
 from .round import Round
 from .state import load_inner, pop_own_state, state_of, take_over
 from .views import Views
@@ -82,8 +82,6 @@ class OuterLoop:
         self._wire = wire
         self._shown: ShownAnchor | None = None  # in eval mode
         self._is_unmoved = True  # no inner step has begun since w = cast(θ)
-        if settings.overlap is not None:
-            require_sites_that_fit(topology)
         setup = {"wire version": VERSION} | settings.agreement() | wire.agreement()
         # A rank that can't go on says so before it raises, so that the others do not wait for it.
         agreed = agree_on_parameters(topology.all_ranks(), topology, inner, setup)

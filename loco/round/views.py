@@ -96,11 +96,18 @@ class Views:
         self.membership.give_up("")
         self._form_site()
 
-    def _form_site(self, *, catches_up: bool = True) -> None:
-        """Links inside this site, whose ranks are then in one state."""
+    def form_site(self) -> View:
+        """Over whose links the ranks of this site talk, and nobody else."""
+        require_open(self._state.topology)
+        view = self._form_site()
+        assert view is not None
+        return view
+
+    def _form_site(self, *, catches_up: bool = True) -> View | None:
+        """Links inside this site, whose ranks are then in one state; None: it has one rank."""
         state, before = self._state, self._of_site
         if state.topology.ranks_per_site == 1:
-            return
+            return None
         view = self.membership.form_site()
         if view is not before and catches_up:
             committed = self.committed if self.membership.others_may_be_ahead else None
@@ -108,6 +115,7 @@ class Views:
                 catch_up_in_site(state, view, self.pending, committed)
         if view is not before:
             self._of_site = self.current = view
+        return view
 
     def adopt(self, view: View) -> SyncReport:
         """Take θ and m from another site."""
@@ -156,6 +164,12 @@ class Views:
             self.hang_up(error)
             raise error
         return current
+
+    def landed(self, come: Round | None) -> Round | None:
+        """A round that has travelled is over; if it counts, the next boundary applies it."""
+        self.pending = None
+        self.committed = self.committed if come is None else come.view.name
+        return come
 
     def decide(self, vote: str) -> Round | None:
         """Learn whether the pending round counts -> it, if it does.

@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 from fleet import Fleet, Told, told_by
 from paper import OverlappedPaper
-from scripted import Scripted, bits, parameters
+from scripted import bits
 from selection import FLEETS
-from sites import error_of, run_worlds
 from states import assert_same
-
-import loco
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
 OVERLAPPED: dict[str, Any] = {"overlap": True, "sync_every": 2}
@@ -97,15 +94,16 @@ def floats(state: Mapping[str, Vector], name: str) -> Vector:
     return state[name].view(np.float32)
 
 
-def started(fleet: Fleet) -> InFlight:
-    """Three sites that have started from one θ, and have crossed two boundaries."""
-    fleet.start(*ALL, **OVERLAPPED)
-    told = told_by(fleet, ALL)
+def started(fleet: Fleet, *names: str) -> InFlight:
+    """Sites that have started from one θ, and have crossed two boundaries; by default three."""
+    names = names or ALL
+    fleet.start(*names, **OVERLAPPED)
+    told = told_by(fleet, names)
     run = InFlight(told["s0"])
-    for name in ALL:
+    for name in names:
         run.come(name, told[name])
     for _ in range(2):
-        run.check(fleet.boundary(*ALL))
+        run.check(fleet.boundary(*names))
     return run
 
 
@@ -133,8 +131,11 @@ def check_all_take_part(fleet: Fleet, run: InFlight, *names: str) -> None:
     assert all(told.sites == names for told in round.values())
 
 
-def test_who_dies_takes_its_part_of_the_round_in_flight_with_it_and_may_come_back() -> None:
-    with Fleet(3) as fleet:
+@pytest.mark.parametrize(("ranks", "shards"), [(1, False), (2, False), (2, True)])
+def test_who_dies_takes_its_part_of_the_round_in_flight_with_it_and_may_come_back(
+    ranks: int, shards: bool
+) -> None:
+    with Fleet(3, ranks=ranks, shards=shards) as fleet:
         run = started(fleet)
         fleet.kill("s1")
         run.check(round := fleet.boundary("s0", "s2"))
@@ -157,16 +158,18 @@ def test_a_site_that_was_never_there_can_join(by: str) -> None:
 
 
 @pytest.mark.check(FLEETS)
-def test_a_site_that_was_stopped_loses_nothing_of_what_it_has_done() -> None:
-    with Fleet(3) as fleet:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_site_that_was_stopped_loses_nothing_of_what_it_has_done(ranks: int) -> None:
+    with Fleet(3, ranks=ranks) as fleet:
         run = stopped(fleet)
         assert left_behind(fleet, run).exchange == "rejoin"
         check_all_take_part(fleet, run, *ALL)
 
 
 @pytest.mark.check(FLEETS)
-def test_a_site_that_is_given_the_others_weights_says_so_if_its_own_were_nan() -> None:
-    with Fleet(3) as fleet:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_site_that_is_given_the_others_weights_says_so_if_its_own_were_nan(ranks: int) -> None:
+    with Fleet(3, ranks=ranks) as fleet:
         run = stopped(fleet)
         fleet.order("s1", "spoil_steps")
         fleet.order("s1", "boundary", 2)
@@ -187,8 +190,9 @@ def left_behind(fleet: Fleet, run: InFlight) -> Told:
 
 
 @pytest.mark.check(FLEETS)
-def test_a_site_that_missed_the_verdict_applies_the_round_that_the_others_committed() -> None:
-    with Fleet(3) as fleet:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_site_that_missed_the_verdict_applies_the_round_that_the_others_committed(ranks: int) -> None:
+    with Fleet(3, ranks=ranks) as fleet:
         run = started(fleet)
         fleet.order("s1", "await_flight")
         fleet.hear("s1")
@@ -201,13 +205,16 @@ def test_a_site_that_missed_the_verdict_applies_the_round_that_the_others_commit
 
 
 @pytest.mark.check(FLEETS)
-def test_all_sites_resume_from_states_that_were_saved_with_a_round_in_flight(tmp_path: Path) -> None:
-    with Fleet(3) as fleet:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_sites_resume_from_states_that_were_saved_with_a_round_in_flight(
+    ranks: int, tmp_path: Path
+) -> None:
+    with Fleet(3, ranks=ranks) as fleet:
         run = started(fleet)
         for name in ALL:
             fleet.order(name, "save", str(tmp_path / name))
         assert {told.round for told in told_by(fleet, ALL).values()} == {1}
-    with Fleet(3) as fleet:
+    with Fleet(3, ranks=ranks) as fleet:
         fleet.start(*ALL, **OVERLAPPED)
         told_by(fleet, ALL)
         for name in ALL:
@@ -217,8 +224,11 @@ def test_all_sites_resume_from_states_that_were_saved_with_a_round_in_flight(tmp
 
 
 @pytest.mark.check(FLEETS)
-def test_what_a_site_had_on_its_way_when_it_saved_and_died_goes_with_a_later_round(tmp_path: Path) -> None:
-    with Fleet(3) as fleet:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_site_had_on_its_way_when_it_saved_and_died_goes_with_a_later_round(
+    ranks: int, tmp_path: Path
+) -> None:
+    with Fleet(3, ranks=ranks) as fleet:
         run = started(fleet)
         run.check(fleet.boundary("s1"))  # its part waits for the others'
         fleet.order("s1", "save", str(tmp_path / "s1"))
@@ -237,15 +247,54 @@ def test_what_a_site_had_on_its_way_when_it_saved_and_died_goes_with_a_later_rou
         check_all_take_part(fleet, run, *ALL)
 
 
-def of_two_ranks(rank: int) -> tuple[str, str]:
-    topology = loco.Sites(at_least=1, dead_after=2.0)
-    inner = Scripted(parameters(7, 300), 3, 0)
-    told = error_of(lambda: loco.PulseLoCo(inner, topology=topology, overlap=True))
-    topology.close()
-    return told
+@pytest.mark.check(FLEETS)
+@pytest.mark.parametrize("unsure", ["s1/0", "s1/1"])
+def test_a_rank_that_missed_the_verdict_is_told_it_by_its_site(unsure: str) -> None:
+    with Fleet(3, ranks=2) as fleet:
+        run = started(fleet)
+        fleet.order("s1", "await_flight")
+        fleet.hear("s1")
+        fleet.order(unsure, "lose_the_verdict")
+        for _ in range(4):
+            run.check(round := fleet.boundary(*ALL))
+            assert {told.sites for told in round.values()} == {ALL}
 
 
-def test_sites_of_several_ranks_that_come_and_go_can_not_overlap_their_rounds() -> None:
-    for kind, text in run_worlds(["a"], 2, of_two_ranks)[0]:
-        assert kind == "ValueError"
-        assert text.startswith("overlap=True is for sites that stay the same, or have one rank")
+@pytest.mark.check(FLEETS)
+@pytest.mark.parametrize("dead", ["s1/0", "s1/1"])
+def test_a_rank_that_dies_is_named_by_its_site_and_the_others_go_on(dead: str) -> None:
+    (left,) = {"s1/0", "s1/1"} - {dead}
+    with Fleet(3, ranks=2) as fleet:
+        run = started(fleet)
+        fleet.order("s1", "await_flight")
+        fleet.hear("s1")
+        fleet.kill(dead)
+        fleet.order(left, "boundary", 2)
+        assert f"rank {dead[-1]}" in fleet.hear(left).error
+        fleet.kill(left)
+        run.check(fleet.boundary("s0", "s2"))
+        run.check(round := fleet.boundary("s0", "s2"))
+        assert round["s0"].sites == ("s0", "s2")
+        fleet.start("s1", **OVERLAPPED)
+        run.come("s1", until_told(fleet, run, "s1", "s0", "s2"))
+        check_all_take_part(fleet, run, *ALL)
+
+
+@pytest.mark.check(FLEETS)
+def test_ranks_that_save_together_resume_with_the_round_that_was_in_flight(tmp_path: Path) -> None:
+    with Fleet(2, ranks=2) as fleet:
+        run = started(fleet, "s0", "s1")
+        together(fleet, "keep", tmp_path)
+        run.check(fleet.boundary("s0", "s1"))  # saving has disturbed nobody
+        together(fleet, "keep", tmp_path)
+    with Fleet(2, ranks=2) as fleet:
+        fleet.start("s0", "s1", **OVERLAPPED)
+        told_by(fleet, ("s0", "s1"))
+        together(fleet, "resume", tmp_path)
+        check_all_take_part(fleet, run, "s0", "s1")
+
+
+def together(fleet: Fleet, command: str, folder: Path) -> None:
+    for name in ("s0", "s1"):
+        fleet.order(name, command, str(folder / name))
+    assert [told.error for told in told_by(fleet, ("s0", "s1")).values()] == ["", ""]

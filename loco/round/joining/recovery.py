@@ -130,7 +130,7 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
     take(link, source, head, state.shared)
     await_site(inside, phase=f"taking round {head.round}, on all ranks of this site")
     state.write_weights()
-    share_anchor(state, view)
+    share_anchor(state, view, ahead=False)
     if state.on_its_way:
         take_back(state)
     with state.rewriting():

@@ -46,13 +46,11 @@ def travel(
                 view = views.form(ready=True)
                 come = views.decide_as_told(view)
                 if view.handover is not None and view.handover.source is not None:
-                    views.pending = None
-                    return Landing(come, behind=view)
+                    return Landing(views.landed(come), behind=view)
                 if come is None:
                     current = round_in(view)
                     come = views.run(current)
-            views.pending = None
-            return Landing(come)
+            return Landing(views.landed(come))
         except Refused as refusal:
             error, refused = refusal.error, True
         except (TransportError, WireError) as failure:

@@ -14,7 +14,7 @@ from loco.kernels import Encoded, Entries
 from ...coordination.commit import ABORT
 from ...errors import TransportError, WireError
 from ...exchange.wire_config import WireConfig
-from ...members.view import SiteTopology, View
+from ...members.view import View
 from ...report import SyncReport
 from ..hooks import Hooks, Phase, RoundProgress
 from ..inside_site import digests_of_copies, share_anchor
@@ -28,18 +28,6 @@ from .flight import Flight, Landing, travel
 _AGAIN = "What this site had sent goes with the next round: call step() or sync() again"
 _AT_EXIT = 5.0  # seconds
 _logger = logging.getLogger(__name__)
-
-
-def require_sites_that_fit(topology: SiteTopology) -> None:
-    """
-    Raises:
-        ValueError: rounds can't overlap for these sites.
-    """
-    if topology.is_elastic and topology.ranks_per_site > 1:
-        raise ValueError(
-            "overlap=True is for sites that stay the same, or have one rank: these come and go, and have "
-            f"{topology.ranks_per_site}. Leave it out, and each round is waited for"
-        )
 
 
 class OverlappedRounds:
@@ -157,8 +145,6 @@ class OverlappedRounds:
         if not self._flights and views.is_in_doubt and not views.membership.others_may_be_ahead:
             return self._learn_verdict()
         self._share(come)
-        if come is not None:
-            views.committed = come.view.name
         if not self._flights and state.on_its_way:
             self._send_off(come)
         for flight in self._flights:
@@ -180,7 +166,7 @@ class OverlappedRounds:
             take_back(self._state)
         else:
             come.meter.travelled(0.0, 0.0)
-            self._come, self._views.pending = come, None
+            self._come = self._views.landed(come)
 
     @property
     def _next(self) -> int:
@@ -249,7 +235,6 @@ class OverlappedRounds:
         take_back(state)
         self._done(None)
         if come is not None:
-            self._views.committed = come.view.name
             self._come = self._behind = None  # first: a hook may call `eval()`, or save
             self._done(come.report())
         return None if bad < 0 else not_finite(f"round {state.rounds_done + 1}", state.name_at(bad))
@@ -276,7 +261,7 @@ class OverlappedRounds:
         while state.lacks_slices:
             view: View | None = None
             try:
-                view = views.form(ready=True)  # if these are new links, their ranks share at once
+                view = views.form_site()  # if these are new links, their ranks share at once
                 if state.lacks_slices:
                     with views.conversing():
                         share_anchor(state, view) if come is None else come.share(view)

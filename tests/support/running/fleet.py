@@ -404,11 +404,11 @@ class _Site:
             self.applied = progress.view.site_names
 
     def save(self, path: str) -> Told:
-        torch.save(self.optimizer.state_dict(), path)
+        torch.save(self.optimizer.state_dict(), f"{path} {self.topology.rank_in_site}")
         return Told(self.optimizer.round)
 
     def load(self, path: str) -> Told:
-        self.optimizer.load_state_dict(torch.load(path))
+        self.optimizer.load_state_dict(torch.load(f"{path} {self.topology.rank_in_site}"))
         return Told(self.optimizer.round, after=snapshot(self.optimizer))
 
     def train(self, begin: int, end: int) -> Told:
