@@ -183,7 +183,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if (reason := why_not()) is not None:
         sys.exit(f"no links can be shaped: {reason}")
-    drawn: dict[str, Any] = {"panel": ("rate_mbit",), "x": "method", "y": "share"}
+    drawn: dict[str, Any] = {"panel": ("rate_mbit", "sync_every"), "x": "method", "y": "share"}
     drawn |= {"factor": 100, "label": "% of the time in inner steps"}
     table = Table(options.out / "overlap.csv", CPU, SHOWN, **drawn)
     for rate in options.rates:
