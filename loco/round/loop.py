@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,13 +168,13 @@ class OuterLoop:
                 report = views.settle(COMMIT)
                 assert report is not None
             except Refused as refusal:
-                error, refused = refusal.error, True
+                error, refused, own_fault = refusal.error, True, refusal.failed_here
             except (TransportError, WireError) as failure:
-                error, refused = failure, False
+                error, refused, own_fault = failure, False, False
             else:
                 views.serve(view)
                 return self._done(report)
-            own_fault = current is not None and current.failed_here
+            own_fault = own_fault or (current is not None and current.failed_here)
             with self._advice():
                 attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
 
@@ -227,7 +228,8 @@ class OuterLoop:
         """
         self.state.check_whole()
         if self._overlapped is not None:
-            return self._overlapped.finish()  # a round in flight ends at the next boundary
+            report = self._overlapped.finish()  # a round in flight ends at the next boundary
+            return self.last_report if self._overlapped.cross_with_the_site() else report
         with self._advice():
             report = self.views.settle_unless_told_later()
         if abandon:
@@ -244,12 +246,15 @@ class OuterLoop:
     def _write_anchor(self) -> None:
         """w = cast(θ), on all ranks of a site together."""
         self.state.write_weights()
-        if self.state.topology.ranks_per_site > 1:
-            self.views.are_used_elsewhere()  # a round in flight has these links
-        view = self.views.current
-        if view is not None and view.inside.size > 1:
+        if self.state.topology.ranks_per_site == 1:
+            return
+        self.views.are_used_elsewhere()  # a round in flight has these links
+        share = partial(share_anchor, self.state, ahead=False)
+        if self.views.membership.others_may_be_ahead:
+            self.views.in_site(share)
+        elif self.views.current is not None:  # new links would need the other sites, who may be training
             with self.views.conversing():
-                share_anchor(self.state, view, ahead=False)
+                share(self.views.current)
 
     def give_weights_back(self) -> None:
         shown, self._shown = self._shown, None

@@ -96,12 +96,20 @@ class Views:
         self.membership.give_up("")
         self._form_site()
 
-    def form_site(self) -> View:
-        """Over whose links the ranks of this site talk, and nobody else."""
-        require_open(self._state.topology)
-        view = self._form_site()
-        assert view is not None
-        return view
+    def in_site(self, talk: Callable[[View], None]) -> None:
+        """The ranks of this site talk over their links, and again over new ones if they are lost."""
+        attempts = self.membership.attempts()
+        while True:
+            view: View | None = None
+            try:
+                require_open(self._state.topology)
+                view = self._form_site()
+                assert view is not None
+                with self.conversing():
+                    talk(view)
+                return
+            except (TransportError, WireError) as error:
+                attempts.failed(error, linked=view is not None, refused=False, own_fault=False)
 
     def _form_site(self, *, catches_up: bool = True) -> View | None:
         """Links inside this site, whose ranks are then in one state; None: it has one rank."""

@@ -92,9 +92,10 @@ def _worst(mine: Vote, votes: Sequence[Vote]) -> Vote:
 def _raise(view: View, vote: Vote, problem: Problem | None, name_of: NameOf) -> None:
     if vote.status == Status.OK:
         return
-    if problem is not None and problem.seen is not None:
-        raise Refused(problem.seen)  # what this rank saw itself says more than what travelled
-    raise Refused(_reported(view, vote, name_of))
+    failed_here = vote.site == view.site and vote.status in (Status.NON_FINITE, Status.FAILED)
+    if problem is not None and problem.seen is not None:  # it says more than what travelled
+        raise Refused(problem.seen, failed_here=failed_here)
+    raise Refused(_reported(view, vote, name_of), failed_here=failed_here)
 
 
 def not_finite(where: str, parameter: str) -> NonFiniteError:

@@ -16,11 +16,15 @@ class Problem:
 
 
 class Refused(Exception):  # noqa: N818  (it carries an error, and never leaves the library)
-    """All ranks refuse the round together, so that all of them are ready to repeat it."""
+    """All ranks refuse the round together, so that all of them are ready to repeat it.
 
-    def __init__(self, error: Exception) -> None:
+    failed_here: because a rank of this site could not take part.
+    """
+
+    def __init__(self, error: Exception, *, failed_here: bool) -> None:
         super().__init__(error)
         self.error = error
+        self.failed_here = failed_here
 
 
 def unreadable(phase: str, sender: str, error: WireError) -> WireError:

@@ -107,6 +107,14 @@ def started(fleet: Fleet, *names: str) -> InFlight:
     return run
 
 
+def flown(fleet: Fleet) -> InFlight:
+    """As `started`; and the round in flight has come to s1."""
+    run = started(fleet)
+    fleet.order("s1", "await_flight")
+    fleet.hear("s1")
+    return run
+
+
 def stopped(fleet: Fleet) -> InFlight:
     """As `started`; then s1 stands still for three boundaries of the others."""
     run = started(fleet)
@@ -193,9 +201,7 @@ def left_behind(fleet: Fleet, run: InFlight) -> Told:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_site_that_missed_the_verdict_applies_the_round_that_the_others_committed(ranks: int) -> None:
     with Fleet(3, ranks=ranks) as fleet:
-        run = started(fleet)
-        fleet.order("s1", "await_flight")
-        fleet.hear("s1")
+        run = flown(fleet)
         fleet.order("s1", "lose_the_verdict")
         run.check(round := fleet.boundary(*ALL))
         told = left_behind(fleet, run)
@@ -251,9 +257,7 @@ def test_what_a_site_had_on_its_way_when_it_saved_and_died_goes_with_a_later_rou
 @pytest.mark.parametrize("unsure", ["s1/0", "s1/1"])
 def test_a_rank_that_missed_the_verdict_is_told_it_by_its_site(unsure: str) -> None:
     with Fleet(3, ranks=2) as fleet:
-        run = started(fleet)
-        fleet.order("s1", "await_flight")
-        fleet.hear("s1")
+        run = flown(fleet)
         fleet.order(unsure, "lose_the_verdict")
         for _ in range(4):
             run.check(round := fleet.boundary(*ALL))
@@ -265,9 +269,7 @@ def test_a_rank_that_missed_the_verdict_is_told_it_by_its_site(unsure: str) -> N
 def test_a_rank_that_dies_is_named_by_its_site_and_the_others_go_on(dead: str) -> None:
     (left,) = {"s1/0", "s1/1"} - {dead}
     with Fleet(3, ranks=2) as fleet:
-        run = started(fleet)
-        fleet.order("s1", "await_flight")
-        fleet.hear("s1")
+        run = flown(fleet)
         fleet.kill(dead)
         fleet.order(left, "boundary", 2)
         assert f"rank {dead[-1]}" in fleet.hear(left).error
@@ -298,3 +300,85 @@ def together(fleet: Fleet, command: str, folder: Path) -> None:
     for name in ("s0", "s1"):
         fleet.order(name, command, str(folder / name))
     assert [told.error for told in told_by(fleet, ("s0", "s1")).values()] == ["", ""]
+
+
+@pytest.mark.check(FLEETS)
+def test_a_rank_that_stood_still_shares_what_its_site_lacks() -> None:
+    with Fleet(3, ranks=2) as fleet:
+        flown(fleet)
+        fleet.send("s1/1", signal.SIGSTOP)
+        for name in ("s0", "s2", "s1/0"):
+            fleet.order(name, "boundary", 2)
+        assert "no heartbeat from rank 1 of site s1" in fleet.hear("s1/0").error
+        fleet.send("s1/1", signal.SIGCONT)
+        fleet.order("s1/1", "boundary", 2)
+        assert not fleet.hear("s1/1").error
+        fleet.order("s1", "settle")
+        assert not fleet.hear("s1").error
+        assert fleet.hear("s0").sites == fleet.hear("s2").sites == ALL
+        for _ in range(2):
+            assert all(told.sites == ALL for told in fleet.boundary(*ALL).values())
+
+
+@pytest.mark.check(FLEETS)
+def test_a_rank_that_gave_up_in_doubt_crosses_the_boundary_that_its_site_waits_at() -> None:
+    with Fleet(3, ranks=2) as fleet:
+        flown(fleet)
+        fleet.order("s1/0", "repeat_none")
+        fleet.order("s1/0", "lose_the_verdict")
+        fleet.boundary(*ALL)
+        for name in ALL:
+            fleet.order(name, "boundary", 2)
+        assert "the store does not answer" in fleet.hear("s1/0").error
+        fleet.order("s1/0", "settle")
+        assert not fleet.hear("s1/0").error
+        assert not fleet.hear("s1/1").error
+        assert fleet.hear("s0").sites == fleet.hear("s2").sites == ALL
+        for _ in range(2):
+            assert all(told.sites == ALL for told in fleet.boundary(*ALL).values())
+
+
+@pytest.mark.check(FLEETS)
+def test_a_rank_whose_boundary_was_torn_is_named_by_its_site_at_once() -> None:
+    with Fleet(3, ranks=2) as fleet:
+        started(fleet)
+        fleet.order("s1/1", "tear")
+        for name in ALL:
+            fleet.order(name, "boundary", 2)
+        assert fleet.hear("s1/1").error.startswith("TornError")
+        told = fleet.hear("s1/0").error
+        assert "rank 1 of site s1 has left: round 2 was stopped while it was applied" in told
+
+
+@pytest.mark.check(FLEETS)
+@pytest.mark.parametrize("what", ["evaluate", "keep"])
+def test_ranks_of_which_one_missed_the_verdict_do_what_all_do_together(what: str, tmp_path: Path) -> None:
+    with Fleet(3, ranks=2) as fleet:
+        run = flown(fleet)
+        fleet.order("s1/0", "lose_the_verdict")
+        run.check(fleet.boundary(*ALL))
+        fleet.order("s1/1", "await_flight")
+        fleet.hear("s1/1")
+        fleet.order("s1", what, *([str(tmp_path)] if what == "keep" else []))
+        told = fleet.hear("s1")
+        assert not told.error
+        if what == "evaluate":
+            assert_same({"weights": told.before["weights"]}, {"weights": bits(run.shared[told.round][0])})
+        check_all_take_part(fleet, run, *ALL)
+
+
+@pytest.mark.check(FLEETS)
+def test_all_ranks_of_a_site_raise_at_one_boundary_if_one_has_an_update_that_is_nan() -> None:
+    with Fleet(3, ranks=2) as fleet:
+        started(fleet)
+        fleet.order("s1", "spoil_once", 2)
+        fleet.boundary(*ALL)
+        for name in ALL:
+            fleet.order(name, "boundary", 2)
+        errors = fleet.hear("s1").error.split("\n")
+        assert len(errors) == 2
+        assert all("NonFiniteError: round 3, " in error for error in errors)
+        fleet.order("s1", "boundary", 2)  # the others wait for it
+        for name in ALL:
+            assert not fleet.hear(name).error
+        assert all(told.sites == ALL for told in fleet.boundary(*ALL).values())

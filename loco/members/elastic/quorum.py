@@ -39,14 +39,15 @@ class Claim:
 
 
 def of_site(claims: Sequence[Claim]) -> Claim:
-    """What a site says of itself, by what each of its ranks does. Where they differ the site holds nothing
-    whole: it is given θ.
+    """What a site says of itself, by what each of its ranks does. Where they differ, as when a link broke
+    while they were given θ, the site holds nothing whole: it is given θ.
 
     Raises:
         AgreementError: they have come for different things.
     """
+    holds_one = len({(claim.round, claim.committed, claim.doubt) for claim in claims}) == 1
     for rank, claim in enumerate(claims):
-        if claim.ready != claims[0].ready:
+        if claim.ready != claims[0].ready and holds_one:
             ready, other = (0, rank) if claims[0].ready else (rank, 0)
             raise AgreementError(
                 f"rank {ready} of this site has come for a round, rank {other} for θ alone: build the "
@@ -61,7 +62,7 @@ def of_site(claims: Sequence[Claim]) -> Claim:
     return Claim(
         round=common("round", -1),
         digest=digest,
-        ready=claims[0].ready,
+        ready=all(claim.ready for claim in claims),
         links=common("links", ""),
         committed=common("committed", ""),
         doubt=common("doubt", ""),

@@ -128,9 +128,11 @@ class QuorumMembership:
 
     def stop(self, why: str) -> None:
         self.give_up(why)
+        if self._own is not None:
+            self._own.stop(why)
 
     def attempts(self) -> Repeats:
-        return Repeats(self._topology.repeats, self._leave)
+        return Repeats(self._topology.repeats, self._leave, stop=lambda error: self.stop(str(error)))
 
     def reconnects_by(self, user: Reconnects) -> None:
         if self._own is not None:  # a site of one rank saves alone

@@ -1,5 +1,6 @@
 """A round in a thread of its own."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +13,12 @@ import torch
 from ...errors import TransportError, WireError
 from ...members.view import View
 from ...wire.refusal import Refused
+from ..outer_state import OuterState
 from ..round import Round
 from ..views import Views
+
+_AT_EXIT = 5.0  # seconds
+_logger = logging.getLogger(__name__)
 
 
 class Landing(NamedTuple):
@@ -52,10 +57,10 @@ def travel(
                     come = views.run(current)
             return Landing(views.landed(come))
         except Refused as refusal:
-            error, refused = refusal.error, True
+            error, refused, own_fault = refusal.error, True, refusal.failed_here
         except (TransportError, WireError) as failure:
-            error, refused = failure, False
-        own_fault = current is not None and current.failed_here
+            error, refused, own_fault = failure, False, False
+        own_fault = own_fault or (current is not None and current.failed_here)
         with advice():
             attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
 
@@ -83,6 +88,10 @@ class Flight:
         if not self._has_taken_off:
             # A program that ends does not wait for sites that may be gone.
             threading.Thread(target=self._travel, name="loco round in flight", daemon=True).start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended
 
     def wait(self, limit: float | None = None) -> bool:
         """-> whether it has ended, after so many seconds at most. Ctrl-C ends the wait alone."""
@@ -114,3 +123,16 @@ class Flight:
         self.seconds = time.perf_counter() - began
         self._has_ended = True
         self._end.put(None)
+
+
+def warn_of_the_end(state: OuterState, flights: list[Flight]) -> None:
+    """At the end of the program, or of the optimizer."""
+    if not state.on_its_way:
+        return
+    _logger.warning(
+        "the program ends with round %d in flight, which is in no site's weights: call sync() after the last "
+        "step, on all sites",
+        state.on_its_way,
+    )
+    for flight in flights:
+        flight.wait(_AT_EXIT)  # others may wait for this site's part of it

@@ -11,22 +11,20 @@ from typing import Any
 from loco import kernels
 from loco.kernels import Encoded, Entries
 
-from ...coordination.commit import ABORT
 from ...errors import TransportError, WireError
 from ...exchange.wire_config import WireConfig
 from ...members.view import View
 from ...report import SyncReport
 from ..hooks import Hooks, Phase, RoundProgress
-from ..inside_site import digests_of_copies, share_anchor
+from ..inside_site import await_site, digests_of_copies, share_anchor
 from ..outer_state import OuterState
 from ..round import Round
 from ..views import Views, not_shared
 from ..votes import not_finite
 from .boundary import cross, land, take_back
-from .flight import Flight, Landing, travel
+from .flight import Flight, Landing, travel, warn_of_the_end
 
 _AGAIN = "What this site had sent goes with the next round: call step() or sync() again"
-_AT_EXIT = 5.0  # seconds
 _logger = logging.getLogger(__name__)
 
 
@@ -66,13 +64,14 @@ class OverlappedRounds:
         self._flights: list[Flight] = []  # at most one
         self._come: Round | None = None  # it counts, and has no report yet
         self._behind: View | None = None  # in which this site is given θ
+        self._has_kept = False  # what it has not given the others
         # The rounds that the latest boundary sends off, and that `sync` waits for.
         self._crossing = self._landing = 0
         # Of the latest boundary: why this rank refuses the next round, and digests of its weights.
         self._problem: Exception | None = None
         self._copies = b""
         views.are_used_elsewhere = self.wait
-        weakref.finalize(self, _warn_of_the_end, state, self._flights)
+        weakref.finalize(self, warn_of_the_end, state, self._flights)
 
     def cross(self) -> None:
         """A boundary.
@@ -92,7 +91,8 @@ class OverlappedRounds:
         self._cross(self._come)
         self.finish()
         assert state.ahead is not None
-        if self._problem is not None or state.ahead.first_nonfinite >= 0:
+        has_failed = self._problem is not None or state.ahead.first_nonfinite >= 0
+        if has_failed and state.topology.ranks_per_site == 1:  # ranks of a site raise at one boundary
             self._await()  # which raises it, as all ranks refuse the round
 
     def _cross(self, come: Round | None) -> None:
@@ -111,19 +111,26 @@ class OverlappedRounds:
         Raises:
             LocoError: as `cross`, or the round failed.
         """
-        report = self.finish()
+        state, report = self._state, self.finish()
         if report is not None and report.round == self._landing:
             return report
-        while not self._landing or self._landing != self._state.on_its_way:  # again, if it was given θ
+        while not self._landing or self._landing != state.on_its_way:  # again, if it was given θ
             self._landing = self._next
             self.cross()
         self._await()
         if self._is_behind:
             return self._catch_up() or self.sync()
         assert self._come is not None
-        land(self._state, self._come)
+        land(state, self._come)
         report = self.finish()
         assert report is not None
+        if (
+            len(state.part.slices) < state.topology.ranks_per_site
+            and self._views.membership.others_may_be_ahead
+        ):
+            # Of shards, a rank that missed the verdict is told it by those that did not, which may end now.
+            with self._advice():
+                self._views.in_site(lambda view: await_site(view.inside, phase="the end of sync"))
         return report
 
     def give_up_landing(self) -> None:
@@ -142,9 +149,13 @@ class OverlappedRounds:
             return self._catch_up()
         if come is not None and come.phase is not Phase.APPLIED:
             return None
-        if not self._flights and views.is_in_doubt and not views.membership.others_may_be_ahead:
-            return self._learn_verdict()
-        self._share(come)
+        if not self._flights and views.is_in_doubt:
+            self._learn_verdict()
+            if self._come is not None or not views.membership.others_may_be_ahead:
+                return None
+        if state.lacks_slices:
+            with self._advice():
+                views.in_site(partial(self._share, come))
         if not self._flights and state.on_its_way:
             self._send_off(come)
         for flight in self._flights:
@@ -160,13 +171,23 @@ class OverlappedRounds:
 
     def _learn_verdict(self) -> None:
         """Of a flight that ended without it, as the store did not answer."""
+        views = self._views
         with self._advice():
-            come = self._views.decide(ABORT)
-        if come is None:
-            take_back(self._state)
-        else:
+            come = views.decide_unless_told_later()
+        if come is not None:
             come.meter.travelled(0.0, 0.0)
-            self._come = self._views.landed(come)
+            self._come = views.landed(come)
+        elif not views.is_in_doubt:
+            take_back(self._state)
+
+    def cross_with_the_site(self) -> bool:
+        """The boundary at which a flight ended without the verdict, if the round counts after all: the other
+        ranks of this site have crossed it, and wait to share -> whether it did."""
+        come, ranks = self._come, self._state.topology.ranks_per_site
+        if come is None or come.phase is not Phase.COMMITTED or ranks == 1:
+            return False
+        self.cross()
+        return True
 
     @property
     def _next(self) -> int:
@@ -204,22 +225,31 @@ class OverlappedRounds:
             NonFiniteError: it was, and an update of this site's is infinite or NaN.
             LocoError: no site gives it now; the next boundary asks again.
         """
-        state, views, view = self._state, self._views, self._behind
+        view = self._behind
         self._flights.clear()  # this one has ended
-        # It lacks a part of θ after an attempt that was cut off.
-        report, problem = None, None if state.anchor_incomplete else self._keep_all()
-        self._behind = None
-        with self._advice():
-            if view is not None:
-                try:
-                    report = views.adopt(view)
-                except (TransportError, WireError) as error:
-                    _logger.warning("%s", error)
-            report = report or views.arrive()
+        if not self._has_kept:  # it lacks a part of θ after an attempt that was cut off
+            self._problem = None if self._state.anchor_incomplete else self._keep_all()
+            self._has_kept = True
+        try:
+            report = self._catch_up_by(view)
+        except Exception:
+            self._behind, self._has_kept = None, False
+            raise
+        problem, self._problem = self._problem, None
+        self._behind, self._has_kept = None, False  # last: Ctrl-C may have come while it waited for θ
         report = report and self._done(report)
         if problem is not None:
             raise problem
         return report
+
+    def _catch_up_by(self, view: View | None) -> SyncReport | None:
+        with self._advice():
+            if view is not None:
+                try:
+                    return self._views.adopt(view)
+                except (TransportError, WireError) as error:
+                    _logger.warning("%s", error)
+            return self._views.arrive()
 
     def _keep_all(self) -> Exception | None:
         """v and the inner steps since go into e. A round that counts is applied first. -> what is wrong with
@@ -235,18 +265,23 @@ class OverlappedRounds:
         take_back(state)
         self._done(None)
         if come is not None:
-            self._come = self._behind = None  # first: a hook may call `eval()`, or save
-            self._done(come.report())
+            self._come = None  # first: a hook may call `eval()`, or save
+            self._has_kept, behind, self._behind = True, self._behind, None
+            try:
+                self._done(come.report())
+            finally:
+                self._behind = behind
         return None if bad < 0 else not_finite(f"round {state.rounds_done + 1}", state.name_at(bad))
 
     def _advice(self) -> AbstractContextManager[None]:
         return self._views.advice(f"{_AGAIN} on all ranks", _AGAIN)
 
     def wait(self) -> bool:
-        """Until no round is in flight -> whether one was."""
-        for flight in self._flights:
+        """Until no round is under way -> whether one was."""
+        under_way = [flight for flight in self._flights if not flight.has_ended]
+        for flight in under_way:
             flight.wait()
-        return bool(self._flights)
+        return bool(under_way)
 
     def _problem_of_inner(self) -> Exception | None:
         try:
@@ -255,19 +290,9 @@ class OverlappedRounds:
             return error
         return None
 
-    def _share(self, come: Round | None) -> None:
-        state, views = self._state, self._views
-        attempts = views.membership.attempts()
-        while state.lacks_slices:
-            view: View | None = None
-            try:
-                view = views.form_site()  # if these are new links, their ranks share at once
-                if state.lacks_slices:
-                    with views.conversing():
-                        share_anchor(state, view) if come is None else come.share(view)
-            except (TransportError, WireError) as error:
-                with self._advice():
-                    attempts.failed(error, linked=view is not None, refused=False, own_fault=False)
+    def _share(self, come: Round | None, view: View) -> None:
+        if self._state.lacks_slices:  # otherwise these are new links, over which all have shared at once
+            share_anchor(self._state, view) if come is None else come.share(view)
 
     def _send_off(self, applied: Round | None) -> None:
         """Args: applied: at this boundary: the sites that have come in its view are given its θ."""
@@ -320,16 +345,3 @@ class OverlappedRounds:
         if own.get("in_flight"):
             state.on_its_way = state.rounds_done + 1
             self._problem, self._copies = None, digests_of_copies(state.parameters, state.part)
-
-
-def _warn_of_the_end(state: OuterState, flights: list[Flight]) -> None:
-    """At the end of the program, or of the optimizer."""
-    if not state.on_its_way:
-        return
-    _logger.warning(
-        "the program ends with round %d in flight, which is in no site's weights: call sync() after the last "
-        "step, on all sites",
-        state.on_its_way,
-    )
-    for flight in flights:
-        flight.wait(_AT_EXIT)  # others may wait for this site's part of it

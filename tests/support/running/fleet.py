@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import loco
+from loco import kernels
 from loco.coordination import commit
 from loco.errors import TransportError
 from loco.exchange import EXCHANGES
@@ -39,6 +40,10 @@ from loco.round.round import Round
 PATIENCE = 90.0  # seconds; no test is about time
 HEARTBEAT = 1500
 KEY = bytes(range(16))
+
+
+class TornError(BaseException):
+    """As Ctrl-C, which a process of multiprocessing would take for its end."""
 
 
 @dataclass
@@ -396,7 +401,7 @@ class _Site:
         self.before = snapshot(self.optimizer)
         try:
             loop.after_step()
-        except (loco.LocoError, ValueError) as error:
+        except (loco.LocoError, ValueError, TornError) as error:
             self.error = f"{type(error).__name__}: {error}"
 
     def _note_members(self, progress: loco.RoundProgress) -> None:
@@ -448,10 +453,48 @@ class _Site:
         after = snapshot(self.optimizer)
         return Told(self.optimizer.round, after=after, error=error, extra=extra, warned="\n".join(warned))
 
+    def settle(self) -> Told:
+        """What the ranks of a site whose last call has failed do before the next step."""
+        error = ""
+        try:
+            self.optimizer.settle()
+        except (loco.LocoError, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        return Told(self.optimizer.round, error=error)
+
+    def evaluate(self) -> Told:
+        """θ is shown, and the weights are given back."""
+        self.optimizer.eval()
+        shown = snapshot(self.optimizer)
+        self.optimizer.train()
+        return Told(self.optimizer.round, before=shown, after=snapshot(self.optimizer))
+
+    def repeat_none(self) -> None:
+        self.topology.repeats = 0
+
+    def tear(self) -> None:
+        """Ctrl-C in the next boundary's pass over the state."""
+
+        def cut(*args: Any, cross: Any = kernels.cross, **kwargs: Any) -> Any:
+            kernels.cross = cross
+            raise TornError
+
+        kernels.cross = cut
+
     def spoil(self) -> None:
         """A NaN, as from a loss that ran away."""
         with torch.no_grad():
             next(self.net.parameters()).view(-1)[0] = float("nan")
+
+    def spoil_once(self, steps: int) -> None:
+        """In the last of so many steps."""
+        left = iter(range(steps - 1, -1, -1))
+
+        def spoil(*_: object) -> None:
+            if next(left, -1) == 0:
+                self.spoil()
+
+        self.optimizer.inner.register_step_post_hook(spoil)
 
     def spoil_steps(self) -> None:
         self.optimizer.inner.register_step_post_hook(lambda *_: self.spoil())
