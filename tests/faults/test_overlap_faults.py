@@ -378,3 +378,21 @@ def test_weights_that_are_changed_after_a_boundary_are_refused() -> None:
     for kind, text in run_ranks(2, moved):
         assert kind == "ValueError"
         assert "was changed from outside since round 1" in text
+
+
+def spoiled_in_one_slice(rank: int) -> list[tuple[str, str]]:
+    topology = loco.Topology(ranks_per_site=2, dead_after=4.0, patience=30.0)
+    inner = Scripted(parameters(SEED, NUMEL), SEED, rank // 2)
+    optimizer = loco.PulseLoCo(inner, sync_every=STEPS, overlap=True, exchange="gather", topology=topology)
+    told = run_on(optimizer, rank, STEPS + 1)
+    if rank // 2 == 1:
+        with torch.no_grad():
+            w = optimizer.param_groups[0]["params"][0]
+            w[(0,) * w.dim()] = float("nan")  # which rank 2 exchanges
+    return told + run_on(optimizer, rank, 3 * STEPS)
+
+
+def test_all_ranks_of_a_site_raise_at_one_boundary_where_one_has_a_nan_and_go_on_together() -> None:
+    for told in run_ranks(4, spoiled_in_one_slice):
+        failed = [(step, kind) for step, (kind, _) in enumerate(told) if kind]
+        assert failed == [(3 * STEPS - 1, "NonFiniteError")]
