@@ -168,13 +168,13 @@ class OuterLoop:
                 report = views.settle(COMMIT)
                 assert report is not None
             except Refused as refusal:
-                error, refused, own_fault = refusal.error, True, refusal.failed_here
+                error, refused = refusal.error, True
             except (TransportError, WireError) as failure:
-                error, refused, own_fault = failure, False, False
+                error, refused = failure, False
             else:
                 views.serve(view)
                 return self._done(report)
-            own_fault = own_fault or (current is not None and current.failed_here)
+            own_fault = current is not None and current.failed_here
             with self._advice():
                 attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
 

@@ -59,7 +59,7 @@ class Round:
         phase: how far it has come.
         number: of the round, from 1.
         problem: why this rank votes against it.
-        failed_here: this rank itself could not encode.
+        failed_here: this rank, or another one of its site, could not encode.
         left_out, contributions: the sites whose entries count as none, and what is added up.
         kept: sums that come back to this rank alone.
         meter, residual_norm: of seconds and bytes, and of e after it, for the report.

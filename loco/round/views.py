@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TypeVar
 
 from ..coordination.commit import ABORT, COMMIT
 from ..errors import SAME_STEPS, LocoError, TransportError, WireError, advising
@@ -19,6 +21,7 @@ from .round import Round
 from .state import digest_of
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Views:
@@ -56,18 +59,26 @@ class Views:
 
     def arrive(self) -> SyncReport | None:
         """Hold the θ that the run holds; at the start of one, the first site's -> of what was given."""
+
+        def begin(view: View) -> SyncReport | None:
+            assert view.handover is not None
+            if view.handover.source is not None:
+                return self.adopt(view)
+            hand_over_state(self._state, view.handover)
+            with self.conversing():
+                await_site(view.inside, phase="starting to train")
+            return None
+
+        return self._repeated(partial(self.form, ready=False), begin)
+
+    def _repeated(self, form: Callable[[], View], talk: Callable[[View], T]) -> T:
+        """Talk in a view, and again in another one if its links are lost, as long as that can help."""
         attempts = self.membership.attempts()
         while True:
             view: View | None = None
             try:
-                view = self.form(ready=False)
-                assert view.handover is not None
-                if view.handover.source is not None:
-                    return self.adopt(view)
-                hand_over_state(self._state, view.handover)
-                with self.conversing():
-                    await_site(view.inside, phase="starting to train")
-                return None
+                view = form()
+                return talk(view)
             except (TransportError, WireError) as error:
                 attempts.failed(error, linked=view is not None, refused=False, own_fault=False)
 
@@ -98,18 +109,18 @@ class Views:
 
     def in_site(self, talk: Callable[[View], None]) -> None:
         """The ranks of this site talk over their links, and again over new ones if they are lost."""
-        attempts = self.membership.attempts()
-        while True:
-            view: View | None = None
-            try:
-                require_open(self._state.topology)
-                view = self._form_site()
-                assert view is not None
-                with self.conversing():
-                    talk(view)
-                return
-            except (TransportError, WireError) as error:
-                attempts.failed(error, linked=view is not None, refused=False, own_fault=False)
+
+        def form() -> View:
+            require_open(self._state.topology)
+            view = self._form_site()
+            assert view is not None
+            return view
+
+        def converse(view: View) -> None:
+            with self.conversing():
+                talk(view)
+
+        self._repeated(form, converse)
 
     def _form_site(self, *, catches_up: bool = True) -> View | None:
         """Links inside this site, whose ranks are then in one state; None: it has one rank."""
@@ -155,6 +166,8 @@ class Views:
             with self.conversing():
                 current.run()
         except BaseException as error:
+            if isinstance(error, Refused) and error.failed_here:
+                current.failed_here = True
             if not current.is_promised:
                 self.pending = None
                 raise
@@ -176,7 +189,8 @@ class Views:
     def landed(self, come: Round | None) -> Round | None:
         """A round that has travelled is over; if it counts, the next boundary applies it."""
         self.pending = None
-        self.committed = self.committed if come is None else come.view.name
+        if come is not None:
+            self.committed = come.view.name
         return come
 
     def decide(self, vote: str) -> Round | None:

@@ -13,6 +13,7 @@ from paper import OverlappedPaper
 from scripted import bits
 from selection import FLEETS
 from states import assert_same
+from test_elastic_ranks import BOTH, kept
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
 OVERLAPPED: dict[str, Any] = {"overlap": True, "sync_every": 2}
@@ -285,21 +286,15 @@ def test_a_rank_that_dies_is_named_by_its_site_and_the_others_go_on(dead: str) -
 @pytest.mark.check(FLEETS)
 def test_ranks_that_save_together_resume_with_the_round_that_was_in_flight(tmp_path: Path) -> None:
     with Fleet(2, ranks=2) as fleet:
-        run = started(fleet, "s0", "s1")
-        together(fleet, "keep", tmp_path)
-        run.check(fleet.boundary("s0", "s1"))  # saving has disturbed nobody
-        together(fleet, "keep", tmp_path)
+        run = started(fleet, *BOTH)
+        kept(fleet, "keep", tmp_path)
+        run.check(fleet.boundary(*BOTH))  # saving has disturbed nobody
+        kept(fleet, "keep", tmp_path)
     with Fleet(2, ranks=2) as fleet:
-        fleet.start("s0", "s1", **OVERLAPPED)
-        told_by(fleet, ("s0", "s1"))
-        together(fleet, "resume", tmp_path)
-        check_all_take_part(fleet, run, "s0", "s1")
-
-
-def together(fleet: Fleet, command: str, folder: Path) -> None:
-    for name in ("s0", "s1"):
-        fleet.order(name, command, str(folder / name))
-    assert [told.error for told in told_by(fleet, ("s0", "s1")).values()] == ["", ""]
+        fleet.start(*BOTH, **OVERLAPPED)
+        told_by(fleet, BOTH)
+        kept(fleet, "resume", tmp_path)
+        check_all_take_part(fleet, run, *BOTH)
 
 
 @pytest.mark.check(FLEETS)
@@ -315,9 +310,14 @@ def test_a_rank_that_stood_still_shares_what_its_site_lacks() -> None:
         assert not fleet.hear("s1/1").error
         fleet.order("s1", "settle")
         assert not fleet.hear("s1").error
-        assert fleet.hear("s0").sites == fleet.hear("s2").sites == ALL
-        for _ in range(2):
-            assert all(told.sites == ALL for told in fleet.boundary(*ALL).values())
+        assert_go_on(fleet)
+
+
+def assert_go_on(fleet: Fleet) -> None:
+    """The boundary of s0 and s2 was not without s1, and nor are the next ones."""
+    assert fleet.hear("s0").sites == fleet.hear("s2").sites == ALL
+    for _ in range(2):
+        assert all(told.sites == ALL for told in fleet.boundary(*ALL).values())
 
 
 @pytest.mark.check(FLEETS)
@@ -333,9 +333,7 @@ def test_a_rank_that_gave_up_in_doubt_crosses_the_boundary_that_its_site_waits_a
         fleet.order("s1/0", "settle")
         assert not fleet.hear("s1/0").error
         assert not fleet.hear("s1/1").error
-        assert fleet.hear("s0").sites == fleet.hear("s2").sites == ALL
-        for _ in range(2):
-            assert all(told.sites == ALL for told in fleet.boundary(*ALL).values())
+        assert_go_on(fleet)
 
 
 @pytest.mark.check(FLEETS)

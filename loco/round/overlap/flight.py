@@ -57,10 +57,10 @@ def travel(
                     come = views.run(current)
             return Landing(views.landed(come))
         except Refused as refusal:
-            error, refused, own_fault = refusal.error, True, refusal.failed_here
+            error, refused = refusal.error, True
         except (TransportError, WireError) as failure:
-            error, refused, own_fault = failure, False, False
-        own_fault = own_fault or (current is not None and current.failed_here)
+            error, refused = failure, False
+        own_fault = current is not None and current.failed_here
         with advice():
             attempts.failed(error, linked=view is not None, refused=refused, own_fault=own_fault)
 
@@ -72,6 +72,7 @@ class Flight:
 
     Attributes:
         seconds: how long it took; 0 as long as it lasts.
+        has_ended: its result is there.
     """
 
     def __init__(self, run: Callable[[], Landing]) -> None:
@@ -80,7 +81,7 @@ class Flight:
         self._landing: Landing | None = None
         self._error: BaseException | None = None
         self._is_taken = threading.Lock()  # by the thread that travels
-        self._has_taken_off = self._has_ended = False
+        self._has_taken_off = self.has_ended = False
         self._end = SimpleQueue[None]()
 
     def take_off(self) -> None:
@@ -89,16 +90,12 @@ class Flight:
             # A program that ends does not wait for sites that may be gone.
             threading.Thread(target=self._travel, name="loco round in flight", daemon=True).start()
 
-    @property
-    def has_ended(self) -> bool:
-        return self._has_ended
-
     def wait(self, limit: float | None = None) -> bool:
         """-> whether it has ended, after so many seconds at most. Ctrl-C ends the wait alone."""
-        if not self._has_ended:
+        if not self.has_ended:
             with suppress(Empty):
                 self._end.get(timeout=limit)
-        return self._has_ended
+        return self.has_ended
 
     def result(self) -> Landing:
         """Of a flight that has ended.
@@ -121,7 +118,7 @@ class Flight:
         except BaseException as error:
             self._error = error
         self.seconds = time.perf_counter() - began
-        self._has_ended = True
+        self.has_ended = True
         self._end.put(None)
 
 

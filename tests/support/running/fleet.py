@@ -455,12 +455,11 @@ class _Site:
 
     def settle(self) -> Told:
         """What the ranks of a site whose last call has failed do before the next step."""
-        error = ""
-        try:
+
+        def settle() -> None:
             self.optimizer.settle()
-        except (loco.LocoError, ValueError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        return Told(self.optimizer.round, error=error)
+
+        return self._watched(settle)
 
     def evaluate(self) -> Told:
         """θ is shown, and the weights are given back."""
