@@ -140,6 +140,14 @@ def check_all_take_part(fleet: Fleet, run: InFlight, *names: str) -> None:
     assert all(told.sites == names for told in round.values())
 
 
+def goes_on_until_s1_is_back(fleet: Fleet, run: InFlight) -> None:
+    run.check(round := fleet.boundary("s0", "s2"))
+    assert round["s0"].sites == ("s0", "s2")
+    fleet.start("s1", **OVERLAPPED)
+    run.come("s1", until_told(fleet, run, "s1", "s0", "s2"))
+    check_all_take_part(fleet, run, *ALL)
+
+
 @pytest.mark.parametrize(("ranks", "shards"), [(1, False), (2, False), (2, True)])
 def test_who_dies_takes_its_part_of_the_round_in_flight_with_it_and_may_come_back(
     ranks: int, shards: bool
@@ -149,11 +157,7 @@ def test_who_dies_takes_its_part_of_the_round_in_flight_with_it_and_may_come_bac
         fleet.kill("s1")
         run.check(round := fleet.boundary("s0", "s2"))
         assert round["s0"].sites in (ALL, ("s0", "s2"))  # it may have been over when s1 died
-        run.check(round := fleet.boundary("s0", "s2"))
-        assert round["s0"].sites == ("s0", "s2")
-        fleet.start("s1", **OVERLAPPED)
-        run.come("s1", until_told(fleet, run, "s1", "s0", "s2"))
-        check_all_take_part(fleet, run, *ALL)
+        goes_on_until_s1_is_back(fleet, run)
 
 
 @pytest.mark.check(FLEETS)
@@ -276,11 +280,7 @@ def test_a_rank_that_dies_is_named_by_its_site_and_the_others_go_on(dead: str) -
         assert f"rank {dead[-1]}" in fleet.hear(left).error
         fleet.kill(left)
         run.check(fleet.boundary("s0", "s2"))
-        run.check(round := fleet.boundary("s0", "s2"))
-        assert round["s0"].sites == ("s0", "s2")
-        fleet.start("s1", **OVERLAPPED)
-        run.come("s1", until_told(fleet, run, "s1", "s0", "s2"))
-        check_all_take_part(fleet, run, *ALL)
+        goes_on_until_s1_is_back(fleet, run)
 
 
 @pytest.mark.check(FLEETS)
