@@ -86,6 +86,7 @@ class PipelineConfig(RunConfig):
             except ValueError as error:
                 raise ExperimentError(f"weights: {error}") from error
         require(self.patches or self.engine == "torch", "patches=false needs engine=torch")
+        require(not self.grpo.own_problems, "own_problems: a pipeline's workers sample for all sites")
         require(
             not self.elastic or self.ranks_per_site == 1,
             "sites of several ranks stay the same, and the run ends when one is lost: set elastic=false",

@@ -66,6 +66,7 @@ class GrpoConfig:
     group: int = 8  # answers to each prompt
     clip_low: float = 0.2
     clip_high: float = 0.28
+    own_problems: bool = False  # each trainer has a share of them, in the order of their prompts' letters
 
 
 @dataclass(frozen=True, kw_only=True)

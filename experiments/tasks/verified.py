@@ -32,6 +32,11 @@ class Verified(Task):
         self._config, self._seat = config, seat
         self._grpo: ArithmeticConfig | GymConfig = getattr(config, config.task)
         self._problems = problems_of(config)
+        self._own = self._problems.train
+        if self._grpo.own_problems:
+            in_order = sorted(self._own, key=lambda problem: problem.prompt)
+            share = len(in_order) // seat.ranks
+            self._own = in_order[seat.rank * share :][:share]
         self._answers = {problem.answer for problem in self._problems.train}
         self._batches: list[_Batch] = []
         self._first_step = 0  # of the round
@@ -79,7 +84,7 @@ class Verified(Task):
 
     def pick(self, chance: np.random.Generator, count: int) -> list[Problem]:
         """Problems to train on."""
-        return [self._problems.train[k] for k in chance.integers(len(self._problems.train), size=count)]
+        return [self._own[k] for k in chance.integers(len(self._own), size=count)]
 
     def longest(self, words: Words) -> int:
         """Tokens of the longest right answer, its end included: who needs more is wrong."""
