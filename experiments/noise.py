@@ -37,7 +37,7 @@ def simulate(
     outer_momentum: float = 0.9,
 ) -> Sent:
     """The last of so many rounds."""
-    outer = OuterStep(num_sites=SITES, lr=0.7, momentum=outer_momentum, nesterov=True)
+    outer = OuterStep(divisor=SITES, lr=0.7, momentum=outer_momentum, nesterov=True)
     parts = [
         _simulate(min(_CHUNK, numel - start), lr, rounds, gate, sync_every, outer, seed=1_000_003 * chunk)
         for chunk, start in enumerate(range(0, numel, _CHUNK))

@@ -108,8 +108,9 @@ def encode(
     weights: Sequence[Tensor],
     residual: Tensor | None,
     gate: Gate | None,
+    factor: float = 1.0,
 ) -> Encoded:
-    return _home_of(anchor, weights).encode(anchor, weights, residual, gate)
+    return _home_of(anchor, weights).encode(anchor, weights, residual, gate, factor)
 
 
 def apply(

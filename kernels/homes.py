@@ -24,6 +24,7 @@ class Home(Protocol):
         weights: Sequence[Tensor],
         residual: Tensor | None,
         gate: Gate | None,
+        factor: float = 1.0,
     ) -> Encoded: ...
 
     def apply(

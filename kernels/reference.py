@@ -91,10 +91,11 @@ def encode(
     weights: Sequence[Tensor],
     residual: Tensor | None,
     gate: Gate | None,
+    factor: float = 1.0,
 ) -> Encoded:
     """Steps 2 to 5, read-only: the entries to send, the digest of θ, the first position that is not finite.
 
-        Δ = float(cast(θ)) − float(w)
+        Δ = c·(float(cast(θ)) − float(w))
         s = Δ + e
         send (i, v_i) for the visible i with |s_i| > f·ulp(θ_i) and v_i ≠ 0;
             v = s, or rounded to a multiple of ulp(θ) / V; without a gate send every s_i
@@ -105,7 +106,7 @@ def encode(
     indices: list[Tensor] = []
     values: list[Tensor] = []
     for at, w in _chunks(weights):
-        update = _update(anchor, w, residual, at)
+        update = _update(anchor, w, residual, at, factor)
         if first_nonfinite < 0:
             bad = update.isfinite().logical_not_().nonzero()
             if bad.numel():
@@ -137,18 +138,18 @@ def apply(
     """Steps 5 to 8, in place: the residual, the mean, the outer step, the weights.
 
     e = s − (v − r)                         v was sent, r came back to this site alone; s elsewhere
-    g = ((0 + c_0) + c_1 + …) / R           contributions in site order
+    g = ((0 + v_0) + v_1 + …) / R           contributions in site order
     m = μ·m + g
     θ = θ − α·(g + μ·m)                     Nesterov; θ − α·m plain; θ − α·g for μ = 0
     w = cast(θ)
 
     Returns the L2 norm of e for reports; its last bits are not specified.
     """
-    sites = torch.full((), outer.num_sites, dtype=torch.float32, device=anchor.device)
+    divisor = torch.full((), outer.divisor, dtype=torch.float32, device=anchor.device)
     squares = 0.0
     for at, w in _chunks(weights):
         if residual is not None:
-            kept = _update(anchor, w, residual, at)
+            kept = _update(anchor, w, residual, at, outer.factor)
             if own.starts is None:
                 kept.zero_()
             else:
@@ -170,7 +171,7 @@ def apply(
                 where, what = contribution.within(at)
                 total[where] += what  # a contribution names an index once, so this is one addition
         # Divided by a tensor: CUDA divides by a Python scalar through its reciprocal, in other bits.
-        mean = total / sites
+        mean = total / divisor
 
         if momentum is None:
             direction = mean
@@ -201,7 +202,7 @@ def cross(
     """Where rounds overlap: apply the round that has come, and find what the next one sends, in place.
 
     e = e + what was returned               one after the other
-    Δ = float(ŵ) − float(w)                 ŵ = cast(θ − β·v): v was sent at the boundary before
+    Δ = c·(float(ŵ) − float(w))             ŵ = cast(θ − β·v): v was sent at the boundary before
     s = Δ + e                               or 0 + e, where that is infinite or NaN
     m, θ                                    as in `apply`
     v = what `encode` finds of s            or nothing, if nothing is sent
@@ -225,9 +226,9 @@ def cross(
         entries.add_to(residual)
     bad, were_sent = [], slice(0)
     if sent is not None:
-        bad += _collect_sent(anchor, weights, residual, sent, beta)
+        bad += _collect_sent(anchor, weights, residual, sent, beta, outer.factor)
         were_sent = slice(None) if sent.starts is None else sent.indices()
-    bad += _drop_bad(anchor, weights, residual)
+    bad += _drop_bad(anchor, weights, residual, outer.factor)
     first_bad, collected = min(bad, default=-1), residual[were_sent].clone()
     norm = passes.apply(anchor, momentum, weights, residual, nothing, contributions, outer)
     residual[were_sent] = collected
@@ -242,14 +243,14 @@ def cross(
 
 
 def _collect_sent(
-    anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float
+    anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, sent: Entries, beta: float, factor: float
 ) -> list[int]:
     """Of what was sent, e = s and w = cast(θ) -> where s is not finite, at least the first position."""
     bad = []
     for piece, at, inside, v in _by_piece(sent, weights):
         theta, e = anchor[at], residual[at]
         began = cast(theta - beta * v, piece.dtype).float()
-        s = (began - piece[inside].to(theta.device, torch.float32)) + e
+        s = (began - piece[inside].to(theta.device, torch.float32)) * factor + e
         residual[at] = torch.where(s.isfinite(), s, 0.0 + e)
         piece[inside] = cast(theta, piece.dtype).to(piece.device)
         if not all_finite(s):
@@ -258,16 +259,16 @@ def _collect_sent(
     return bad
 
 
-def _drop_bad(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor) -> list[int]:
+def _drop_bad(anchor: Tensor, weights: Sequence[Tensor], residual: Tensor, factor: float) -> list[int]:
     """w = cast(θ) where s is not finite -> where that is, at least the first position."""
     # Three numbers below 2^125 add up to no infinity, and a cast to FP16 makes none below 2^15. A norm takes
     # no memory, and is NaN if one of them is.
-    bound = 2.0**15 if any(w.dtype == torch.float16 for w in weights) else 2.0**125
+    bound = (2.0**15 if any(w.dtype == torch.float16 for w in weights) else 2.0**125) / max(1.0, factor)
     if all(float(vector_norm(x, math.inf)) < bound for x in (anchor, residual, *weights) if x.numel()):
         return []
     bad = []
     for at, w in _chunks(weights):
-        s = _update(anchor, w.to(anchor.device), residual, at)
+        s = _update(anchor, w.to(anchor.device), residual, at, factor)
         if not all_finite(s):
             where = s.isfinite().logical_not()
             bad.append(at.start + int(where.nonzero()[0]))
@@ -329,9 +330,9 @@ def digest(data: Tensor) -> int:
     return total & 0xFFFF_FFFF_FFFF_FFFF
 
 
-def _update(anchor: Tensor, w: Tensor, residual: Tensor | None, at: slice) -> Tensor:
+def _update(anchor: Tensor, w: Tensor, residual: Tensor | None, at: slice, factor: float) -> Tensor:
     """Steps 2 and 3: s = Δ + e."""
-    pseudo_grad = cast(anchor[at], w.dtype).float() - w.float()
+    pseudo_grad = (cast(anchor[at], w.dtype).float() - w.float()) * factor
     # Adding a zero e has an effect: it turns −0 into +0, so that dense and sparse rounds send equal bits.
     return pseudo_grad + (0.0 if residual is None else residual[at])
 

@@ -40,6 +40,7 @@ class Streamed:
         weights: Sequence[Tensor],
         residual: Tensor | None,
         gate: Gate | None,
+        factor: float = 1.0,
     ) -> Encoded:
         n = anchor.numel()
         values = recycled(n, torch.float32, at_most=gate is not None)
@@ -48,7 +49,7 @@ class Streamed:
         count, first_nonfinite = 0, -1
         for chunk in self._chunks(weights, read=True):
             at = chunk.at
-            part = self._home.encode(anchor[at], chunk.arrived(), _part(residual, at), gate)
+            part = self._home.encode(anchor[at], chunk.arrived(), _part(residual, at), gate, factor)
             if first_nonfinite < 0 <= part.first_nonfinite:
                 first_nonfinite = at.start + part.first_nonfinite
             found = part.entries

@@ -225,7 +225,8 @@ class MalformedError(ValueError):
 class OuterStep:
     """The constants of the outer optimizer. They are rounded to FP32 when they are used with FP32 tensors."""
 
-    num_sites: int  # R
+    divisor: float  # of the sum over all sites: R, or the sum of their weights
+    factor: float = 1.0  # c, which this site's Δ is multiplied by
     lr: float  # α
     momentum: float  # μ
     nesterov: bool

@@ -128,6 +128,14 @@ class Settings:
         return {name: value for name, value in vars(self).items() if name not in own}
 
 
+def checked_weight(weight: float) -> float:
+    """-> it, as the FP32 number that travels."""
+    number = _in_fp32(weight)
+    if not 2.0**-126 <= number < float("inf"):
+        raise ValueError(f"weight must be > 0 and finite in FP32, got {weight}")
+    return number
+
+
 def inner_steps(sync_every: int | Mapping[Any, int]) -> dict[str, Any]:
     """The settings that say how many there are."""
     if not isinstance(sync_every, Mapping):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .config import Settings, inner_steps, matching_gain
+from .config import Settings, checked_weight, inner_steps, matching_gain
 from .exchange.wire_config import WireConfig
 from .inner.init_step import only_initialises
 from .inner.wrapper import Wrapper
@@ -32,12 +32,16 @@ class LowCommunicationOptimizer(RoundSurface, Wrapper):
         settings: Settings,
         topology: SiteTopology | None,
         wire: WireConfig,
+        *,
+        weight: float,
         offload: bool,
     ) -> None:
+        weight = checked_weight(weight)
         super().__init__(inner)
         self.topology = topology or default_topology()
         own = settings.of_site(self.topology.seat().get("name", self.topology.site))
         self._loop = OuterLoop(self.inner, own, self.topology, wire, offload=offload)
+        self.weight = weight
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """An inner step; every `sync_every`-th call also runs a round. Returns the inner step's loss.
@@ -171,11 +175,11 @@ class PulseLoCo(LowCommunicationOptimizer):
 
     After H inner steps, on each of R sites:
 
-        Δ = float(cast(θ)) − float(w)            what the inner steps did
+        Δ = c·(float(cast(θ)) − float(w))        what the inner steps did
         s = Δ + e                                plus what was withheld before
         send v_i = s_i where bf16(θ_i) ≠ bf16(θ_i − γ·s_i)
         e_i = s_i − v_i there (0, since v is exact), s_i elsewhere
-        g = (Σ sent v, in site order) / R
+        g = (Σ sent v, in site order) / Σ c      where no weight c is given, 1 and R
         m = μ·m + g
         θ = θ − α·(g + μ·m)                      Nesterov; plain: θ − α·m
         w = cast(θ)
@@ -198,6 +202,8 @@ class PulseLoCo(LowCommunicationOptimizer):
         nesterov: whether the step looks ahead.
         topology: who the sites are; by default what LOCO_SITES, LOCO_SITE, LOCO_AT and LOCO_LIGHTHOUSE say,
             or, without them, each rank of the default process group.
+        weight: c, by which this site counts in the mean. `optimizer.weight` can be set before each round, as
+            to the tokens that it has learned from, over what a site usually learns from.
         gate: the format whose changes are sent: "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2" (which saturate); or
             "open" to send every entry (DiLoCo's bits through PULSELoCo's wire).
         gate_gain: γ; above 1 sends earlier, and more. The paper uses 1. With the default,
@@ -235,6 +241,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         topology: SiteTopology | None = None,
+        weight: float = 1.0,
         gate: str = "bf16",
         gate_gain: float | None = None,
         gate_margin: float = 0.0,
@@ -260,14 +267,15 @@ class PulseLoCo(LowCommunicationOptimizer):
             outlier_factor=outlier_factor,
             overlap=_run_ahead(overlap),
         )
-        super().__init__(inner, settings, topology, WireConfig.of_entries(wire, exchange, gate=gate), offload)
+        codes = WireConfig.of_entries(wire, exchange, gate=gate)
+        super().__init__(inner, settings, topology, codes, weight=weight, offload=offload)
 
 
 class DiLoCo(LowCommunicationOptimizer):
     """Exchange FP32 pseudo-gradients after every H inner steps (DiLoCo, arXiv 2311.08105).
 
-        Δ = float(cast(θ)) − float(w)
-        g = (Σ Δ, in site order) / R
+        Δ = c·(float(cast(θ)) − float(w))
+        g = (Σ Δ, in site order) / Σ c           where no weight c is given, 1 and R
         m = μ·m + g
         θ = θ − α·(g + μ·m)                      Nesterov; plain: θ − α·m
         w = cast(θ)
@@ -286,6 +294,7 @@ class DiLoCo(LowCommunicationOptimizer):
         nesterov: whether the step looks ahead.
         topology: who the sites are; by default what LOCO_SITES, LOCO_SITE, LOCO_AT and LOCO_LIGHTHOUSE say,
             or, without them, each rank of the default process group.
+        weight: as `PulseLoCo`.
         overlap: as `PulseLoCo`.
         wire: "float32"; or "bfloat16" or "int8" (with one scale for every 256 values), which round both what
             is sent and the sums.
@@ -304,6 +313,7 @@ class DiLoCo(LowCommunicationOptimizer):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         topology: SiteTopology | None = None,
+        weight: float = 1.0,
         overlap: bool | float = False,
         wire: str = "float32",
         offload: bool = False,
@@ -320,7 +330,7 @@ class DiLoCo(LowCommunicationOptimizer):
             value_steps=None,
             overlap=_run_ahead(overlap),
         )
-        super().__init__(inner, settings, topology, WireConfig.of_all(wire), offload)
+        super().__init__(inner, settings, topology, WireConfig.of_all(wire), weight=weight, offload=offload)
 
 
 def _run_ahead(overlap: bool | float) -> float | None:

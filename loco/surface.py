@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch.utils.hooks import RemovableHandle
 
-from .config import Settings
+from .config import Settings, checked_weight
 from .report import SyncReport
 from .round.hooks import RoundProgress
 from .round.loop import OuterLoop
@@ -94,6 +94,19 @@ class RoundSurface:
         An error that it raises counts as this rank's own failure in that phase.
         """
         return self._loop.hooks.register(hook)
+
+    @property
+    def weight(self) -> float:
+        """c, by which this site counts in the mean over the sites: g = (Σ c·Δ) / (Σ c). It can be set to
+        another number at any time, as to what this site has learned from since the last round, over what a
+        site usually learns from; the round after it, and only that, takes the inner steps until then with
+        it. All ranks of a site set the same.
+        """
+        return self._loop.state.weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._loop.state.weight = checked_weight(weight)
 
     @property
     def outer_state(self) -> OuterState:

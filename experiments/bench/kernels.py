@@ -41,7 +41,7 @@ DENSITIES = (0.005, 0.01, 0.05, 0.12)
 M = 1 << 20
 SIZES = {"cpu": (M, 4 * M, 16 * M, 64 * M, 256 * M), "cuda": (M, 16 * M, 128 * M, 1024 * M, 2000 * M)}
 REFERENCE = "torch reference"
-OUTER = OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
+OUTER = OuterStep(divisor=1, lr=0.7, momentum=0.9, nesterov=True)
 SHOWN = {"numel": ">13,", "density": ">8.2%", "pass": "<6", "by": "<30", "p50": ">9.5f"}
 SHOWN |= {"share_of_roof": ">13.1%", "scratch_bytes": ">13.3f"}
 

@@ -38,20 +38,20 @@ class Compiled:
         pieces = (c_int64, c_void_p, c_void_p, c_void_p)
         library.loco_encode.restype = c_int64
         library.loco_encode.argtypes = (
-            *(c_int64, c_void_p, c_void_p, *pieces, c_int, c_float, c_float, c_int, c_int),
+            *(c_int64, c_void_p, c_void_p, *pieces, c_float, c_int, c_float, c_float, c_int, c_int),
             *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
         )
         library.loco_apply.restype = c_double
         library.loco_apply.argtypes = (
             *(c_int64, c_void_p, c_void_p, c_void_p, *pieces, c_int64, c_void_p),
-            *(c_float, c_float, c_float, c_int, c_int),
+            *(c_float, c_float, c_float, c_float, c_int, c_int),
         )
         library.loco_write_weights.restype = None
         library.loco_write_weights.argtypes = (c_int64, c_void_p, *pieces, c_int)
         library.loco_cross.restype = c_int64
         library.loco_cross.argtypes = (
             *(c_int64, c_void_p, c_void_p, c_void_p, *pieces, c_int, c_int64, c_int64, c_void_p),
-            *(c_float, c_float, c_float, c_int, c_float, c_int),
+            *(c_float, c_float, c_float, c_float, c_int, c_float, c_int),
             *(c_int, c_float, c_float, c_int, c_int),
             *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
         )
@@ -93,12 +93,13 @@ class Compiled:
         weights: Sequence[Tensor],
         residual: Tensor | None,
         gate: Gate | None,
+        factor: float = 1.0,
     ) -> Encoded:
         n = anchor.numel()
         room, digest, first_nonfinite = _room_for(n, gate), c_uint64(), c_int64()
         pieces = _Pieces(weights, n)
         count = self._library.loco_encode(
-            *(n, _address(anchor), _address(residual), *pieces.arguments, *_seen(gate)),
+            *(n, _address(anchor), _address(residual), *pieces.arguments, factor, *_seen(gate)),
             *(torch.get_num_threads(), *map(_address, room)),
             *(ctypes.addressof(digest), ctypes.addressof(first_nonfinite)),
         )
@@ -119,7 +120,7 @@ class Compiled:
         entries = _addresses([own, returned or (), *contributions])
         squares = self._library.loco_apply(
             *(n, _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
-            *(len(contributions), entries.ctypes.data, outer.num_sites, outer.lr, outer.momentum),
+            *(len(contributions), entries.ctypes.data, outer.factor, outer.divisor, outer.lr, outer.momentum),
             *(outer.nesterov, torch.get_num_threads()),
         )
         return math.sqrt(squares)
@@ -160,7 +161,7 @@ class Compiled:
         count = self._library.loco_cross(
             *(n, _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
             *(sent is not None, len(contributions), len(returned), entries.ctypes.data),
-            *(outer.num_sites, outer.lr, outer.momentum, outer.nesterov, beta, sends),
+            *(outer.factor, outer.divisor, outer.lr, outer.momentum, outer.nesterov, beta, sends),
             *(*_seen(gate), torch.get_num_threads(), *(map(_address, room) if sends else (None, None, None))),
             *(ctypes.addressof(digest), ctypes.addressof(first_nonfinite), ctypes.addressof(squares)),
         )
@@ -273,14 +274,14 @@ class Compiled:
         residual = anchor * 2.0**-9
         gates = [Gate(dtype=dtype, gain=1.7) for dtype in _GATES]
         gates.append(Gate(margin=0.3, value_steps=8))
-        outer = OuterStep(num_sites=3, lr=0.7, momentum=0.9, nesterov=True)
+        outer = OuterStep(divisor=3.2, factor=1.3, lr=0.7, momentum=0.9, nesterov=True)
         found: list[list[Tensor | int | None]] = []
         for home in (self, reference):
             theta, m, e = anchor.clone(), residual.clone(), residual.clone()
             w = [flat[:500].clone(), flat[500:700].bfloat16(), flat[700:].half()]
             results: list[Tensor | int | None] = []
             for gate in (None, *gates):
-                encoded = home.encode(theta, w, e, gate)
+                encoded = home.encode(theta, w, e, gate, outer.factor)
                 results += [*encoded.entries, encoded.digest, encoded.first_nonfinite]
             own = home.encode(theta, w, e, gates[-1]).entries
             entries = reference_entries if home is reference else self

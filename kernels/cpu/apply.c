@@ -12,7 +12,7 @@ static void *apply_share(void *argument) {
         int n = (int)(last - first);
         if (c->residual) {
             float s[BLOCK];
-            update_block(s, c->anchor + first, c->residual, &c->pieces, &reading, first, last);
+            update_block(s, c->anchor + first, c->residual, c->factor, &c->pieces, &reading, first, last);
             take_sent(s, c->own, c->returned, b, n);
             memcpy(c->residual + first, s, 4 * (size_t)n);
             share->squares += sum_of_squares(s, n);
@@ -29,9 +29,9 @@ static void *apply_share(void *argument) {
  * Nothing here can fail: the other sites already count on this round. */
 double loco_apply(int64_t n, float *anchor, float *momentum, float *residual, int64_t pieces, const int64_t *address,
                   const int64_t *start, const int32_t *dtype, int64_t contributions, const Entries *entries,
-                  float sites, float lr, float mu, int nesterov, int threads) {
+                  float factor, float divisor, float lr, float mu, int nesterov, int threads) {
     Apply call = {n, anchor, momentum, residual, {pieces, address, start, dtype}, entries, entries + 1,
-                  contributions, entries + 2, sites, lr, mu, nesterov};
+                  contributions, entries + 2, factor, divisor, lr, mu, nesterov};
     Share shares[MAX_THREADS];
     int count = share_out(apply_share, &call, blocks_of(n), threads, shares);
     double squares = 0;

@@ -26,7 +26,7 @@ typedef struct {
     const float *anchor, *residual;
     Pieces pieces;
     int gate;
-    float gain, margin, fraction;  /* of 2^(E − 127), as economies.h takes them; 0: off */
+    float factor, gain, margin, fraction;  /* the last two of 2^(E − 127), as economies.h takes them; 0: off */
     int64_t *starts;
     uint8_t *offsets;
     float *values;
@@ -85,13 +85,13 @@ static int visible_of_block(Share *share, int64_t first, int64_t *piece, float *
 #if defined(__AVX2__)
     if (c->gate != OPEN && c->residual && run_from(&c->pieces, piece, first, last) == BLOCK) {
         Pack *pack_it = usual[c->pieces.dtype[*piece]][c->gate];
-        count = pack_it(theta, weight_at(&c->pieces, *piece, first), c->residual + first, c->gain, (uint32_t)first,
-                        values, offsets, &share->digest);
+        count = pack_it(theta, weight_at(&c->pieces, *piece, first), c->residual + first, c->factor, c->gain,
+                        (uint32_t)first, values, offsets, &share->digest);
     }
 #endif
     if (count >= 0) return count;
     float s[BLOCK];
-    update_block(s, theta, c->residual, &c->pieces, piece, first, last);
+    update_block(s, theta, c->residual, c->factor, &c->pieces, piece, first, last);
     share->digest += digest_words(theta, n, (uint32_t)first);
     int bad = first_bad(s, n);
     if (bad >= 0 && share->bad < 0) share->bad = first + bad;
@@ -125,7 +125,8 @@ static int visible_of(Share *share, const float *theta, const float *s, int64_t 
 #if defined(__AVX2__)
     if (c->gate != OPEN && n == BLOCK) {  /* (θ − θ) + s */
         Pack *pack_it = usual[FLOAT32][c->gate];
-        int count = pack_it(theta, (const char *)theta, s, c->gain, (uint32_t)first, values, offsets, &share->digest);
+        int count =
+            pack_it(theta, (const char *)theta, s, 1.0f, c->gain, (uint32_t)first, values, offsets, &share->digest);
         if (count >= 0) return count;
     }
 #endif
@@ -146,7 +147,7 @@ static int cross_block(Share *share, int64_t b, int64_t *reading, int64_t *writi
 
     for (int64_t r = 0; r < boundary->returns; r++) add(e, &boundary->returned[r], b, n);
     run_ahead_of(ahead, theta, n, boundary->sent, b, boundary->beta);
-    update_block(s, ahead, apply->residual, &apply->pieces, reading, first, last);
+    update_block(s, ahead, apply->residual, apply->factor, &apply->pieces, reading, first, last);
     int bad = drop_bad(s, e, n);
     if (bad >= 0 && share->bad < 0) share->bad = first + bad;
     take_outer_step(apply, b, first, last);
@@ -269,12 +270,12 @@ static float fraction_of(int value_steps) { return value_steps ? 0x1p-7f / (floa
 /* `values` and `offsets` have room for n entries, `starts` for one more than there are blocks. Without a gate only
  * `values` is written. */
 int64_t loco_encode(int64_t n, const float *anchor, const float *residual, int64_t pieces, const int64_t *address,
-                    const int64_t *start, const int32_t *dtype, int gate, float gain, float margin, int value_steps,
-                    int threads, int64_t *starts, uint8_t *offsets, float *values, uint64_t *digest,
+                    const int64_t *start, const int32_t *dtype, float factor, int gate, float gain, float margin,
+                    int value_steps, int threads, int64_t *starts, uint8_t *offsets, float *values, uint64_t *digest,
                     int64_t *first_nonfinite) {
     double squares;
     Encode call = {.n = n, .anchor = anchor, .residual = residual, .pieces = {pieces, address, start, dtype},
-                   .gate = gate, .gain = gain, .margin = margin, .fraction = fraction_of(value_steps),
+                   .gate = gate, .factor = factor, .gain = gain, .margin = margin, .fraction = fraction_of(value_steps),
                    .starts = starts, .offsets = offsets, .values = values};
     return run(call, threads, digest, first_nonfinite, &squares);
 }
@@ -284,14 +285,15 @@ int64_t loco_encode(int64_t n, const float *anchor, const float *residual, int64
  * residual. */
 int64_t loco_cross(int64_t n, float *anchor, float *momentum, float *residual, int64_t pieces, const int64_t *address,
                    const int64_t *start, const int32_t *dtype, int sent, int64_t contributions, int64_t returns,
-                   const Entries *entries, float sites, float lr, float mu, int nesterov, float beta, int sends, int gate, float gain,
-                   float margin, int value_steps, int threads, int64_t *starts, uint8_t *offsets, float *values,
+                   const Entries *entries, float factor, float divisor, float lr, float mu, int nesterov, float beta,
+                   int sends, int gate, float gain, float margin, int value_steps, int threads, int64_t *starts, uint8_t *offsets, float *values,
                    uint64_t *digest, int64_t *first_nonfinite, double *squares) {
     Pieces all = {pieces, address, start, dtype};
-    Apply apply = {n, anchor, momentum, residual, all, NULL, NULL, contributions, entries + 1, sites, lr, mu, nesterov};
+    Apply apply = {n, anchor, momentum, residual, all, NULL, NULL, contributions, entries + 1, factor, divisor, lr,
+                   mu, nesterov};
     Boundary boundary = {apply, sent ? entries : NULL, returns, entries + 1 + contributions, beta, sends};
     Encode call = {.n = n, .anchor = anchor, .residual = residual, .pieces = all, .gate = gate, .gain = gain,
                    .margin = margin, .fraction = fraction_of(value_steps), .starts = starts, .offsets = offsets,
-                   .values = values, .boundary = &boundary};
+                   .values = values, .boundary = &boundary};  /* `apply` has the factor */
     return run(call, threads, digest, first_nonfinite, squares);
 }

@@ -55,9 +55,9 @@ static inline int run_from(const Pieces *p, int64_t *piece, int64_t low, int64_t
     return (int)(smaller(p->start[*piece + 1], last) - low);
 }
 
-/* Steps 2 and 3 in one piece: s = (float(cast(θ)) − float(w)) + e. Without e a zero is added: −0 becomes +0. */
+/* Steps 2 and 3 in one piece: s = c·(float(cast(θ)) − float(w)) + e. Without e a zero is added: −0 becomes +0. */
 static inline void update_run(float *restrict s, const float *restrict theta, const char *restrict w,
-                              const float *restrict e, int n, int dtype) {
+                              const float *restrict e, float factor, int n, int dtype) {
     const float *full = (const float *)w;
     const uint16_t *half = (const uint16_t *)w;
     if (dtype == FLOAT32)
@@ -66,18 +66,18 @@ static inline void update_run(float *restrict s, const float *restrict theta, co
         for (int i = 0; i < n; i++) s[i] = bf16_to_float(float_to_bf16(theta[i])) - bf16_to_float(half[i]);
     else
         for (int i = 0; i < n; i++) s[i] = fp16_to_float(float_to_fp16(theta[i])) - fp16_to_float(half[i]);
-    if (e) for (int i = 0; i < n; i++) s[i] += e[i];
-    else for (int i = 0; i < n; i++) s[i] += 0.0f;
+    if (e) for (int i = 0; i < n; i++) s[i] = s[i] * factor + e[i];
+    else for (int i = 0; i < n; i++) s[i] = s[i] * factor + 0.0f;
 }
 
 /* Steps 2 and 3 of the elements `first` … `last`, at most a block, whose θ are given. `piece` moves on to the last
  * one's. */
-static inline void update_block(float *s, const float *theta, const float *residual, const Pieces *p, int64_t *piece,
-                                int64_t first, int64_t last) {
+static inline void update_block(float *s, const float *theta, const float *residual, float factor, const Pieces *p,
+                                int64_t *piece, int64_t first, int64_t last) {
     for (int64_t low = first; low < last;) {
         int n = run_from(p, piece, low, last);
         update_run(s + (low - first), theta + (low - first), weight_at(p, *piece, low),
-                   residual ? residual + low : NULL, n, p->dtype[*piece]);
+                   residual ? residual + low : NULL, factor, n, p->dtype[*piece]);
         low += n;
     }
 }

@@ -12,7 +12,7 @@ typedef struct {
     const Entries *own, *returned;
     int64_t contributions;
     const Entries *contribution;
-    float sites, lr, mu;
+    float factor, divisor, lr, mu;
     int nesterov;
 } Apply;
 
@@ -40,19 +40,19 @@ static inline void add(float *restrict total, const Entries *c, int64_t block, i
 }
 
 /* Step 7 of one block. */
-static inline void outer_step(float *restrict theta, float *restrict m, const float *restrict total, int n, float sites,
+static inline void outer_step(float *restrict theta, float *restrict m, const float *restrict total, int n, float divisor,
                        float lr, float mu, int nesterov) {
     if (!m)
-        for (int i = 0; i < n; i++) theta[i] -= lr * (total[i] / sites);
+        for (int i = 0; i < n; i++) theta[i] -= lr * (total[i] / divisor);
     else if (nesterov)
         for (int i = 0; i < n; i++) {
-            float g = total[i] / sites, next = mu * m[i] + g;
+            float g = total[i] / divisor, next = mu * m[i] + g;
             m[i] = next;
             theta[i] -= lr * (g + mu * next);
         }
     else
         for (int i = 0; i < n; i++) {
-            float next = mu * m[i] + total[i] / sites;
+            float next = mu * m[i] + total[i] / divisor;
             m[i] = next;
             theta[i] -= lr * next;
         }
@@ -90,7 +90,7 @@ static inline double sum_of_squares(const float *x, int n) {
 static inline void take_outer_step(const Apply *c, int64_t b, int64_t first, int64_t last) {
     float total[BLOCK] = {0};
     for (int64_t r = 0; r < c->contributions; r++) add(total, &c->contribution[r], b, (int)(last - first));
-    outer_step(c->anchor + first, c->momentum ? c->momentum + first : NULL, total, (int)(last - first), c->sites, c->lr,
+    outer_step(c->anchor + first, c->momentum ? c->momentum + first : NULL, total, (int)(last - first), c->divisor, c->lr,
                c->mu, c->nesterov);
 }
 

@@ -56,12 +56,12 @@ static inline __m512i round_bf16_512(__m512i u) {
 
 /* The function below, 16 elements at a time, for the BF16 gate. */
 static inline __attribute__((always_inline)) int pack_usual_block_512(const float *theta, const char *w, const float *e,
-                                                                     float gain, int dtype, uint32_t first,
+                                                                     float factor, float gain, int dtype, uint32_t first,
                                                                      float *values, uint8_t *offsets,
                                                                      uint64_t *digest) {
     const __m512i magnitude = all512(0x7FFFFFFF);
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 factor = _mm512_set1_ps(gain);
+    const __m512 times = _mm512_set1_ps(factor), gains = _mm512_set1_ps(gain);
     __m512i key = _mm512_mullo_epi32(_mm512_add_epi32(all512(first), lane), all512(DIGEST_STEP));
     __m512i worst = _mm512_setzero_si512(), even_sum = worst, odd_sum = worst, place = lane;
     int k = 0;
@@ -81,12 +81,12 @@ static inline __attribute__((always_inline)) int pack_usual_block_512(const floa
                 cast = _mm512_cvtph_ps(_mm512_cvtps_ph(t, _MM_FROUND_TO_NEAREST_INT));
             }
         }
-        __m512 s = _mm512_add_ps(_mm512_sub_ps(cast, weight), _mm512_loadu_ps(e + i));
+        __m512 s = _mm512_add_ps(_mm512_mul_ps(_mm512_sub_ps(cast, weight), times), _mm512_loadu_ps(e + i));
         worst = _mm512_max_epu32(worst, _mm512_and_si512(_mm512_castps_si512(s), magnitude));
 
         /* Seen: the upper halves differ, and not only as the signs of zeros. */
         __m512i p = round_bf16_512(u);
-        __m512i q = round_bf16_512(_mm512_castps_si512(_mm512_sub_ps(t, _mm512_mul_ps(factor, s))));
+        __m512i q = round_bf16_512(_mm512_castps_si512(_mm512_sub_ps(t, _mm512_mul_ps(gains, s))));
         __mmask16 seen = _mm512_test_epi32_mask(_mm512_xor_si512(p, q), all512(0xFFFF0000));
         seen = _mm512_mask_test_epi32_mask(seen, _mm512_or_si512(p, q), all512(0x7FFF0000));
         _mm512_storeu_ps(values + k, _mm512_maskz_compress_ps(seen, s));
@@ -112,13 +112,13 @@ static inline __attribute__((always_inline)) int pack_usual_block_512(const floa
 /* Packs the block's visible s and their offsets, and adds to the digest of θ.
  * -> how many, or −1 if a number is not finite: then the caller must look closer. */
 static inline __attribute__((always_inline)) int pack_usual_block(const float *theta, const char *w, const float *e,
-                                                                 float gain, int dtype, int gate, uint32_t first,
+                                                                 float factor, float gain, int dtype, int gate, uint32_t first,
                                                                  float *values, uint8_t *offsets, uint64_t *digest) {
 #if defined(__AVX512F__)
-    if (gate == GATE_BF16) return pack_usual_block_512(theta, w, e, gain, dtype, first, values, offsets, digest);
+    if (gate == GATE_BF16) return pack_usual_block_512(theta, w, e, factor, gain, dtype, first, values, offsets, digest);
 #endif
     const __m256i magnitude = all(0x7FFFFFFF), lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256 factor = _mm256_set1_ps(gain);
+    const __m256 times = _mm256_set1_ps(factor), gains = _mm256_set1_ps(gain);
     __m256i key = _mm256_mullo_epi32(_mm256_add_epi32(all(first), lane), all(DIGEST_STEP));
     __m256i worst = _mm256_setzero_si256(), even_sum = worst, odd_sum = worst;
     uint64_t base = 0;
@@ -139,10 +139,10 @@ static inline __attribute__((always_inline)) int pack_usual_block(const float *t
                 cast = _mm256_cvtph_ps(_mm256_cvtps_ph(t, _MM_FROUND_TO_NEAREST_INT));
             }
         }
-        __m256 s = _mm256_add_ps(_mm256_sub_ps(cast, weight), _mm256_loadu_ps(e + i));
+        __m256 s = _mm256_add_ps(_mm256_mul_ps(_mm256_sub_ps(cast, weight), times), _mm256_loadu_ps(e + i));
         worst = _mm256_max_epu32(worst, _mm256_and_si256(_mm256_castps_si256(s), magnitude));
 
-        __m256i moved = _mm256_castps_si256(_mm256_sub_ps(t, _mm256_mul_ps(factor, s)));
+        __m256i moved = _mm256_castps_si256(_mm256_sub_ps(t, _mm256_mul_ps(gains, s)));
         unsigned mask = ~(unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(unseen(u, moved, gate))) & 0xFF;
         uint64_t places = places_of_bits[mask];
         __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)places));
@@ -167,13 +167,13 @@ static inline __attribute__((always_inline)) int pack_usual_block(const float *t
     return k;
 }
 
-typedef int Pack(const float *, const char *, const float *, float, uint32_t, float *, uint8_t *, uint64_t *);
+typedef int Pack(const float *, const char *, const float *, float, float, uint32_t, float *, uint8_t *, uint64_t *);
 
 /* The function above with its dtype and gate made constants. */
 #define USUAL(name, dtype, gate)                                                                                      \
-    static int name(const float *theta, const char *w, const float *e, float gain, uint32_t first, float *values,     \
-                    uint8_t *offsets, uint64_t *digest) {                                                             \
-        return pack_usual_block(theta, w, e, gain, dtype, gate, first, values, offsets, digest);                      \
+    static int name(const float *theta, const char *w, const float *e, float factor, float gain, uint32_t first,      \
+                    float *values, uint8_t *offsets, uint64_t *digest) {                                              \
+        return pack_usual_block(theta, w, e, factor, gain, dtype, gate, first, values, offsets, digest);              \
     }
 USUAL(float32_bf16, FLOAT32, GATE_BF16)
 USUAL(float32_fp16, FLOAT32, GATE_FP16)

@@ -36,7 +36,7 @@ BLOCK = tl.constexpr(types.BLOCK)
 
 
 @triton.jit(
-    do_not_specialize=["gain", "margin", "fraction", "numel", "first_tile", "begin", "stride"],
+    do_not_specialize=["factor", "gain", "margin", "fraction", "numel", "first_tile", "begin", "stride"],
     do_not_specialize_on_alignment=["table", "first_pieces", "counts", "digests", "bad"],
 )
 def encode_kernel(
@@ -49,6 +49,7 @@ def encode_kernel(
     values,  # [slots · TILE] float32 (all: [numel]), or None
     digests,  # [tiles] int64, or None
     bad,  # [tiles] int64, or None: the first position in the tile whose s is not finite, or numel
+    factor,
     gain,
     margin,  # of the BF16 ulp, or None
     fraction,  # of 2^7 BF16 ulps: the step of values; or None
@@ -78,7 +79,7 @@ def encode_kernel(
     else:
         kept = 0.0  # adding it makes −0 into +0
     piece = tl.load(first_pieces + tile)
-    update = update_of(theta, kept, table, piece, base, stop, local, DTYPES, ALIGNED)
+    update = update_of(theta, kept, factor, table, piece, base, stop, local, DTYPES, ALIGNED)
 
     if digests is not None:
         terms = digest_terms(theta, base, row, column)
@@ -152,6 +153,7 @@ class _Pass(NamedTuple):
     residual: Tensor | None
     pieces: Pieces
     gate: Gate | None
+    factor: float
     digests: Tensor  # [tiles] int64
     bad: Tensor  # [tiles] int64
 
@@ -243,6 +245,7 @@ class _Pass(NamedTuple):
                 values,
                 self.digests if findings else None,
                 self.bad if findings else None,
+                self.factor,
                 gate.gain,
                 gate.margin or None,
                 2.0**-7 / gate.value_steps if gate.value_steps else None,
@@ -264,6 +267,7 @@ def encode(
     weights: Sequence[Tensor],
     residual: Tensor | None,
     gate: Gate | None,
+    factor: float = 1.0,
 ) -> Encoded:
     numel = anchor.numel()
     if not numel:
@@ -272,7 +276,7 @@ def encode(
         return Encoded(entries, 0, -1)
     with tiles.on_device_of(anchor):
         found = torch.empty(2, tiles.count(numel), dtype=torch.int64, device=anchor.device)
-        the_pass = _Pass(anchor, residual, table_of(weights), gate, *found.unbind())
+        the_pass = _Pass(anchor, residual, table_of(weights), gate, factor, *found.unbind())
         entries = the_pass.sparse() if gate else the_pass.whole()
         total, first_bad = torch.stack([found[0].sum(), found[1].min()]).tolist()
     return Encoded(entries, unsigned(total), first_bad if first_bad < numel else -1)

@@ -56,10 +56,12 @@ def table_of(weights: Sequence[Tensor]) -> Pieces:
 
 
 @triton.jit
-def update_of(anchor, kept, table, piece, base, stop, local, DTYPES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Steps 2 and 3: s = (float(cast(θ)) − float(w)) + e, at the elements base + local before stop.
+def update_of(
+    anchor, kept, factor, table, piece, base, stop, local, DTYPES: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Steps 2 and 3: s = c·(float(cast(θ)) − float(w)) + e, at the elements base + local before stop.
 
-    `anchor` holds θ there and `kept` e, and `piece` is the one in which the tile begins.
+    `anchor` holds θ there, `kept` e and `factor` c, and `piece` is the one in which the tile begins.
     """
     update = tl.full(local.shape, 0.0, tl.float32)
     at = base
@@ -70,16 +72,16 @@ def update_of(anchor, kept, table, piece, base, stop, local, DTYPES: tl.constexp
         if FP32 & DTYPES:
             if code == FP32:
                 w = tl.load(_pointer(row, shift, tl.float32, ALIGNED) + local, mask=inside, other=0.0)
-                update = tl.where(inside, (anchor - w) + kept, update)
+                update = tl.where(inside, (anchor - w) * factor + kept, update)
         if BF16 & DTYPES:
             if code == BF16:
                 bits = tl.load(_pointer(row, shift, tl.int16, ALIGNED) + local, mask=inside, other=0)
-                update = tl.where(inside, (through_bf16(anchor) - float_of_bf16(bits)) + kept, update)
+                update = tl.where(inside, (through_bf16(anchor) - float_of_bf16(bits)) * factor + kept, update)
         if FP16 & DTYPES:
             if code == FP16:
                 w = tl.load(_pointer(row, shift, tl.float16, ALIGNED) + local, mask=inside, other=0.0)
                 cast = anchor.to(tl.float16).to(tl.float32)
-                update = tl.where(inside, (cast - w.to(tl.float32)) + kept, update)
+                update = tl.where(inside, (cast - w.to(tl.float32)) * factor + kept, update)
         at = tl.load(row + 3)  # where the next piece begins
         piece += 1
     return update

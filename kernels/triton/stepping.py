@@ -30,7 +30,7 @@ OWN = tl.constexpr(2)  # the row says what this site has sent
 
 
 @triton.jit(
-    do_not_specialize=["numel", "first_tile", "rows", "sites", "lr", "mu"],
+    do_not_specialize=["numel", "first_tile", "rows", "factor", "divisor", "lr", "mu"],
     do_not_specialize_on_alignment=["table", "first_pieces", "payloads", "squares"],
 )
 def apply_kernel(
@@ -42,7 +42,8 @@ def apply_kernel(
     payloads,  # [rows, 4] int64: addresses of starts (0: whole), offsets and values; ADDED and OWN
     squares,  # [tiles] float64: Σ e², or None where there is no residual
     rows,
-    sites,
+    factor,
+    divisor,
     lr,
     mu,
     numel,
@@ -108,13 +109,13 @@ def apply_kernel(
     theta = load(anchor + base + local, there)
     if residual is not None:
         kept = load(residual + base + local, there)
-        update = update_of(theta, kept, table, piece, base, stop, local, DTYPES, ALIGNED)
+        update = update_of(theta, kept, factor, table, piece, base, stop, local, DTYPES, ALIGNED)
         kept = update - sent
         tl.store(residual + base + local, kept, mask=there)
         exact = kept.to(tl.float64)
         tl.store(squares + tile, tl.sum(exact * exact))
 
-    mean = tl.div_rn(total, sites)  # a plain division would be an approximate one
+    mean = tl.div_rn(total, divisor)  # a plain division would be an approximate one
     if momentum is not None:
         m = mu * load(momentum + base + local, there) + mean
         tl.store(momentum + base + local, m, mask=there)
@@ -194,7 +195,8 @@ def apply(
                 payloads,
                 squares,
                 len(rows),
-                float(outer.num_sites),
+                outer.factor,
+                float(outer.divisor),
                 outer.lr,
                 outer.momentum,
                 numel,

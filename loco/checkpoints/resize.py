@@ -85,7 +85,7 @@ def update_of(outer: OuterState, tree: dict[str, Any]) -> Tensor:
         if own[name] is not None:
             check_vector(own[name], outer.numel, f"the {name} that site {own['site']} left")
     with outer.parameters.over(own["weights"]).pieces(outer.start, outer.stop) as weights:
-        encoded = kernels.encode(own["anchor"], weights, own["residual"], None)
+        encoded = kernels.encode(own["anchor"], weights, own["residual"], None, float(own.get("weight", 1.0)))
     if encoded.first_nonfinite >= 0:
         name = outer.name_at(encoded.first_nonfinite)
         raise ValueError(

@@ -10,7 +10,7 @@ from loco.kernels import BLOCK, Entries
 
 from ..wire.codecs import SPARSE, Codec
 from ..wire.framing import Frames, Framing, slices_of
-from ..wire.records import RECORD_BYTES, Announcement
+from ..wire.records import RECORD_BYTES, Announcement, fp32_of
 from .codec_choice import NO_OPINION, CodecChoice
 
 _logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def predicted_bytes(announcements: Sequence[Announcement]) -> dict[str, float]:
     """What a site will send, by exchange; of all sites' announcements, so that all predict the same."""
     sites, numel = len(announcements), announcements[0].numel
     payload = sum(announced.payload_bytes for announced in announcements) / sites
-    sums = announcements[0].sums_bytes
+    sums = fp32_of(announcements[0].sums_bits)
     frames, of_slice = Frames.of(numel).count, Frames.of(slices_of(numel, sites)[0].stop).count
     peers, frame = sites - 1, RECORD_BYTES + _OF_A_MESSAGE
     return {

@@ -22,7 +22,7 @@ from ..exchange.tuning import ExchangeTuner, is_worth_enclosing
 from ..members.view import View
 from ..net.transport import Transport, to_bytes
 from ..wire.framing import Framing
-from ..wire.records import KIND_AT, RECORD_BYTES, Announcement, Kind, Status, Vote, fp32_bits
+from ..wire.records import KIND_AT, RECORD_BYTES, Announcement, Kind, Status, Vote, fp32_bits, fp32_of
 from ..wire.refusal import Problem, unreadable
 
 RECORD_ROOM = 1 << 14  # bytes
@@ -44,7 +44,14 @@ class Said(NamedTuple):
 
 
 def opening(
-    view: View, encoded: Encoded, framing: Framing, tuner: ExchangeTuner, norm: float, *, may_enclose: bool
+    view: View,
+    encoded: Encoded,
+    framing: Framing,
+    tuner: ExchangeTuner,
+    norm: float,
+    weight: float,
+    *,
+    may_enclose: bool,
 ) -> Opening:
     entries, numel, codec = encoded.entries, framing.known.numel, framing.codec
     if entries.starts is None:
@@ -55,12 +62,13 @@ def opening(
         site=framing.site,
         round=framing.round,
         norm_bits=fp32_bits(norm),
+        weight_bits=fp32_bits(weight),
+        sums_bits=fp32_bits(sums),
         codec=codec.id,
         codec_time_ratio=tuner.codec_time_ratio(framing.round),
         numel=numel,
         entries=entries.values.numel(),
         payload_bytes=payload,
-        sums_bytes=sums,
         digest=encoded.digest,
     )
     most = most_enclosed(view)
@@ -126,6 +134,8 @@ def _check(theirs: Announcement | Vote, mine: Announcement | Vote, site: int, mo
         return
     if isinstance(mine, Announcement) and theirs.numel != mine.numel:
         raise WireError(f"a vector of {theirs.numel} elements, not {mine.numel}")
+    if not 0 < fp32_of(theirs.weight_bits) < float("inf"):
+        raise WireError(f"a weight of {fp32_of(theirs.weight_bits)}")
     if theirs.entries > theirs.numel:
         raise WireError(f"{theirs.entries} entries of {theirs.numel} elements")
     if theirs.enclosed_bytes > most:

@@ -16,17 +16,24 @@ from ..wire.refusal import Problem
 from .outer_state import OuterState
 
 GATHER_ELEMENTS = 1 << 20  # of the anchor at a time: 4 MiB from each rank
-_DIGEST, _NORM = 8, struct.Struct("<d")
+_DIGEST, _NUMBERS = 8, struct.Struct("<d f")
 
 
 def compare(
-    inside: Transport, state: OuterState, norm: float, round: int, *, copies: Callable[[], bytes] | None
+    inside: Transport,
+    state: OuterState,
+    norm: float,
+    weight: float,
+    round: int,
+    *,
+    copies: Callable[[], bytes] | None,
 ) -> tuple[float, Problem | None]:
     """The ranks of a site exchange digests of what several of them hold alike: of whole parameters all of it,
     of sharded ones the replicas.
 
     Args:
         norm: the share of this rank in what the site would send, see `Part.norm`.
+        weight: that this rank would say the site has.
         copies: digests of what others hold, too. None: this rank could not encode, so it votes for its own
             reason, and has nothing to compare.
 
@@ -42,10 +49,20 @@ def compare(
         except Exception as error:
             failure = Problem(Status.FAILED, seen=error)
     phase = f"round {round}, weights inside the site"
-    told = inside.swap_records(digests + _NORM.pack(norm), phase=phase, limit=inside.patience)
-    norm = math.hypot(*(_NORM.unpack(record[-_NORM.size :])[0] for record in told))
-    differ = differing_copies(told, part)
-    return norm, failure or (Problem(Status.SITE_DRIFT) if differ else None)
+    told = inside.swap_records(digests + _NUMBERS.pack(norm, weight), phase=phase, limit=inside.patience)
+    norms, weights = zip(*(_NUMBERS.unpack(record[-_NUMBERS.size :]) for record in told), strict=True)
+    if failure is None and differing_copies(told, part):
+        failure = Problem(Status.SITE_DRIFT)
+    if failure is None and len(set(weights)) > 1:
+        failure = Problem(Status.FAILED, seen=_several(weights))
+    return math.hypot(*norms), failure
+
+
+def _several(weights: Sequence[float]) -> ValueError:
+    return ValueError(
+        f"the ranks of this site set its weight to {', '.join(f'{one:g}' for one in weights)}: set "
+        f"optimizer.weight to the same number on all of them, such as the sum of what each has counted"
+    )
 
 
 def digests_of_copies(parameters: FlatParameters, part: Part) -> bytes:

@@ -185,7 +185,7 @@ class OuterLoop:
         self._check_inner()
         state = self.state
         with state.parameters.pieces(state.start, state.stop) as weights:
-            return kernels.encode(state.anchor, weights, state.residual, state.gate)
+            return kernels.encode(state.anchor, weights, state.residual, state.gate, state.weight)
 
     def _check_inner(self) -> None:
         self.state.parameters.check_unchanged(self.inner)

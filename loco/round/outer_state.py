@@ -1,8 +1,9 @@
 """What a rank holds of the outer optimization: its part of θ, m and e, and the parameters themselves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..exchange.tuning import ExchangeTuner
 from ..members.view import SiteTopology
 from ..parameters.flat_parameters import FlatParameters
 from ..parameters.part import Part
+from ..wire.records import Announcement, fp32_of
 
 
 @dataclass(kw_only=True)
@@ -37,10 +39,12 @@ class OuterState:
         gate: decides what is sent; None: everything.
         tuner: what earlier rounds were like.
         rounds_done: the round that the state is after.
+        weight: c, by which the updates of this site count, an FP32 number.
         took_part: the last round of each site that has a name.
         sent_bytes: by this site, in all rounds, to the others.
         ahead: where rounds overlap, what this rank sent at the last boundary, v. The inner steps began from
             cast(θ − β·v).
+        sent_weight: the weight that this site had then.
         on_its_way: the number of the round that v travels in; 0: v is in e again, or there is none.
         lacks_slices: the other ranks of this site have not given their parts of the weights yet.
         memory: what rounds leave to each other.
@@ -57,10 +61,12 @@ class OuterState:
     residual: Tensor | None
     gate: Gate | None
     tuner: ExchangeTuner
+    weight: float = 1.0
     rounds_done: int = 0
     took_part: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
     ahead: Encoded | None = None
+    sent_weight: float = 1.0
     on_its_way: int = 0
     lacks_slices: bool = False
     anchor_incomplete: bool = False
@@ -153,10 +159,16 @@ class OuterState:
         with self.parameters.pieces(self.start, self.stop, write=True) as weights:
             kernels.write_weights(self.anchor, weights)
 
-    def step_over(self, sites: int) -> OuterStep:
+    def step_over(self, announced: Sequence[Announcement], factor: float) -> OuterStep:
+        """
+        Args:
+            announced: by all sites.
+            factor: c, of the inner steps that are in this site's weights.
+        """
         settings = self.settings
         return OuterStep(
-            num_sites=sites,
+            divisor=fsum(fp32_of(one.weight_bits) for one in announced),
+            factor=factor,
             lr=settings.outer_lr,
             momentum=settings.outer_momentum,
             nesterov=settings.nesterov,

@@ -53,11 +53,11 @@ class Round:
         encode: finds what this rank sends. If it raises, the round is refused by all ranks.
         copies: digests of the weights that other ranks of this site hold, too; by default as they are now.
         hooks: the user's, called at every phase.
-        number: of the round; by default the one after those that are done.
+        number, weight: of the round, the one after those that are done; and c of this site, as it is now.
 
     Attributes:
         phase: how far it has come.
-        number: of the round, from 1.
+        number, weight: of the round, from 1; and c, of this site.
         problem: why this rank votes against it.
         failed_here: this rank, or another one of its site, could not encode.
         left_out, contributions: the sites whose entries count as none, and what is added up.
@@ -76,11 +76,12 @@ class Round:
         copies: Callable[[], bytes] | None = None,
         hooks: Hooks[RoundProgress],
         number: int | None = None,
+        weight: float | None = None,
     ) -> None:
         self.state = state
         self.view = view
         self.number = state.rounds_done + 1 if number is None else number
-        self.phase = Phase.BEGUN
+        self.weight, self.phase = state.weight if weight is None else weight, Phase.BEGUN
         self.problem: Problem | None = None
         self.failed_here = False
         self.is_promised = False
@@ -117,7 +118,7 @@ class Round:
             self.vote()
 
     def encode(self) -> None:
-        """2. Δ = float(cast(θ)) − float(w)   3. s = Δ + e   4. visible?   5. what to send, exactly"""
+        """2. Δ = c·(float(cast(θ)) − float(w))   3. s = Δ + e   4. visible?   5. what to send, exactly"""
         state = self.state
         self.view.liveness.say(f"round {self.number}, encoding")
 
@@ -142,7 +143,7 @@ class Round:
         view.liveness.say(f"round {self.number}, exchanging")
         view.verdicts.prepare(self.number)
         copies = None if self._own is None else self._copies
-        norm, drift = compare(view.inside, state, self._norm, self.number, copies=copies)
+        norm, drift = compare(view.inside, state, self._norm, self.weight, self.number, copies=copies)
         self.problem = self.problem or drift
         self._opening = self._or_problem(lambda: self._open(norm))
         mine = self._opening or Opening(vote_of(view, self.problem, self.number))
@@ -161,7 +162,7 @@ class Round:
         self._enter(Phase.ANNOUNCED)
 
     def receive(self) -> None:
-        """6. What g = (Σ s, in site order) / R is the mean of: gathered, or already added up."""
+        """6. What g = (Σ s, in site order) / Σ c is the mean of: gathered, or already added up."""
         state, view, encoded = self.state, self.view, self._encoded
         assert encoded is not None
         own, numel = encoded.entries, state.numel
@@ -227,16 +228,17 @@ class Round:
             self._enter(Phase.COMMITTED)
 
     def apply(self) -> None:
-        """5. e = what was not sent   6. g = Σ / R   7. m = μ·m + g, θ = θ − α·(g + μ·m)   8. w = cast(θ)"""
+        """5. e = what was not sent   6. g = Σ / Σ c   7. m = μ·m + g, θ = θ − α·(g + μ·m)   8. w = cast(θ)"""
         state = self.state
-        with self.applying() as step, state.parameters.pieces(state.start, state.stop, write=True) as weights:
+        pieces = state.parameters.pieces(state.start, state.stop, write=True)
+        with self.applying(self.weight) as step, pieces as weights:
             assert self._own is not None
             outer = (state.anchor, state.momentum, weights, state.residual)
             self.residual_norm = kernels.apply(*outer, self._own, self.contributions, step, self.kept)
 
     @contextmanager
-    def applying(self) -> Iterator[OuterStep]:
-        """Around what writes a committed round into the state."""
+    def applying(self, factor: float) -> Iterator[OuterStep]:
+        """Around what writes a committed round into the state. `factor`: c, of the inner steps since."""
         state, view = self.state, self.view
         assert self.phase is Phase.COMMITTED
         assert self._own is not None
@@ -244,7 +246,7 @@ class Round:
         view.liveness.say(f"round {self.number}, applying")
         try:
             with state.rewriting():
-                yield state.step_over(view.num_sites)
+                yield state.step_over(self._announced, factor)
                 self.meter.end()
                 state.took_part |= dict.fromkeys(view.site_names, self.number)
                 state.lacks_slices = len(state.part.slices) > 1
@@ -299,7 +301,7 @@ class Round:
         self._codec = DENSE.get(self._wire.codec, WHOLE) if is_dense else state.tuner.codec()
         framing = self._framing(encoded)
         may_enclose = self._codec.exact and (is_dense or self._wire.exchange == "auto")
-        return opening(self.view, encoded, framing, state.tuner, norm, may_enclose=may_enclose)
+        return opening(self.view, encoded, framing, state.tuner, norm, self.weight, may_enclose=may_enclose)
 
     def _framing(self, encoded: Encoded) -> Framing:
         state, view = self.state, self.view

@@ -43,6 +43,7 @@ def state_of(outer: OuterState, *, undecided_round: int | None) -> dict[str, Any
         "undecided_round": undecided_round,
         "settings": vars(outer.settings).copy(),
         "round": outer.rounds_done,
+        "weight": outer.weight,
         "anchor": outer.anchor,
         "momentum": outer.momentum,
         "residual": outer.residual,
@@ -154,6 +155,7 @@ def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
         for _, mine, saved in _tensors(outer, state):
             mine.copy_(saved)
         outer.rounds_done = int(state["round"])
+        outer.weight = float(state.get("weight", 1.0))
         outer.took_part = dict(state.get("took_part", {}))
         outer.sent_bytes = int(state.get("sent_bytes", 0))
         outer.anchor_incomplete = False

@@ -17,7 +17,7 @@ from typing import ClassVar, Self
 from ..errors import WireError
 
 MAGIC = b"LOCO"
-VERSION = 10
+VERSION = 11
 
 # magic, version, kind, site, round, CRC
 _OPENING = struct.Struct("<4s B B H I I")
@@ -32,6 +32,9 @@ def fp32_bits(value: float) -> int:
 
 def fp32_of(bits: int) -> float:
     return struct.unpack("<f", bits.to_bytes(4, "little"))[0]
+
+
+ONE = fp32_bits(1.0)
 
 
 class Kind(IntEnum):
@@ -110,25 +113,27 @@ class Announcement(Record):
     codec_time_ratio: how long an entry takes in one codec, over another (`exchange/codec_choice.py`).
     enclosed_bytes: of the frame of all its entries, if they are few and follow in the same message; else 0.
     norm_bits: its update's norm, as an FP32's bits.
+    weight_bits: that site's weight, as an FP32's bits.
+    sums_bits: the bytes that it expects the sums over all sites to take, as an FP32's bits.
     numel: elements of the vector.
     entries: that it will send.
     payload_bytes: what it expects them to take.
-    sums_bytes: what it expects the sums over all sites to take.
     digest: of its θ before the round.
     """
 
     KINDS = (Kind.ANNOUNCEMENT,)
-    NUMBERS = struct.Struct("<B b H I Q Q Q Q Q")
+    NUMBERS = struct.Struct("<B b H I I I Q Q Q Q")
 
     kind: Kind = Kind.ANNOUNCEMENT
     codec: int = 0
     codec_time_ratio: int = 0
     enclosed_bytes: int = 0
     norm_bits: int = 0
+    weight_bits: int = ONE
+    sums_bits: int = 0
     numel: int = 0
     entries: int = 0
     payload_bytes: int = 0
-    sums_bytes: int = 0
     digest: int = 0
 
 

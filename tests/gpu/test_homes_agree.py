@@ -94,12 +94,17 @@ def same(got: Tensor | None, expected: Tensor | None) -> None:
 
 
 def check_encode(
-    home: Any, anchor: Tensor, weights: list[Tensor], residual: Tensor | None, gate: Gate | None
+    home: Any,
+    anchor: Tensor,
+    weights: list[Tensor],
+    residual: Tensor | None,
+    gate: Gate | None,
+    factor: float = 1.0,
 ) -> Encoded:
     inputs = [anchor, *weights, *([] if residual is None else [residual])]
     before = [t.clone() for t in inputs]
-    expected = reference.encode(anchor, weights, residual, gate)
-    got = home.encode(anchor, weights, residual, gate)
+    expected = reference.encode(anchor, weights, residual, gate, factor)
+    got = home.encode(anchor, weights, residual, gate, factor)
     assert got[1:] == expected[1:]
     for ours, theirs in zip(got.entries, expected.entries, strict=True):
         same(ours, theirs)
@@ -134,8 +139,8 @@ def check_apply(
         same(ours, theirs)
 
 
-def step(sites: int = 1, mu: float = 0.9, *, nesterov: bool = True) -> OuterStep:
-    return OuterStep(num_sites=sites, lr=0.7, momentum=mu, nesterov=nesterov)
+def step(divisor: float = 1, mu: float = 0.9, *, nesterov: bool = True, factor: float = 1.0) -> OuterStep:
+    return OuterStep(divisor=divisor, factor=factor, lr=0.7, momentum=mu, nesterov=nesterov)
 
 
 @pytest.mark.check(ALL_VALUES, sample=r"(?!16895|.*triton-int).*|(0|257)-triton-int.*")
@@ -143,10 +148,11 @@ def step(sites: int = 1, mu: float = 0.9, *, nesterov: bool = True) -> OuterStep
 def test_a_round_at_every_edge(home: Any, n: int) -> None:
     anchor, weights, residual = state(n)
     pieces = whole(weights)
-    own = check_encode(home, anchor, pieces, residual, Gate()).entries
+    own = check_encode(home, anchor, pieces, residual, Gate(), 1.37).entries
     check_encode(home, anchor, pieces, residual, None)
     contributions = [some(n, 0.12, 5), own, Entries.whole(normal(n, 6, 1e-5))]
-    check_apply(home, anchor, normal(n, 7, 1e-5), pieces, residual, own, contributions, step(3))
+    outer = step(3.3, factor=1.37)
+    check_apply(home, anchor, normal(n, 7, 1e-5), pieces, residual, own, contributions, outer)
     for returned in (some(n, 0.3, 8), Entries.none(n, own.values.device)):
         check_apply(home, anchor, None, pieces, residual, own, [own], step(2, 0.0), returned)
     home.write_weights(anchor, pieces)
@@ -163,7 +169,7 @@ def test_gates_and_densities(home: Any, gate: Gate | None, gain: float, keeps: b
     if gate is not None:
         gate = Gate(dtype=gate.dtype, gain=gain)
     pieces = whole(weights, BF16 if keeps else FP32)
-    entries = check_encode(home, anchor, pieces, residual if keeps else None, gate).entries
+    entries = check_encode(home, anchor, pieces, residual if keeps else None, gate, 0.73).entries
     density = entries.values.numel() / 1600
     assert density == 1 if gate is None else density < 1e-2 or gain > 1e-6
     if gate is not None and gain == 1e9:
@@ -195,9 +201,9 @@ def test_pieces_of_any_dtype_anywhere(home: Any, dtypes: list[torch.dtype], piec
         sizes = np.diff(ends, prepend=0, append=n).tolist()
     anchor, weights, residual = state(n)
     parts = cut(weights, sizes, dtypes, pad=0 if pieces in ("one", "aligned") else 3)
-    own = check_encode(home, anchor, parts, residual, Gate()).entries
-    check_encode(home, anchor, parts, residual, None)
-    check_apply(home, anchor, normal(n, 7, 1e-5), parts, residual, own, [own], step())
+    own = check_encode(home, anchor, parts, residual, Gate(), 1.37).entries
+    check_encode(home, anchor, parts, residual, None, 1.37)
+    check_apply(home, anchor, normal(n, 7, 1e-5), parts, residual, own, [own], step(factor=1.37))
     expected = [p.clone() for p in parts]
     reference.write_weights(anchor, expected)
     home.write_weights(anchor, parts)

@@ -23,7 +23,7 @@ if sys.argv[4] == "streamed":
     kernels._home_of = lambda *_: streamed
 entries = home.encode(state.anchor, state.weights, state.residual, Gate()).entries
 own = _bytes(entries)
-outer = OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
+outer = OuterStep(divisor=1, lr=0.7, momentum=0.9, nesterov=True)
 apply = lambda: home.apply(
     state.anchor, state.momentum, state.weights, state.residual, entries, [entries], outer)
 encode = lambda: home.encode(state.anchor, state.weights, state.residual, Gate())

@@ -126,7 +126,7 @@ def test_an_apply_reads_and_writes_the_state_once(sites: int) -> None:
     anchor, weights, residual = state(3e-6, torch.float32)
     own = home.encode(anchor, [weights], residual, Gate()).entries
     payload = ENTRY * own.values.numel() / N + 8 / 256
-    outer = OuterStep(num_sites=sites, lr=0.7, momentum=0.9, nesterov=True)
+    outer = OuterStep(divisor=sites, lr=0.7, momentum=0.9, nesterov=True)
     with counted() as traffic:
         home.apply(anchor, torch.zeros(N), [weights], residual, own, [own] * sites, outer)
     print(f"apply, {sites} sites: {traffic['apply_kernel']}")
@@ -140,7 +140,7 @@ def test_an_apply_reads_and_writes_the_state_once(sites: int) -> None:
 def test_a_dense_apply_touches_nothing_it_need_not() -> None:
     anchor, weights, _ = state(3e-6, torch.bfloat16)
     mean = Entries.whole(torch.zeros(N))
-    outer = OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
+    outer = OuterStep(divisor=1, lr=0.7, momentum=0.9, nesterov=True)
     with counted() as traffic:
         home.apply(anchor, torch.zeros(N), [weights], None, mean, [mean], outer)
     assert traffic["apply_kernel"].loaded == pytest.approx(4 + 4 + 4, abs=0.1)
@@ -166,7 +166,7 @@ def test_scratch_is_below_half_a_byte_per_parameter(
     assert 0 < taken < 0.5
     own = home.encode(anchor, [weights], residual, Gate()).entries
     momentum = torch.zeros(N)
-    outer = OuterStep(num_sites=2, lr=0.7, momentum=0.9, nesterov=True)
+    outer = OuterStep(divisor=2, lr=0.7, momentum=0.9, nesterov=True)
     given += [momentum, own.starts, own.offsets, own.values]
     apply = lambda: home.apply(anchor, momentum, [weights], residual, own, [own, own], outer)  # noqa: E731
     taken = scratch_bytes(apply, lambda _: [], given) / N

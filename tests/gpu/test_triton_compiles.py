@@ -50,7 +50,7 @@ def apply(
     sparse = Entries.at(torch.arange(0), torch.zeros(0), anchor.numel())
     kinds = {"s": sparse, "w": Entries.whole(torch.zeros_like(anchor))}
     momentum, residual = (torch.zeros_like(anchor) if wanted else None for wanted in (mu, keeps))
-    outer = OuterStep(num_sites=2, lr=0.7, momentum=mu, nesterov=True)
+    outer = OuterStep(divisor=2, lr=0.7, momentum=mu, nesterov=True)
     contributions = [kinds[kind] for kind in mix]
     return record(lambda: home.apply(anchor, momentum, weights, residual, sparse, contributions, outer))
 

@@ -84,7 +84,7 @@ def test_slots_are_not_taken_again_too_early() -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     pieces = (anchor - 3e-6 * torch.randn(numel, generator=generator)).split(99_991)
     residual = 3e-6 * torch.randn(numel, generator=generator)
-    outer = kernels.OuterStep(num_sites=1, lr=0.7, momentum=0.9, nesterov=True)
+    outer = kernels.OuterStep(divisor=1, lr=0.7, momentum=0.9, nesterov=True)
     home = kernels.home("cpu")
     results = []
     for device in ("cpu", "cuda"):

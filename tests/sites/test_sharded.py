@@ -81,6 +81,6 @@ def test_two_sites_of_two_shards_equal_two_sites_that_are_not_divided(name: str)
             keeps_e = "kind" not in case or "overlap" in case  # what is sent may come back
             assert held == (12 if keeps_e else 8) * numel
             # A norm and two votes travel inside the site; no weights and no θ.
-            assert reports[-1].site_bytes == 8 + 2 * 64
+            assert reports[-1].site_bytes == 12 + 2 * 64
             assert reports[-1].update_norms == pytest.approx(alone.update_norms, rel=1e-6)
         assert sum(reports[-1].entries for _, _, reports in pair) == alone.entries > 0

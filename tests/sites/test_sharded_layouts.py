@@ -46,7 +46,7 @@ def test_a_site_of_two_replicas_of_two_shards_equals_one_rank(kind: str) -> None
         # Each element of the model counts once, however many ranks hold it.
         assert report.update_norms == pytest.approx(expected[0][1].update_norms, rel=1e-6)
         # Digests of two pairs of replicas and of what all four hold, a norm; refusals and votes.
-        assert report.site_bytes == 3 * (3 * 8 + 8 + 2 * 64)
+        assert report.site_bytes == 3 * (3 * 8 + 12 + 2 * 64)
 
 
 class Steps(torch.optim.Optimizer):

@@ -81,8 +81,8 @@ def test_two_sites_of_two_ranks_equal_two_sites_of_one(kind: str, chunk: int) ->
         part = slice(0, half) if rank % 2 == 0 else slice(half, numel)
         np.testing.assert_array_equal(mine.pop("weights"), whole["weights"])
         assert_same(mine, {name: whole[name][part] for name in mine})
-        # Inside the site: a digest of the weights, a refusal, a vote, half of the anchor (the larger one).
-        assert result["report"].site_bytes == 16 + 2 * 64 + 4 * half
+        # In a site: a digest, a norm and a weight; a refusal, a vote, half of the anchor (the larger one).
+        assert result["report"].site_bytes == 20 + 2 * 64 + 4 * half
     for which in (0, 1):
         pair = [ranks[2 * which + place]["report"] for place in (0, 1)]
         assert sum(report.numel for report in pair) == numel
@@ -119,6 +119,25 @@ def test_a_site_whose_ranks_drift_apart_is_named_everywhere() -> None:
     for (kind, text), before, after in run_ranks(4, no_ddp):
         assert kind == "ReplicaError"
         assert text.startswith("round 1, site 1: its ranks hold different weights. Wrap the model")
+        assert_same(before, after)
+
+
+def no_weight(rank: int) -> tuple[tuple[str, str], Snapshot, Snapshot]:
+    topology = loco.Topology(ranks_per_site=2)
+    model = net()
+    optimizer = build(model, "PulseLoCo", topology)
+    gradient_step(model, optimizer, batch=0, step=0)
+    if rank == 3:
+        optimizer.weight = 3
+    before = snapshot(optimizer)
+    return error_of(optimizer.sync), before, snapshot(optimizer)
+
+
+def test_ranks_of_a_site_that_count_differently_are_refused() -> None:
+    for rank, ((kind, text), before, after) in enumerate(run_ranks(4, no_weight)):
+        assert kind == ("PeerError" if rank < 2 else "ValueError")
+        told = "round 1, site 1 failed" if rank < 2 else "the ranks of this site set its weight to 1, 3: set"
+        assert text.startswith(told)
         assert_same(before, after)
 
 

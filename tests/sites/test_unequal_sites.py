@@ -1,5 +1,8 @@
-"""Sites that are not equally quick: each makes a number of inner steps of its own in a round."""
+"""Sites that are not alike: each makes a number of inner steps of its own in a round, and counts by its own
+weight."""
 
+import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,11 @@ CASES = [
     Case("PulseLoCo", value_steps=16, sums_margin=0.5, bf16=True),
     Case("DiLoCo"),
 ]
+KINDS = list(product(CASES, (False, True), (False, True)))  # whether rounds overlap, and sites have weights
+
+
+def weight(site: int, round: int) -> float:
+    return (0.3, 1.0, 2.7)[(site + round) % 3]
 
 
 def built(rank: int, case: Case, overlap: bool, steps: Any) -> Any:
@@ -28,24 +36,28 @@ def built(rank: int, case: Case, overlap: bool, steps: Any) -> Any:
 
 def run_library(rank: int) -> list[dict[str, Any]]:
     ends = []
-    for case in CASES:
-        for overlap in (False, True):
-            optimizer = built(rank, case, overlap, STEPS)
-            assert optimizer.sync_every == STEPS[rank]
-            for _ in range(ROUNDS * STEPS[rank]):
+    for case, overlap, has_weights in KINDS:
+        optimizer = built(rank, case, overlap, STEPS)
+        assert optimizer.sync_every == STEPS[rank]
+        for round in range(ROUNDS):
+            if has_weights:
+                optimizer.weight = weight(rank, round)
+            for _ in range(STEPS[rank]):
                 optimizer.step()
-            if overlap:
-                optimizer.sync()
-            ends.append(snapshot(optimizer))
+        if overlap:
+            optimizer.sync()
+        ends.append(snapshot(optimizer))
     return ends
 
 
 def test_each_site_makes_its_own_number_of_steps_and_the_bits_are_the_specifications() -> None:
     told = run_ranks(3, run_library)
-    for number, (case, overlap) in enumerate((case, overlap) for case in CASES for overlap in (False, True)):
+    for number, (case, overlap, has_weights) in enumerate(KINDS):
         paper = OverlappedPaper(**paper_of(case, 3))
         made = [0, 0, 0]
-        for _ in range(ROUNDS):
+        for round in range(ROUNDS):
+            if has_weights:
+                paper.counts = [weight(site, round) for site in range(3)]
             weights = []
             for site, began in enumerate(paper.began if overlap else [paper.cast(paper.anchor)] * 3):
                 w = began
@@ -65,6 +77,28 @@ def test_each_site_makes_its_own_number_of_steps_and_the_bits_are_the_specificat
             if "residual" in ends[number]:
                 expected["residual"] = paper.residuals[site]
             assert_same(ends[number], {name: bits(vector) for name, vector in expected.items()})
+
+
+def resumed(rank: int) -> list[dict[str, Any]]:
+    """With a round in flight, which is sent again with the weight that it had."""
+    optimizer = built(rank, CASES[1], True, 1)
+    optimizer.weight = weight(rank, 0)
+    optimizer.step()
+    optimizer.weight = weight(rank, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = built(rank, CASES[1], True, 1)
+    again.load_state_dict(saved)
+    assert again.weight == optimizer.weight
+    for one in (optimizer, again):
+        one.inner.count = 1
+        one.step()
+        one.sync()
+    return [snapshot(optimizer), snapshot(again)]
+
+
+def test_a_weight_stays_with_the_round_that_was_sent_with_it() -> None:
+    for ends in run_ranks(3, resumed):
+        assert_same(*ends)
 
 
 def refused(rank: int) -> list[tuple[str, str]]:

@@ -50,6 +50,8 @@ pytestmark = pytest.mark.usefixtures("single_site")
         ({"value_steps": 12}, "value_steps must be None or a power of two from 1 to 256, got 12"),
         ({"value_steps": 512}, "value_steps must be None or a power of two from 1 to 256, got 512"),
         ({"value_steps": "16"}, "value_steps must be None or a power of two from 1 to 256, got '16'"),
+        ({"weight": 0}, "weight must be > 0 and finite in FP32, got 0"),
+        ({"weight": float("nan")}, "weight must be > 0 and finite in FP32, got nan"),
         (
             {"gate": "open", "gate_margin": 0.25},
             'gate="open" sends every entry exactly, so gate_margin must be 0, got 0.25: leave it out',

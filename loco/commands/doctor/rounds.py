@@ -13,7 +13,7 @@ from ...exchange.stream import AHEAD
 from ...exchange.tuning import predicted_bytes
 from ...wire.codecs import FAST
 from ...wire.framing import Frames, slices_of
-from ...wire.records import Announcement
+from ...wire.records import Announcement, fp32_bits
 from .links import Points, rate_of
 from .methods import Method
 from .work import Work
@@ -81,7 +81,7 @@ def _in_code(method: Method, wire: str, numel: int, sites: int, costs: Costs, wo
         numel=numel,
         entries=round(entries * numel),
         payload_bytes=round(payload * numel),
-        sums_bytes=round(sums * numel),
+        sums_bits=fp32_bits(sums * numel),
     )
     by_exchange = predicted_bytes([announced] * sites)
     exchange = "dense" if method.is_dense else min(by_exchange, key=lambda name: by_exchange[name])

@@ -88,7 +88,7 @@ def _measure(method: Method, device: torch.device, numel: int) -> Work:
     anchor = anchor.to(device)
     momentum = torch.zeros_like(anchor) if method.settings.get("outer_momentum", 0.9) else None
     residual = None if method.gate is None else torch.zeros_like(anchor)
-    outer = OuterStep(num_sites=2, lr=0.0, momentum=0.9 if momentum is not None else 0.0, nesterov=True)
+    outer = OuterStep(divisor=2, lr=0.0, momentum=0.9 if momentum is not None else 0.0, nesterov=True)
 
     encoded = kernels.encode(anchor, weights, residual, method.gate)
     encode = _seconds(lambda: kernels.encode(anchor, weights, residual, method.gate))

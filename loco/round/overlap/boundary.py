@@ -1,7 +1,7 @@
 """Where two overlapped rounds meet: the one that has come is applied, the next one is sent off.
 
     1. m, θ = the outer step of the round that has come; what it returned goes into e
-    2. Δ = float(ŵ) − float(w)          ŵ: what w was set to at the boundary before
+    2. Δ = c·(float(ŵ) − float(w))      ŵ: what w was set to at the boundary before
     3. s = Δ + e, which is gated as ever against the new θ; v is sent
     4. e = s − v
     5. ŵ = w = cast(θ − β·v)            what is on its way stays in the weights of its site
@@ -17,8 +17,6 @@ from loco.kernels import Entries, OuterStep
 from ..outer_state import OuterState
 from ..round import Round
 
-_STILL = OuterStep(num_sites=1, lr=0.0, momentum=0.0, nesterov=False)
-
 
 @torch.no_grad()
 def cross(state: OuterState, come: Round | None) -> None:
@@ -32,11 +30,12 @@ def cross(state: OuterState, come: Round | None) -> None:
     """
     if come is None:
         with state.rewriting():
-            _pass(state, None, _STILL, sends=True)
+            still = OuterStep(divisor=1, factor=state.weight, lr=0.0, momentum=0.0, nesterov=False)
+            _pass(state, None, still, sends=True)
             state.on_its_way = state.rounds_done + 1
             state.lacks_slices = len(state.part.slices) > 1
         return
-    with come.applying() as step:
+    with come.applying(state.weight) as step:
         come.residual_norm = _pass(state, come, step, sends=True)
         state.on_its_way = come.number + 1
 
@@ -44,7 +43,7 @@ def cross(state: OuterState, come: Round | None) -> None:
 @torch.no_grad()
 def land(state: OuterState, come: Round) -> None:
     """Apply a round that has come before any inner step was made: w = cast(θ)."""
-    with come.applying() as step:
+    with come.applying(state.weight) as step:
         come.residual_norm = _pass(state, come, step, sends=False)
         state.ahead, state.on_its_way = None, 0
 
@@ -74,5 +73,6 @@ def _pass(state: OuterState, come: Round | None, step: OuterStep, *, sends: bool
     with state.parameters.pieces(state.start, state.stop, write=True) as weights:
         outer = state.anchor, momentum, weights, residual
         outer += sent, contributions, step, state.gate, beta
+        state.sent_weight = step.factor
         state.ahead, norm = kernels.cross(*outer, returned=returned, sends=sends)
     return norm

@@ -309,7 +309,8 @@ class OverlappedRounds:
         def run() -> Landing:
             if served is not None:
                 views.serve(served)
-            how = {"encode": encode, "copies": lambda: copies, "hooks": self._hooks, "number": number}
+            how = {"encode": encode, "copies": lambda: copies, "hooks": self._hooks}
+            how |= {"number": number, "weight": state.sent_weight}
             return travel(views, partial(Round, self._state, wire=self._wire, **how), self._advice)
 
         self._flights.append(Flight(run))
@@ -334,7 +335,7 @@ class OverlappedRounds:
         if state.lacks_slices or is_applied or 0 < self._crossing == state.on_its_way:
             raise not_shared(state.rounds_done)
         sent = None if state.ahead is None else state.ahead.entries._asdict()
-        return {"ahead": sent, "in_flight": state.on_its_way > 0}
+        return {"ahead": sent, "sent_weight": state.sent_weight, "in_flight": state.on_its_way > 0}
 
     def take_over(self, own: dict[str, Any]) -> None:
         """Go on from `own_state`, whose other parts are loaded; `finish` sends off what was in flight."""
@@ -342,6 +343,7 @@ class OverlappedRounds:
         if saved is None:
             return
         state.ahead = Encoded(Entries(**saved).to(state.device), kernels.digest(state.anchor), -1)
+        state.sent_weight = float(own.get("sent_weight", 1.0))
         if own.get("in_flight"):
             state.on_its_way = state.rounds_done + 1
             self._problem, self._copies = None, digests_of_copies(state.parameters, state.part)

@@ -38,7 +38,7 @@ def test_noise_is_rounds_of_the_library_and_the_same_every_time() -> None:
         assert kernels.reference.visible(known.anchor[where], entries.values, Gate()).all()
     # One round more is what these entries do to θ.
     anchor, momentum = known.anchor.clone(), known.momentum.clone()
-    outer = OuterStep(num_sites=4, lr=0.7, momentum=0.9, nesterov=True)
+    outer = OuterStep(divisor=4, lr=0.7, momentum=0.9, nesterov=True)
     kernels.apply(anchor, momentum, [anchor.clone()], None, sites[0], sites, outer)
     again = simulate(3000, 1e-6, rounds=4).known
     assert again.momentum is not None

@@ -79,7 +79,7 @@ def after_rounds(
     anchor, momentum = 0.02 * torch.randn(n, generator=noise), torch.zeros(n)
     inner, residuals = torch.zeros(sites, n), torch.zeros(sites, n)
     weight, gradient, sent = torch.empty(n), torch.empty(n), []
-    outer = OuterStep(num_sites=sites, lr=0.7, momentum=0.9, nesterov=True)
+    outer = OuterStep(divisor=sites, lr=0.7, momentum=0.9, nesterov=True)
     for last in [False] * rounds + [True]:
         sent.clear()
         trained: list[Tensor] = []

@@ -65,11 +65,14 @@ class Paper:
     value_steps: int | None = None
     sums_margin: float | None = None
     dense: bool = False
+    counts: list[float] = field(init=False)  # c, of each site; to be changed between rounds
+    sent_counts: list[float] = field(init=False)  # of the round that is applied next
     momentum: np.ndarray = field(init=False)
     residuals: list[np.ndarray] = field(init=False)
     sums: np.ndarray = field(init=False)  # of the latest round, before small ones go back
 
     def __post_init__(self) -> None:
+        self.counts = self.sent_counts = [1.0] * self.sites
         self.momentum = np.zeros_like(self.anchor)
         self.residuals = [np.zeros_like(self.anchor) for _ in range(self.sites)]
 
@@ -84,8 +87,9 @@ class Paper:
 
     def round(self, weights: list[np.ndarray]) -> list[int]:
         """One round after the inner steps left `weights`, one vector a site -> entries each site sent."""
-        theta = self.anchor
-        updates = [(self.cast(theta) - w) + e for w, e in zip(weights, self.residuals, strict=True)]
+        began = self.cast(self.anchor)
+        updates = [self.update(site, began - w) for site, w in enumerate(weights)]
+        self.sent_counts = self.counts
         chosen = [self.chosen(s) for s in updates]
         for site, (s, (send, v)) in enumerate(zip(updates, chosen, strict=True)):
             self.residuals[site] = np.where(send, s - v, s)
@@ -96,6 +100,9 @@ class Paper:
             self.residuals[site][back] = s[back] - (left[back] - self.sums[back])
         self.outer_step(total)
         return [int(send.sum()) for send, _ in chosen]
+
+    def update(self, site: int, moved: np.ndarray) -> np.ndarray:
+        return F32(self.counts[site]) * moved + self.residuals[site]
 
     def chosen(self, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What a site sends of s: where, and which values."""
@@ -124,7 +131,7 @@ class Paper:
         return total, [small & (self.owner == site) for site in range(self.sites)]
 
     def outer_step(self, total: np.ndarray) -> None:
-        g = total / F32(self.sites)
+        g = total / F32(sum(map(F32, self.sent_counts), np.float64(0)))
         lr, mu = F32(self.lr), F32(self.mu)
         self.momentum = mu * self.momentum + g
         if self.mu == 0:
@@ -155,10 +162,11 @@ class OverlappedPaper(Paper):
     def boundary(self, weights: list[np.ndarray]) -> None:
         self.land()
         self.flying = [self.sends(site, w) for site, w in enumerate(weights)]
+        self.sent_counts = self.counts
 
     def sends(self, site: int, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """-> v of one site, and where it has one; with this θ."""
-        s = (self.began[site] - w) + self.residuals[site]
+        s = self.update(site, self.began[site] - w)
         send, v = self.chosen(s)
         self.residuals[site] = np.where(send, s - v, s)
         self.began[site] = self.cast(np.where(send, self.anchor - F32(self.beta) * v, self.anchor))

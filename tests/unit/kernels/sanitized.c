@@ -7,11 +7,12 @@
 #include <string.h>
 
 int64_t loco_encode(int64_t, const float *, const float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
-                    int, float, float, int, int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *);
+                    float, int, float, float, int, int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *);
 double loco_apply(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
-                  int64_t, const void *, float, float, float, int, int);
+                  int64_t, const void *, float, float, float, float, int, int);
 int64_t loco_cross(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int,
-                   int64_t, int64_t, const void *, float, float, float, int, float, int, int, float, float, int, int,
+                   int64_t, int64_t, const void *, float, float, float, float, int, float, int, int, float, float, int,
+                   int,
                    int64_t *, uint8_t *, float *, uint64_t *, int64_t *, double *);
 int64_t loco_first_changed(int64_t, const float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int,
                            const void *, float, int);
@@ -157,7 +158,7 @@ static void round_of(int64_t n, int gate, int thrifty, int gathers, int has_resi
         residual[i] = number(1e-4f, wild);
         momentum[i] = number(1e-4f, wild);
     }
-    int64_t k = loco_encode(n, anchor, has_residual ? residual : NULL, count, address, start, dtype, gate, 1.0f,
+    int64_t k = loco_encode(n, anchor, has_residual ? residual : NULL, count, address, start, dtype, 1.5f, gate, 1.0f,
                             thrifty ? 0.25f : 0.0f, thrifty ? 16 : 0, threads, starts, offsets, values, &digest,
                             &first_bad);
     if (k < 0 || k > n) abort();
@@ -174,7 +175,7 @@ static void round_of(int64_t n, int gate, int thrifty, int gathers, int has_resi
     for (int r = 0; r <= gathers + 1; r++) memcpy(entries + 3 * r, own, 24);
     if (mu) memset(entries + 3, 0, 24);  /* nothing is returned */
     loco_apply(n, anchor, mu ? momentum : NULL, has_residual ? residual : NULL, count, address, start, dtype, gathers,
-               entries, (float)gathers, 0.7f, 0.9f, mu == 2, threads);
+               entries, 1.5f, (float)gathers, 0.7f, 0.9f, mu == 2, threads);
     if (!wild) note(anchor, bytes), note(residual, bytes), note(momentum, bytes);
     loco_write_weights(n, anchor, count, address, start, dtype, threads);
     if (has_residual && gate) {  /* a boundary of overlapped rounds: v was sent, rounds have come, more is sent */
@@ -184,7 +185,7 @@ static void round_of(int64_t n, int gate, int thrifty, int gathers, int has_resi
         float *next = malloc(bytes);
         double squares;
         k = loco_cross(n, anchor, mu ? momentum : NULL, residual, count, address, start, dtype, 1, gathers, 1, entries,
-                       (float)gathers, 0.7f, 0.9f, mu == 2, 1.0f, 1, gate, 1.0f, thrifty ? 0.25f : 0.0f,
+                       1.5f, (float)gathers, 0.7f, 0.9f, mu == 2, 1.0f, 1, gate, 1.0f, thrifty ? 0.25f : 0.0f,
                        thrifty ? 16 : 0, threads, next_starts, next_offsets, next, &digest, &first_bad, &squares);
         if (k < 0 || k > n) abort();
         if (!wild) note(&digest, 8), note(next, 4 * (size_t)k), note(anchor, bytes), note(residual, bytes);

@@ -20,7 +20,7 @@ from loco import kernels
 from loco.kernels import Gate, OuterStep, Streamed, cpu, reference
 from loco.kernels.cpu import build, library
 
-OUTER = OuterStep(num_sites=1, lr=0.7, momentum=0.0, nesterov=True)
+OUTER = OuterStep(divisor=1, lr=0.7, momentum=0.0, nesterov=True)
 PROGRAM = """
 import sys, torch
 from loco import kernels

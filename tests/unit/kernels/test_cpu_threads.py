@@ -32,7 +32,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int, gain: float) ->
     flat[100_000::200_000] = float("inf") if gain == 0.1 else 0.0
     pieces = list(flat.split([NUMEL // 3, 1, NUMEL - NUMEL // 3 - 1]))
     residual = 3e-6 * torch.randn(NUMEL)
-    gate, outer = Gate(gain=gain), OuterStep(num_sites=3, lr=0.7, momentum=0.9, nesterov=True)
+    gate, outer = Gate(gain=gain), OuterStep(divisor=3, lr=0.7, momentum=0.9, nesterov=True)
     torch.set_num_threads(threads)
     mine = home.encode(anchor, pieces, residual, gate)
     theirs = reference.encode(anchor, pieces, residual, gate)
@@ -70,7 +70,7 @@ def test_a_dense_round_of_a_vector_that_no_cache_keeps(build: str, cut: int) -> 
     anchor, m = 0.02 * torch.randn(numel), 1e-5 * torch.randn(numel)
     flat = anchor - 3e-6 * torch.randn(numel)
     pieces = [flat] if not cut else [flat[:cut], flat[cut : 2 * cut].bfloat16(), flat[2 * cut :]]
-    outer = OuterStep(num_sites=2, lr=0.7, momentum=0.9, nesterov=True)
+    outer = OuterStep(divisor=2, lr=0.7, momentum=0.9, nesterov=True)
     found = []
     for ops in (home, reference):
         own = ops.encode(anchor, pieces, None, None)

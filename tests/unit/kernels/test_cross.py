@@ -11,7 +11,7 @@ from torch import Tensor
 from loco.kernels import BLOCK, Entries, Gate, OuterStep, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STEP = OuterStep(num_sites=3, lr=0.7, momentum=0.9, nesterov=True)
+STEP = OuterStep(divisor=3.3, factor=1.37, lr=0.7, momentum=0.9, nesterov=True)
 GATES = {
     "bf16": Gate(),
     "fp8, economies": Gate(dtype=torch.float8_e4m3fn, gain=2.0, margin=0.4, value_steps=8),
@@ -96,7 +96,7 @@ def test_what_is_returned_is_in_e_before_anything_else(home: Any) -> None:
     same_bits(*found)
 
 
-STILL = OuterStep(num_sites=1, lr=0.0, momentum=0.0, nesterov=False)
+STILL = OuterStep(divisor=1, lr=0.0, momentum=0.0, nesterov=False)
 
 
 @pytest.mark.parametrize("home", builds())

@@ -25,7 +25,7 @@ NUMBERS = st.builds(
 )
 ECONOMIES = [(0.25, None), (0.0, 16), (0.25, 16), (0.0, 2), (1.0, 256), (0.5, 1)]
 LARGEST = np.finfo(np.float32).max
-PLAIN = OuterStep(num_sites=1, lr=1.0, momentum=0.0, nesterov=False)
+PLAIN = OuterStep(divisor=1, lr=1.0, momentum=0.0, nesterov=False)
 
 
 def rounded(theta: float, s: float, value_steps: int) -> float:

@@ -83,19 +83,20 @@ def test_what_is_returned_stays_in_the_residual_too(gain: float) -> None:
     ("n", "chunk"), [(0, 64), (1, 1), (63, 1), (63, 64), (1003, 64), (1003, 1003), (1003, 1 << 18)]
 )
 @pytest.mark.parametrize("gain", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("factor", [1.0, 0.37])
 def test_unsent_mass_stays_in_the_residual(
-    n: int, chunk: int, gain: float, monkeypatch: pytest.MonkeyPatch
+    n: int, chunk: int, gain: float, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent plus new residual is s, bit for bit; the gains make the density 0, partial and (nearly) 1."""
     monkeypatch.setattr(reference, "CHUNK", chunk)
     anchor, weights, residual = state(n)
-    s = ((anchor - weights) + residual).numpy()
+    s = ((anchor - weights) * factor + residual).numpy()
     cut = n // 3
     pieces = [weights[:cut].clone(), weights[cut:cut], weights[cut:].clone()]
-    encoded = kernels.encode(anchor, pieces, residual, Gate(gain=gain))
+    encoded = kernels.encode(anchor, pieces, residual, Gate(gain=gain), factor)
     sent = encoded.entries
     before = residual.clone()
-    norm = kernels.apply(anchor.clone(), None, pieces, residual, sent, [sent], outer(1))
+    norm = kernels.apply(anchor.clone(), None, pieces, residual, sent, [sent], outer(1, factor))
     rebuilt = residual.numpy().copy()
     assert norm == pytest.approx(float(np.linalg.norm(rebuilt.astype(np.float64))))  # any order of the sum
     assert not rebuilt[sent.indices().numpy()].any()
@@ -170,7 +171,7 @@ def test_apply_sums_in_site_order_and_divides_by_sites(n: int, mu: float, nester
     expected = anchor.numpy() - np.float32(0.7) * direction
 
     momentum = torch.from_numpy(m.copy()) if mu else None
-    step = OuterStep(num_sites=4, lr=0.7, momentum=mu, nesterov=nesterov)
+    step = OuterStep(divisor=4, lr=0.7, momentum=mu, nesterov=nesterov)
     low = weights.bfloat16()
     kernels.apply(anchor, momentum, [low], None, contributions[2], contributions, step)
     np.testing.assert_array_equal(bits(anchor), bits(expected))
@@ -235,5 +236,5 @@ def test_a_digest_as_text_has_all_its_digits() -> None:
     assert kernels.digest_hex(torch.tensor([0x1234], dtype=torch.int32)) == "0000000000001234"
 
 
-def outer(sites: int) -> OuterStep:
-    return OuterStep(num_sites=sites, lr=1.0, momentum=0.0, nesterov=False)
+def outer(sites: int, factor: float = 1.0) -> OuterStep:
+    return OuterStep(divisor=sites, factor=factor, lr=1.0, momentum=0.0, nesterov=False)

@@ -18,7 +18,7 @@ from loco.exchange.codec_choice import (
 from loco.exchange.tuning import ExchangeTuner, is_worth_enclosing, predicted_bytes
 from loco.kernels import Entries
 from loco.wire.codecs import FAST, SPARSE, TIGHT, Codec
-from loco.wire.records import Announcement
+from loco.wire.records import Announcement, fp32_bits
 
 NUMEL = 10_000_000
 
@@ -27,7 +27,7 @@ def announced(density: float, sites: int, entry_bytes: float, spread: float) -> 
     payload = round(NUMEL * density * entry_bytes)
     sums = round(min(NUMEL * density * spread, NUMEL) * entry_bytes)
     return [
-        Announcement(site=k, round=1, numel=NUMEL, payload_bytes=payload, sums_bytes=sums)
+        Announcement(site=k, round=1, numel=NUMEL, payload_bytes=payload, sums_bits=fp32_bits(sums))
         for k in range(sites)
     ]
 
@@ -222,7 +222,9 @@ def test_a_site_that_sends_nothing_or_is_alone_learns_nothing_of_how_long_an_ent
 def test_few_entries_follow_their_announcement_if_that_is_fewer_bytes(
     entries: int, sums: int, sites: int, worth: bool
 ) -> None:
-    mine = Announcement(site=0, round=1, numel=50_000, payload_bytes=2 * entries, sums_bytes=2 * sums)
+    mine = Announcement(
+        site=0, round=1, numel=50_000, payload_bytes=2 * entries, sums_bits=fp32_bits(2 * sums)
+    )
     assert is_worth_enclosing(mine, sites) == worth
 
 

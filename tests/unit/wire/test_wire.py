@@ -149,7 +149,7 @@ def test_malformed_fast_bodies_are_refused_by_name(body: str, entries: int, mess
     ("at", "value", "message"),
     [
         (0, 0x58, "starts with b'XOCO'"),
-        (4, 2, "wire version 2; this site speaks version 10"),
+        (4, 2, "wire version 2; this site speaks version 11"),
         (5, 1, "CRC does not match"),
         (6, 1, "CRC does not match"),
         (14, 1, "CRC does not match"),
@@ -193,7 +193,7 @@ def test_headers_of_something_else_are_refused_by_name(changes: dict[str, Any], 
 RECORDS: list[Record] = [
     Announcement(
         site=3, round=9, codec=2, codec_time_ratio=-7, enclosed_bytes=6, norm_bits=5, numel=1 << 40,
-        entries=7, payload_bytes=8, sums_bytes=9, digest=DIGEST,
+        entries=7, payload_bytes=8, sums_bits=9, weight_bits=10, digest=DIGEST,
     ),
     Vote(site=3, round=9, status=Status.REPLICA, subject=1 << 31, numel=1 << 40, entries=5, sent_bytes=3),
     FrameHeader(
