@@ -76,7 +76,8 @@ def update_of(
         if BF16 & DTYPES:
             if code == BF16:
                 bits = tl.load(_pointer(row, shift, tl.int16, ALIGNED) + local, mask=inside, other=0)
-                update = tl.where(inside, (through_bf16(anchor) - float_of_bf16(bits)) * factor + kept, update)
+                moved = through_bf16(anchor) - float_of_bf16(bits)
+                update = tl.where(inside, moved * factor + kept, update)
         if FP16 & DTYPES:
             if code == FP16:
                 w = tl.load(_pointer(row, shift, tl.float16, ALIGNED) + local, mask=inside, other=0.0)

@@ -127,9 +127,9 @@ def life(
     brought, sent = [0] * outer.anchor.numel(), [0] * outer.anchor.numel()
     encode = kernels.encode
 
-    def watched(anchor: Tensor, weights: Any, residual: Any, gate: Any) -> Any:
+    def watched(anchor: Tensor, weights: Any, residual: Any, gate: Any, factor: float) -> Any:
         nonlocal brought, sent
-        encoded = encode(anchor, weights, residual, gate)
+        encoded = encode(anchor, weights, residual, gate, factor)
         brought = plus(brought, minus(exact(update_now(optimizer)), exact(residual)))
         whole = torch.zeros_like(anchor)
         whole[encoded.entries.indices()] = encoded.entries.values

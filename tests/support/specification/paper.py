@@ -65,14 +65,13 @@ class Paper:
     value_steps: int | None = None
     sums_margin: float | None = None
     dense: bool = False
-    counts: list[float] = field(init=False)  # c, of each site; to be changed between rounds
-    sent_counts: list[float] = field(init=False)  # of the round that is applied next
+    counts: list[float] | None = None  # c, of each site; to be changed between rounds. None: each 1
+    sent_counts: list[float] | None = None  # of the round that is applied next
     momentum: np.ndarray = field(init=False)
     residuals: list[np.ndarray] = field(init=False)
     sums: np.ndarray = field(init=False)  # of the latest round, before small ones go back
 
     def __post_init__(self) -> None:
-        self.counts = self.sent_counts = [1.0] * self.sites
         self.momentum = np.zeros_like(self.anchor)
         self.residuals = [np.zeros_like(self.anchor) for _ in range(self.sites)]
 
@@ -102,7 +101,7 @@ class Paper:
         return [int(send.sum()) for send, _ in chosen]
 
     def update(self, site: int, moved: np.ndarray) -> np.ndarray:
-        return F32(self.counts[site]) * moved + self.residuals[site]
+        return F32(1 if self.counts is None else self.counts[site]) * moved + self.residuals[site]
 
     def chosen(self, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What a site sends of s: where, and which values."""
@@ -131,7 +130,8 @@ class Paper:
         return total, [small & (self.owner == site) for site in range(self.sites)]
 
     def outer_step(self, total: np.ndarray) -> None:
-        g = total / F32(sum(map(F32, self.sent_counts), np.float64(0)))
+        counts = self.sent_counts or [1.0] * self.sites
+        g = total / F32(sum(map(F32, counts), np.float64(0)))
         lr, mu = F32(self.lr), F32(self.mu)
         self.momentum = mu * self.momentum + g
         if self.mu == 0:

@@ -97,7 +97,7 @@ def test_golden_frame() -> None:
     assert body.numpy().tobytes() == GOLDEN_BODY
     raw = header.pack()
     assert len(raw) == RECORD_BYTES == 64
-    assert raw[:12] == b"LOCO" + bytes([10, 3]) + bytes([2, 0, 7, 0, 0, 0])
+    assert raw[:12] == b"LOCO" + bytes([11, 3]) + bytes([2, 0, 7, 0, 0, 0])
     assert raw[16:24] == bytes([1, 0, 0, 0, 0, 0, 0, 0])
     fields = [int.from_bytes(raw[k : k + 8], "little") for k in range(24, 64, 8)]
     checksum = plain_digest(body.numpy().tobytes())
