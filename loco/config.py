@@ -34,7 +34,7 @@ class Settings:
     value_steps: int | None  # V
     outlier_factor: float | None = None
     sums_margin: float | None = None  # F
-    overlap: float | None = None  # β; None: training waits for each round
+    overlap: bool | float | None = None  # once checked: β; None: training waits for each round
     steps_by_site: dict[str, int] | None = None  # H of each, where it differs; `sync_every` is this site's
 
     def __post_init__(self) -> None:
@@ -82,6 +82,11 @@ class Settings:
                     f"none: leave it out (got {self.outlier_factor}), or choose another gate"
                 )
             object.__setattr__(self, "outlier_factor", float(self.outlier_factor))
+        if self.overlap is True:  # as the outer step does with v, if all sites send the same
+            ahead = self.outer_lr * (1 + self.outer_momentum if self.nesterov else 1)
+            object.__setattr__(self, "overlap", ahead)
+        if self.overlap is False:
+            object.__setattr__(self, "overlap", None)
         if self.overlap is not None:
             if not 0 <= _in_fp32(self.overlap) < float("inf"):
                 raise ValueError(

@@ -216,7 +216,8 @@ class PulseLoCo(LowCommunicationOptimizer):
             more than this many times the median of the others'; its update stays in its residual, and
             `last_report.left_out` names it. None leaves no site out.
         overlap: True lets the inner steps go on while a round travels. It is applied one round late: see
-            docs/overlap.md. A number is β, how far each site runs ahead by what it has sent (True: 1).
+            docs/overlap.md. A number is β, how far each site runs ahead by what it has sent; True: as far as
+            the outer step would go, α, with Nesterov α·(1 + μ).
         wire: how entries are coded, which changes no bit of a round: "tight" (about 2.3 bytes each, coded on
             the CPU; always the fewest bytes, for metered links), "fast" (5 bytes), or "auto": the one that
             takes less time, whatever the bytes.
@@ -265,7 +266,7 @@ class PulseLoCo(LowCommunicationOptimizer):
             value_steps=value_steps,
             sums_margin=sums_margin,
             outlier_factor=outlier_factor,
-            overlap=_run_ahead(overlap),
+            overlap=overlap,
         )
         codes = WireConfig.of_entries(wire, exchange, gate=gate)
         super().__init__(inner, settings, topology, codes, weight=weight, offload=offload)
@@ -328,13 +329,6 @@ class DiLoCo(LowCommunicationOptimizer):
             gate_gain=1.0,
             gate_margin=0.0,
             value_steps=None,
-            overlap=_run_ahead(overlap),
+            overlap=overlap,
         )
         super().__init__(inner, settings, topology, WireConfig.of_all(wire), weight=weight, offload=offload)
-
-
-def _run_ahead(overlap: bool | float) -> float | None:
-    """-> β, or None where rounds do not overlap."""
-    if overlap is True or overlap is False:
-        return 1.0 if overlap else None
-    return overlap

@@ -130,6 +130,25 @@ def test_a_site_runs_ahead_by_any_multiple_of_what_it_has_sent() -> None:
     check([(case, beta, {}) for case in some for beta in (0.0, 0.5, 4.0)], 2)
 
 
+@pytest.mark.usefixtures("single_site")
+@pytest.mark.parametrize(
+    ("options", "beta"),
+    [
+        ({}, 0.7 * 1.9),
+        ({"nesterov": False}, 0.7),
+        (loco.SAVING, loco.SAVING["outer_lr"]),
+        ({"overlap": 1}, 1.0),
+        ({"overlap": False}, None),
+    ],
+    ids=str,
+)
+def test_by_default_it_runs_ahead_as_far_as_the_outer_step_goes(
+    options: dict[str, Any], beta: float | None
+) -> None:
+    inner = torch.optim.SGD(small_model().parameters(), lr=1e-6)
+    assert loco.PulseLoCo(inner, **{"overlap": True} | options).settings.overlap == beta
+
+
 def test_every_exchange_and_code_gives_the_same_bits() -> None:
     some = [case for case in CASES if case.kind == "PulseLoCo" and case.sync_every > 1][-3:]
     frames = [{"exchange": way, "wire": wire} for way in ("gather", "owner") for wire in ("fast", "tight")]

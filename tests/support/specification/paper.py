@@ -150,12 +150,14 @@ class OverlappedPaper(Paper):
     flying: what each site has sent and θ lacks.
     """
 
-    beta: float = 1.0
+    beta: float | None = None  # None: as far as the outer step goes
     began: list[np.ndarray] = field(init=False)
     flying: list[tuple[np.ndarray, np.ndarray]] = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.beta is None:
+            self.beta = self.lr * (1 + self.mu) if self.nesterov else self.lr
         self.flying = []
         self.began = [self.cast(self.anchor)] * self.sites
 
