@@ -146,7 +146,8 @@ def test_by_default_it_runs_ahead_as_far_as_the_outer_step_goes(
     options: dict[str, Any], beta: float | None
 ) -> None:
     inner = torch.optim.SGD(small_model().parameters(), lr=1e-6)
-    assert loco.PulseLoCo(inner, **{"overlap": True} | options).settings.overlap == beta
+    given: dict[str, Any] = {"overlap": True, **options}
+    assert loco.PulseLoCo(inner, **given).settings.overlap == beta
 
 
 def test_every_exchange_and_code_gives_the_same_bits() -> None:
