@@ -135,10 +135,13 @@ class Settings:
 
 def checked_weight(weight: float) -> float:
     """-> it, as the FP32 number that travels."""
-    number = _in_fp32(weight)
-    if not 2.0**-126 <= number < float("inf"):
-        raise ValueError(f"weight must be > 0 and finite in FP32, got {weight}")
-    return number
+    # What was withheld under one weight is divided by the sum of another round's.
+    if isinstance(weight, str) or weight is None or not 1 / 64 <= weight <= 64:
+        raise ValueError(
+            f"weight must be from 1/64 to 64, and 1 for a usual round of a usual site, got {weight!r}: give "
+            f"what this site has learned from, as tokens, over what a site usually learns from"
+        )
+    return _in_fp32(weight)
 
 
 def inner_steps(sync_every: int | Mapping[Any, int]) -> dict[str, Any]:

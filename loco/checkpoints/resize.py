@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loco import kernels
 
+from ..config import checked_weight
 from ..net.transport import Transport
 from ..round.outer_state import OuterState
 
@@ -85,7 +86,9 @@ def update_of(outer: OuterState, tree: dict[str, Any]) -> Tensor:
         if own[name] is not None:
             check_vector(own[name], outer.numel, f"the {name} that site {own['site']} left")
     with outer.parameters.over(own["weights"]).pieces(outer.start, outer.stop) as weights:
-        encoded = kernels.encode(own["anchor"], weights, own["residual"], None, float(own.get("weight", 1.0)))
+        encoded = kernels.encode(
+            own["anchor"], weights, own["residual"], None, checked_weight(own.get("weight", 1.0))
+        )
     if encoded.first_nonfinite >= 0:
         name = outer.name_at(encoded.first_nonfinite)
         raise ValueError(
@@ -146,6 +149,7 @@ def send_to_joining(all_ranks: Transport, roster: Roster, tree: Any, outer: Oute
     site, rank_in_site = divmod(all_ranks.rank, each)
     if site == 0:
         own = tree["optimizer"]["loco"] | {"residual": None, "weights": None, "inner_entries": 0}
+        own.pop("weight", None)  # each site's own
         shared = tree | {"optimizer": tree["optimizer"] | {"state": {}, "loco": own}}
         _send(all_ranks, shared, [joining * each + rank_in_site for joining in roster.joining], phase)
     if site not in roster.joining:

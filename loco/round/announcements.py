@@ -167,16 +167,17 @@ def replica_problem(across: Transport, said: Sequence[Announcement | Vote]) -> P
     return None
 
 
-def outliers(norms: Sequence[float], factor: float | None) -> tuple[int, ...]:
-    """The sites that are left out of a round, the same on all: their update's norm is more than `factor`
-    times the median of the others'.
+def outliers(announced: Sequence[Announcement], factor: float | None) -> tuple[int, ...]:
+    """The sites that are left out of a round, the same on all: their update's norm, over their weight, is
+    more than `factor` times the median of the others'.
 
     Args:
-        norms: by site, as all sites were told them.
+        announced: by all sites.
         factor: None leaves nobody out.
     """
     if factor is None:
         return ()
+    norms = [fp32_of(one.norm_bits) / fp32_of(one.weight_bits) for one in announced]
     found = []
     for site, norm in enumerate(norms):
         usual = median(others) if (others := [*norms[:site], *norms[site + 1 :]]) else norm

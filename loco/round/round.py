@@ -50,7 +50,7 @@ class Round:
         state: what the round reads, and writes in `apply` alone.
         view: who takes part.
         wire: how entries travel.
-        encode: finds what this rank sends. If it raises, the round is refused by all ranks.
+        encode: finds what this rank sends, with its weight. If it raises, the round is refused by all ranks.
         copies: digests of the weights that other ranks of this site hold, too; by default as they are now.
         hooks: the user's, called at every phase.
         number, weight: of the round, the one after those that are done; and c of this site, as it is now.
@@ -72,7 +72,7 @@ class Round:
         view: View,
         wire: WireConfig,
         *,
-        encode: Callable[[], Encoded],
+        encode: Callable[[float], Encoded],
         copies: Callable[[], bytes] | None = None,
         hooks: Hooks[RoundProgress],
         number: int | None = None,
@@ -81,7 +81,7 @@ class Round:
         self.state = state
         self.view = view
         self.number = state.rounds_done + 1 if number is None else number
-        self.weight, self.phase = state.weight if weight is None else weight, Phase.BEGUN
+        self.weight, self._given_weight, self.phase = state.weight, weight, Phase.BEGUN
         self.problem: Problem | None = None
         self.failed_here = False
         self.is_promised = False
@@ -124,8 +124,9 @@ class Round:
 
         def encoded() -> Encoded:
             check_denormals(state.device)
-            self._call_hooks()
-            return self._encode()
+            self._call_hooks()  # which may set the weight
+            self.weight = self._given_weight or state.weight
+            return self._encode(self.weight)
 
         self._encoded = self._or_problem(encoded)
         if self._encoded is not None:
@@ -154,7 +155,7 @@ class Round:
         votes = [one for one in said.records if isinstance(one, Vote)]
         refuse(view, self.problem, votes, round=self.number, name_of=state.parameters.name_of)
         state.tuner.hear(self._announced)
-        self.left_out = outliers(self.norms, state.settings.outlier_factor)
+        self.left_out = outliers(self._announced, state.settings.outlier_factor)
         if all(one.enclosed_bytes for one in self._announced):
             self._enclosed = {
                 site: frame for site, frame in said.enclosed.items() if site not in self.left_out
@@ -266,8 +267,7 @@ class Round:
         self.meter.end()
 
     @property
-    def norms(self) -> tuple[float, ...]:
-        """By site, of what it would have sent."""
+    def norms(self) -> tuple[float, ...]:  # by site, of what it would have sent
         return tuple(fp32_of(announced.norm_bits) for announced in self._announced)
 
     def report(self) -> SyncReport:

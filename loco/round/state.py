@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from loco import kernels
 from loco.kernels import BLOCK, Entries
 
+from ..config import checked_weight
 from ..members.view import SiteTopology
 from ..parameters.flat_parameters import FlatParameters
 from .outer_state import OuterState
@@ -101,6 +102,8 @@ def _check(outer: OuterState, state: Mapping[str, Any]) -> None:
         count = state.get(name)
         if not isinstance(count, int) or count < 0:
             raise ValueError(f"this state's {name} is {count!r}, not a number of rounds or steps")
+    for name in ("weight", "sent_weight"):
+        checked_weight(state.get(name, 1.0))
     if len(state.get("weights") or []) != len(outer.parameters.params):
         raise ValueError("this state does not hold the weights of all parameters: it is damaged")
     check_in_flight(state.get("ahead"), outer.numel)
@@ -155,7 +158,7 @@ def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
         for _, mine, saved in _tensors(outer, state):
             mine.copy_(saved)
         outer.rounds_done = int(state["round"])
-        outer.weight = float(state.get("weight", 1.0))
+        outer.weight = checked_weight(state.get("weight", outer.weight))
         outer.took_part = dict(state.get("took_part", {}))
         outer.sent_bytes = int(state.get("sent_bytes", 0))
         outer.anchor_incomplete = False

@@ -13,6 +13,7 @@ from states import assert_same, snapshot
 
 import loco
 from loco.round.announcements import outliers
+from loco.wire.records import Announcement, fp32_bits
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,16 @@ from loco.round.announcements import outliers
 def test_an_outlier_is_far_above_the_median_of_the_others(
     norms: list[float], factor: float | None, expected: tuple[int, ...]
 ) -> None:
-    assert outliers(norms, factor) == expected
+    assert outliers([announced(norm) for norm in norms], factor) == expected
+
+
+def announced(norm: float, weight: float = 1.0) -> Announcement:
+    return Announcement(site=0, round=1, norm_bits=fp32_bits(norm), weight_bits=fp32_bits(weight))
+
+
+def test_a_site_that_counts_more_is_no_outlier_for_that() -> None:
+    assert outliers([announced(1.0), announced(1.0), announced(12.0, 12.0)], 10.0) == ()
+    assert outliers([announced(1.0), announced(1.0), announced(12.0, 1.0)], 10.0) == (2,)
 
 
 class Wild(Scripted):

@@ -2,6 +2,7 @@
 weight."""
 
 import copy
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,21 @@ def built(rank: int, case: Case, overlap: bool, steps: Any) -> Any:
     return getattr(loco, case.kind)(inner, **options_of(case) | {"sync_every": steps, "overlap": overlap})
 
 
+def at_the_beginning(optimizer: Any, rank: int, progress: loco.RoundProgress) -> None:
+    if progress.phase == "begun":
+        optimizer.weight = weight(rank, progress.number - 1)
+
+
 def run_library(rank: int) -> list[dict[str, Any]]:
     ends = []
     for case, overlap, has_weights in KINDS:
         optimizer = built(rank, case, overlap, STEPS)
         assert optimizer.sync_every == STEPS[rank]
+        by_hook = has_weights and not overlap and case.kind == "DiLoCo"
+        if by_hook:
+            optimizer.register_round_hook(partial(at_the_beginning, optimizer, rank))
         for round in range(ROUNDS):
-            if has_weights:
+            if has_weights and not by_hook:
                 optimizer.weight = weight(rank, round)
             for _ in range(STEPS[rank]):
                 optimizer.step()

@@ -50,8 +50,13 @@ pytestmark = pytest.mark.usefixtures("single_site")
         ({"value_steps": 12}, "value_steps must be None or a power of two from 1 to 256, got 12"),
         ({"value_steps": 512}, "value_steps must be None or a power of two from 1 to 256, got 512"),
         ({"value_steps": "16"}, "value_steps must be None or a power of two from 1 to 256, got '16'"),
-        ({"weight": 0}, "weight must be > 0 and finite in FP32, got 0"),
-        ({"weight": float("nan")}, "weight must be > 0 and finite in FP32, got nan"),
+        (
+            {"weight": 0},
+            "weight must be from 1/64 to 64, and 1 for a usual round of a usual site, got 0: give",
+        ),
+        ({"weight": float("nan")}, "weight must be from 1/64 to 64, .*, got nan"),
+        ({"weight": 1e6}, "weight must be from 1/64 to 64, .*, got 1000000.0"),
+        ({"weight": "2"}, "weight must be from 1/64 to 64, .*, got '2'"),
         (
             {"gate": "open", "gate_margin": 0.25},
             'gate="open" sends every entry exactly, so gate_margin must be 0, got 0.25: leave it out',

@@ -301,7 +301,7 @@ class OverlappedRounds:
         served = None if applied is None else applied.view  # the round itself holds all entries
         assert sends is not None
 
-        def encode() -> Encoded:
+        def encode(_: float) -> Encoded:
             if problem is not None:
                 raise problem
             return sends
