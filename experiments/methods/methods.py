@@ -14,7 +14,7 @@ import loco
 from experiments.errors import ExperimentError
 from experiments.methods.observer import Observer
 from experiments.methods.sparseloco import SparseLoCo
-from experiments.methods.variants import forgetting, whole_ulps
+from experiments.methods.variants import forgetting, shortening, whole_ulps
 from experiments.settings.config import RunConfig, wire_of
 
 
@@ -107,6 +107,8 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
         whole_ulps(optimizer)
     if not config.error_feedback:
         forgetting(optimizer)
+    if config.shorten:
+        shortening(optimizer, config.shorten)
     if config.gate != "open" and config.overlap is None:
         trainee.observer = Observer(optimizer)  # registered last: it sees what the variants leave to the gate
     return trainee

@@ -188,6 +188,7 @@ class RunConfig:
     overlap: float | None = None  # β: rounds travel beside the inner steps; None: each is waited for
     error_feedback: bool = True  # False: what a round withholds is forgotten
     whole_ulps: bool = False  # differences of BF16 casts are sent instead of updates
+    shorten: float = 0.0  # how fast the outer step shortens while rounds undo each other; 0: it stays
     wire: str | None = None  # None: PULSELoCo's tight, DiLoCo's float32
     exchange: str = "auto"
     ranks_per_site: int = 1
@@ -201,7 +202,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, self, "steps", "eval_every", "sync_every", "ranks_per_site", "nproc")
-        _at_least(0, self, "seed", "warmup")
+        _at_least(0, self, "seed", "warmup", "shorten")
         for name in ("lr", "clip", "timeout_s"):
             require(getattr(self, name) > 0, f"{name} must be > 0, got {getattr(self, name)}")
         _one_of(self, "method", METHODS)
@@ -282,6 +283,7 @@ class TrainConfig(RunConfig):
             not self.save_every or self.method != "sparseloco",
             "save_every needs a method that can be saved: SparseLoCo's residual is not kept",
         )
+        require(not (self.save_every and self.shorten), "save_every does not keep what shorten has found")
         require(
             bool(self.save_every) or not self.resume,
             "resume=true goes on from checkpoints, and save_every=0 writes none: say how often, save_every=1",
