@@ -66,8 +66,9 @@ static inline void update_run(float *restrict s, const float *restrict theta, co
         for (int i = 0; i < n; i++) s[i] = bf16_to_float(float_to_bf16(theta[i])) - bf16_to_float(half[i]);
     else
         for (int i = 0; i < n; i++) s[i] = fp16_to_float(float_to_fp16(theta[i])) - fp16_to_float(half[i]);
-    if (e) for (int i = 0; i < n; i++) s[i] = s[i] * factor + e[i];
-    else for (int i = 0; i < n; i++) s[i] = s[i] * factor + 0.0f;
+    if (factor != 1.0f) for (int i = 0; i < n; i++) s[i] *= factor;
+    if (e) for (int i = 0; i < n; i++) s[i] += e[i];
+    else for (int i = 0; i < n; i++) s[i] += 0.0f;
 }
 
 /* Steps 2 and 3 of the elements `first` … `last`, at most a block, whose θ are given. `piece` moves on to the last
