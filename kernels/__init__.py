@@ -110,7 +110,8 @@ def encode(
     gate: Gate | None,
     factor: float = 1.0,
 ) -> Encoded:
-    return _home_of(anchor, weights).encode(anchor, weights, residual, gate, factor)
+    found = _home_of(anchor, weights).encode(anchor, weights, residual, gate, factor)
+    return found._replace(factor=factor)
 
 
 def apply(
@@ -144,8 +145,11 @@ def cross(
 ) -> tuple[Encoded, float]:
     boundary = anchor, momentum, weights, residual, sent, contributions, outer, gate, beta
     if (fused := _fused(anchor, weights)) is not None:
-        return fused.cross(*boundary, returned=returned, sends=sends)
-    return reference.cross(_home_of(anchor, weights), *boundary, returned=returned, sends=sends)
+        found, norm = fused.cross(*boundary, returned=returned, sends=sends)
+    else:
+        passes = _home_of(anchor, weights)
+        found, norm = reference.cross(passes, *boundary, returned=returned, sends=sends)
+    return found._replace(factor=outer.factor), norm
 
 
 def first_changed(anchor: Tensor, weights: Sequence[Tensor], sent: Entries | None, beta: float) -> int:

@@ -141,6 +141,7 @@ class Encoded(NamedTuple):
     entries: Entries
     digest: int  # of θ, 64 bits
     first_nonfinite: int  # position of the first s that is infinite or NaN, or -1
+    factor: float = 1.0  # c, which Δ was multiplied by
 
 
 @dataclass(frozen=True, kw_only=True)

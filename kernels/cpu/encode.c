@@ -286,8 +286,8 @@ int64_t loco_encode(int64_t n, const float *anchor, const float *residual, int64
 int64_t loco_cross(int64_t n, float *anchor, float *momentum, float *residual, int64_t pieces, const int64_t *address,
                    const int64_t *start, const int32_t *dtype, int sent, int64_t contributions, int64_t returns,
                    const Entries *entries, float factor, float divisor, float lr, float mu, int nesterov, float beta,
-                   int sends, int gate, float gain, float margin, int value_steps, int threads, int64_t *starts, uint8_t *offsets, float *values,
-                   uint64_t *digest, int64_t *first_nonfinite, double *squares) {
+                   int sends, int gate, float gain, float margin, int value_steps, int threads, int64_t *starts,
+                   uint8_t *offsets, float *values, uint64_t *digest, int64_t *first_nonfinite, double *squares) {
     Pieces all = {pieces, address, start, dtype};
     Apply apply = {n, anchor, momentum, residual, all, NULL, NULL, contributions, entries + 1, factor, divisor, lr,
                    mu, nesterov};

@@ -44,14 +44,7 @@ class Said(NamedTuple):
 
 
 def opening(
-    view: View,
-    encoded: Encoded,
-    framing: Framing,
-    tuner: ExchangeTuner,
-    norm: float,
-    weight: float,
-    *,
-    may_enclose: bool,
+    view: View, encoded: Encoded, framing: Framing, tuner: ExchangeTuner, norm: float, *, may_enclose: bool
 ) -> Opening:
     entries, numel, codec = encoded.entries, framing.known.numel, framing.codec
     if entries.starts is None:
@@ -62,7 +55,7 @@ def opening(
         site=framing.site,
         round=framing.round,
         norm_bits=fp32_bits(norm),
-        weight_bits=fp32_bits(weight),
+        weight_bits=fp32_bits(encoded.factor),
         sums_bits=fp32_bits(sums),
         codec=codec.id,
         codec_time_ratio=tuner.codec_time_ratio(framing.round),

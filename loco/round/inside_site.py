@@ -33,7 +33,7 @@ def compare(
 
     Args:
         norm: the share of this rank in what the site would send, see `Part.norm`.
-        weight: that this rank would say the site has.
+        weight: c, of the site, as this rank was told; 0 if it could not encode.
         copies: digests of what others hold, too. None: this rank could not encode, so it votes for its own
             reason, and has nothing to compare.
 
@@ -53,7 +53,7 @@ def compare(
     norms, weights = zip(*(_NUMBERS.unpack(record[-_NUMBERS.size :]) for record in told), strict=True)
     if failure is None and differing_copies(told, part):
         failure = Problem(Status.SITE_DRIFT)
-    if failure is None and len(set(weights)) > 1:
+    if failure is None and len(set(weights) - {0.0}) > 1:
         failure = Problem(Status.FAILED, seen=_several(weights))
     return math.hypot(*norms), failure
 

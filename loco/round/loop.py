@@ -181,11 +181,11 @@ class OuterLoop:
     def _advice(self) -> AbstractContextManager[None]:
         return self.views.advice(_GO_ON, f"{_GO_ON} of this site")
 
-    def _encode(self, weight: float) -> Encoded:
+    def _encode(self) -> Encoded:
         self._check_inner()
         state = self.state
         with state.parameters.pieces(state.start, state.stop) as weights:
-            return kernels.encode(state.anchor, weights, state.residual, state.gate, weight)
+            return kernels.encode(state.anchor, weights, state.residual, state.gate, state.weight)
 
     def _check_inner(self) -> None:
         self.state.parameters.check_unchanged(self.inner)

@@ -44,7 +44,6 @@ class OuterState:
         sent_bytes: by this site, in all rounds, to the others.
         ahead: where rounds overlap, what this rank sent at the last boundary, v. The inner steps began from
             cast(θ − β·v).
-        sent_weight: the weight that this site had then.
         on_its_way: the number of the round that v travels in; 0: v is in e again, or there is none.
         lacks_slices: the other ranks of this site have not given their parts of the weights yet.
         memory: what rounds leave to each other.
@@ -66,7 +65,6 @@ class OuterState:
     took_part: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
     ahead: Encoded | None = None
-    sent_weight: float = 1.0
     on_its_way: int = 0
     lacks_slices: bool = False
     anchor_incomplete: bool = False

@@ -50,14 +50,14 @@ class Round:
         state: what the round reads, and writes in `apply` alone.
         view: who takes part.
         wire: how entries travel.
-        encode: finds what this rank sends, with its weight. If it raises, the round is refused by all ranks.
+        encode: finds what this rank sends. If it raises, the round is refused by all ranks.
         copies: digests of the weights that other ranks of this site hold, too; by default as they are now.
         hooks: the user's, called at every phase.
-        number, weight: of the round, the one after those that are done; and c of this site, as it is now.
+        number: of the round; by default the one after those that are done.
 
     Attributes:
         phase: how far it has come.
-        number, weight: of the round, from 1; and c, of this site.
+        number: of the round, from 1.
         problem: why this rank votes against it.
         failed_here: this rank, or another one of its site, could not encode.
         left_out, contributions: the sites whose entries count as none, and what is added up.
@@ -72,19 +72,17 @@ class Round:
         view: View,
         wire: WireConfig,
         *,
-        encode: Callable[[float], Encoded],
+        encode: Callable[[], Encoded],
         copies: Callable[[], bytes] | None = None,
         hooks: Hooks[RoundProgress],
         number: int | None = None,
-        weight: float | None = None,
     ) -> None:
         self.state = state
         self.view = view
         self.number = state.rounds_done + 1 if number is None else number
-        self.weight, self._given_weight, self.phase = state.weight, weight, Phase.BEGUN
+        self.phase = Phase.BEGUN
         self.problem: Problem | None = None
-        self.failed_here = False
-        self.is_promised = False
+        self.failed_here = self.is_promised = False
         self._wire = wire
         self._encode = encode
         self._copies = copies or partial(digests_of_copies, state.parameters, state.part)
@@ -124,9 +122,8 @@ class Round:
 
         def encoded() -> Encoded:
             check_denormals(state.device)
-            self._call_hooks()  # which may set the weight
-            self.weight = self._given_weight or state.weight
-            return self._encode(self.weight)
+            self._call_hooks()
+            return self._encode()
 
         self._encoded = self._or_problem(encoded)
         if self._encoded is not None:
@@ -144,7 +141,8 @@ class Round:
         view.liveness.say(f"round {self.number}, exchanging")
         view.verdicts.prepare(self.number)
         copies = None if self._own is None else self._copies
-        norm, drift = compare(view.inside, state, self._norm, self.weight, self.number, copies=copies)
+        weight = self._encoded.factor if self._encoded else 0.0
+        norm, drift = compare(view.inside, state, self._norm, weight, self.number, copies=copies)
         self.problem = self.problem or drift
         self._opening = self._or_problem(lambda: self._open(norm))
         mine = self._opening or Opening(vote_of(view, self.problem, self.number))
@@ -230,9 +228,10 @@ class Round:
 
     def apply(self) -> None:
         """5. e = what was not sent   6. g = Σ / Σ c   7. m = μ·m + g, θ = θ − α·(g + μ·m)   8. w = cast(θ)"""
-        state = self.state
+        state, encoded = self.state, self._encoded
+        assert encoded is not None
         pieces = state.parameters.pieces(state.start, state.stop, write=True)
-        with self.applying(self.weight) as step, pieces as weights:
+        with self.applying(encoded.factor) as step, pieces as weights:
             assert self._own is not None
             outer = (state.anchor, state.momentum, weights, state.residual)
             self.residual_norm = kernels.apply(*outer, self._own, self.contributions, step, self.kept)
@@ -267,7 +266,8 @@ class Round:
         self.meter.end()
 
     @property
-    def norms(self) -> tuple[float, ...]:  # by site, of what it would have sent
+    def norms(self) -> tuple[float, ...]:
+        """By site, of what it would have sent."""
         return tuple(fp32_of(announced.norm_bits) for announced in self._announced)
 
     def report(self) -> SyncReport:
@@ -301,7 +301,7 @@ class Round:
         self._codec = DENSE.get(self._wire.codec, WHOLE) if is_dense else state.tuner.codec()
         framing = self._framing(encoded)
         may_enclose = self._codec.exact and (is_dense or self._wire.exchange == "auto")
-        return opening(self.view, encoded, framing, state.tuner, norm, self.weight, may_enclose=may_enclose)
+        return opening(self.view, encoded, framing, state.tuner, norm, may_enclose=may_enclose)
 
     def _framing(self, encoded: Encoded) -> Framing:
         state, view = self.state, self.view

@@ -158,7 +158,7 @@ def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
         for _, mine, saved in _tensors(outer, state):
             mine.copy_(saved)
         outer.rounds_done = int(state["round"])
-        outer.weight = checked_weight(state.get("weight", outer.weight))
+        outer.weight = float(state.get("weight", outer.weight))
         outer.took_part = dict(state.get("took_part", {}))
         outer.sent_bytes = int(state.get("sent_bytes", 0))
         outer.anchor_incomplete = False

@@ -34,9 +34,6 @@ def fp32_of(bits: int) -> float:
     return struct.unpack("<f", bits.to_bytes(4, "little"))[0]
 
 
-ONE = fp32_bits(1.0)
-
-
 class Kind(IntEnum):
     """What a message is."""
 
@@ -129,7 +126,7 @@ class Announcement(Record):
     codec_time_ratio: int = 0
     enclosed_bytes: int = 0
     norm_bits: int = 0
-    weight_bits: int = ONE
+    weight_bits: int = fp32_bits(1.0)
     sums_bits: int = 0
     numel: int = 0
     entries: int = 0

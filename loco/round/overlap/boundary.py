@@ -73,6 +73,5 @@ def _pass(state: OuterState, come: Round | None, step: OuterStep, *, sends: bool
     with state.parameters.pieces(state.start, state.stop, write=True) as weights:
         outer = state.anchor, momentum, weights, residual
         outer += sent, contributions, step, state.gate, beta
-        state.sent_weight = step.factor
         state.ahead, norm = kernels.cross(*outer, returned=returned, sends=sends)
     return norm

@@ -301,7 +301,7 @@ class OverlappedRounds:
         served = None if applied is None else applied.view  # the round itself holds all entries
         assert sends is not None
 
-        def encode(_: float) -> Encoded:
+        def encode() -> Encoded:
             if problem is not None:
                 raise problem
             return sends
@@ -309,8 +309,7 @@ class OverlappedRounds:
         def run() -> Landing:
             if served is not None:
                 views.serve(served)
-            how = {"encode": encode, "copies": lambda: copies, "hooks": self._hooks}
-            how |= {"number": number, "weight": state.sent_weight}
+            how = {"encode": encode, "copies": lambda: copies, "hooks": self._hooks, "number": number}
             return travel(views, partial(Round, self._state, wire=self._wire, **how), self._advice)
 
         self._flights.append(Flight(run))
@@ -334,16 +333,18 @@ class OverlappedRounds:
         is_applied = self._come is not None and self._come.phase is Phase.APPLIED
         if state.lacks_slices or is_applied or 0 < self._crossing == state.on_its_way:
             raise not_shared(state.rounds_done)
-        sent = None if state.ahead is None else state.ahead.entries._asdict()
-        return {"ahead": sent, "sent_weight": state.sent_weight, "in_flight": state.on_its_way > 0}
+        sent, weight = None, 1.0
+        if state.ahead is not None:
+            sent, weight = state.ahead.entries._asdict(), state.ahead.factor
+        return {"ahead": sent, "sent_weight": weight, "in_flight": state.on_its_way > 0}
 
     def take_over(self, own: dict[str, Any]) -> None:
         """Go on from `own_state`, whose other parts are loaded; `finish` sends off what was in flight."""
         saved, state = own.get("ahead"), self._state
         if saved is None:
             return
-        state.ahead = Encoded(Entries(**saved).to(state.device), kernels.digest(state.anchor), -1)
-        state.sent_weight = float(own.get("sent_weight", 1.0))
+        entries, weight = Entries(**saved).to(state.device), float(own.get("sent_weight", 1.0))
+        state.ahead = Encoded(entries, kernels.digest(state.anchor), -1, weight)
         if own.get("in_flight"):
             state.on_its_way = state.rounds_done + 1
             self._problem, self._copies = None, digests_of_copies(state.parameters, state.part)

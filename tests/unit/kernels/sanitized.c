@@ -12,8 +12,7 @@ double loco_apply(int64_t, float *, float *, float *, int64_t, const int64_t *, 
                   int64_t, const void *, float, float, float, float, int, int);
 int64_t loco_cross(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int,
                    int64_t, int64_t, const void *, float, float, float, float, int, float, int, int, float, float, int,
-                   int,
-                   int64_t *, uint8_t *, float *, uint64_t *, int64_t *, double *);
+                   int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *, double *);
 int64_t loco_first_changed(int64_t, const float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int,
                            const void *, float, int);
 void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int);
