@@ -19,7 +19,7 @@ Importing this package needs neither triton nor a C compiler: a home is loaded w
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -142,13 +142,15 @@ def cross(
     *,
     returned: Sequence[Entries] = (),
     sends: bool = True,
+    beta_before: float | None = None,
 ) -> tuple[Encoded, float]:
     boundary = anchor, momentum, weights, residual, sent, contributions, outer, gate, beta
+    kinds: Any = {"returned": returned, "sends": sends, "beta_before": beta_before}
     if (fused := _fused(anchor, weights)) is not None:
-        found, norm = fused.cross(*boundary, returned=returned, sends=sends)
+        found, norm = fused.cross(*boundary, **kinds)
     else:
         passes = _home_of(anchor, weights)
-        found, norm = reference.cross(passes, *boundary, returned=returned, sends=sends)
+        found, norm = reference.cross(passes, *boundary, **kinds)
     return found._replace(factor=outer.factor), norm
 
 

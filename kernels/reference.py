@@ -198,6 +198,7 @@ def cross(
     *,
     returned: Sequence[Entries] = (),
     sends: bool = True,
+    beta_before: float | None = None,
 ) -> tuple[Encoded, float]:
     """Where rounds overlap: apply the round that has come, and find what the next one sends, in place.
 
@@ -216,6 +217,7 @@ def cross(
     Args:
         passes: the home whose `encode` and `apply` are used.
         sent: v of the boundary before; None: nothing.
+        beta_before: β of it; by default as now.
         returned: of earlier rounds, what was not used.
 
     Returns what is sent, with the first position at which Δ counts as 0 since s is not finite, and the L2
@@ -225,8 +227,9 @@ def cross(
     for entries in returned:
         entries.add_to(residual)
     bad, were_sent = [], slice(0)
+    ran_ahead = beta if beta_before is None else beta_before
     if sent is not None:
-        bad += _collect_sent(anchor, weights, residual, sent, beta, outer.factor)
+        bad += _collect_sent(anchor, weights, residual, sent, ran_ahead, outer.factor)
         were_sent = slice(None) if sent.starts is None else sent.indices()
     bad += _drop_bad(anchor, weights, residual, outer.factor)
     first_bad, collected = min(bad, default=-1), residual[were_sent].clone()

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ GATES = {
     "fp8_e5m2": torch.float8_e5m2,
     "open": None,
 }
+FIRST_OUTER_LR = 7.0  # of "auto": α / (1 − μ) of the published outer step, which models of any width bear
 VALUE_STEPS = (None, *(2**k for k in range(9)))
 
 
@@ -34,8 +35,9 @@ class Settings:
     value_steps: int | None  # V
     outlier_factor: float | None = None
     sums_margin: float | None = None  # F
-    overlap: bool | float | None = None  # once checked: β; None: training waits for each round
+    overlap: bool | float | None = None  # once checked: β, True: α; None: rounds are waited for
     steps_by_site: dict[str, int] | None = None  # H of each, where it differs; `sync_every` is this site's
+    finds_outer_lr: bool = False  # outer_lr is that of the first round alone
 
     def __post_init__(self) -> None:
         for steps in (self.sync_every, *(self.steps_by_site or {}).values()):
@@ -52,6 +54,12 @@ class Settings:
             raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
         if self.gate not in GATES:
             raise ValueError(f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
+        if self.finds_outer_lr and (self.outer_momentum or GATES[self.gate] is None):
+            raise ValueError(
+                f'outer_lr="auto" is for an outer step without momentum and for a gate such as "bf16": give '
+                f"outer_momentum=0, or a number as outer_lr; got outer_momentum {self.outer_momentum} and "
+                f"gate {self.gate!r}"
+            )
         for name, off in (("gate_margin", 0), ("sums_margin", None)):
             value = getattr(self, name)
             if value != off and not 2.0**-126 <= _in_fp32(value) < float("inf"):
@@ -82,12 +90,13 @@ class Settings:
                     f"none: leave it out (got {self.outlier_factor}), or choose another gate"
                 )
             object.__setattr__(self, "outlier_factor", float(self.outlier_factor))
-        if self.overlap is True:  # as the outer step does with v, if all sites send the same
+        # As the outer step does with v, if all sites send the same.
+        if self.overlap is True and not self.finds_outer_lr:
             ahead = self.outer_lr * (1 + self.outer_momentum if self.nesterov else 1)
             object.__setattr__(self, "overlap", ahead)
         if self.overlap is False:
             object.__setattr__(self, "overlap", None)
-        if self.overlap is not None:
+        if self.overlap is not None and self.overlap is not True:
             if not 0 <= _in_fp32(self.overlap) < float("inf"):
                 raise ValueError(
                     f"overlap must be True, False or how far a site runs ahead by its own update, "
@@ -142,6 +151,15 @@ def checked_weight(weight: float) -> float:
             f"what this site has learned from, as tokens, over what a site usually learns from"
         )
     return _in_fp32(weight)
+
+
+def outer_step(outer_lr: float | Literal["auto"]) -> dict[str, Any]:
+    """The settings that say how long it is."""
+    if outer_lr == "auto":
+        return {"outer_lr": FIRST_OUTER_LR, "finds_outer_lr": True}
+    if isinstance(outer_lr, str):
+        raise ValueError(f'outer_lr must be a number or "auto", got {outer_lr!r}')
+    return {"outer_lr": outer_lr}
 
 
 def inner_steps(sync_every: int | Mapping[Any, int]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """PULSELoCo and DiLoCo around a torch optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from .config import Settings, checked_weight, inner_steps, matching_gain
+from .config import Settings, checked_weight, inner_steps, matching_gain, outer_step
 from .exchange.wire_config import WireConfig
 from .inner.init_step import only_initialises
 from .inner.wrapper import Wrapper
@@ -169,9 +169,8 @@ class PulseLoCo(LowCommunicationOptimizer):
     Each round leaves a `loco.SyncReport` in `last_report`: `round`, `numel`, `entries` and `density` (entries
     sent / all), `wire` and `exchange` (how they were coded and travelled), `payload_bytes`, `sent_bytes`,
     `received_bytes`, `site_bytes` and `dense_bytes` (what a dense all-reduce would send), `update_norms` and
-    `left_out` by site, `residual_norm`, `seconds` by phase, of which it `waited` for the others, seconds
-    `in_flight`, and `site`
-    with the totals of this site. `help(loco.SyncReport)` explains each.
+    `left_out` by site, `outer_lr`, `residual_norm`, `seconds` by phase, of which it `waited` for the others,
+    seconds `in_flight`, and `site` with the totals of this site. `help(loco.SyncReport)` explains each.
 
     After H inner steps, on each of R sites:
 
@@ -197,7 +196,8 @@ class PulseLoCo(LowCommunicationOptimizer):
             parameters of its own, which then step together. θ starts as site 0's weights.
         sync_every: H, inner steps per round; or where sites are not equally quick, that of each, by its name
             or number: `{"berlin": 8, "paris": 12}`, the same on all.
-        outer_lr: α.
+        outer_lr: α; or "auto": it finds its own length, from 7 on: see docs/outer_step.md. For
+            outer_momentum=0.
         outer_momentum: μ, in [0, 1).
         nesterov: whether the step looks ahead.
         topology: who the sites are; by default what LOCO_SITES, LOCO_SITE, LOCO_AT and LOCO_LIGHTHOUSE say,
@@ -238,7 +238,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         inner: Optimizer | Iterable[Optimizer],
         *,
         sync_every: int | Mapping[Any, int] = 8,
-        outer_lr: float = 0.7,
+        outer_lr: float | Literal["auto"] = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         topology: SiteTopology | None = None,
@@ -254,14 +254,15 @@ class PulseLoCo(LowCommunicationOptimizer):
         exchange: str = "auto",
         offload: bool = False,
     ) -> None:
+        step = outer_step(outer_lr)
         settings = Settings(
             kind="PulseLoCo",
             **inner_steps(sync_every),
-            outer_lr=outer_lr,
+            **step,
             outer_momentum=outer_momentum,
             nesterov=nesterov,
             gate=gate,
-            gate_gain=matching_gain(outer_lr, outer_momentum) if gate_gain is None else gate_gain,
+            gate_gain=matching_gain(step["outer_lr"], outer_momentum) if gate_gain is None else gate_gain,
             gate_margin=gate_margin,
             value_steps=value_steps,
             sums_margin=sums_margin,

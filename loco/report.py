@@ -56,6 +56,7 @@ class SyncReport:
         update_norms: for each site, the L2 norm of what it would send.
         left_out: the names of the sites whose update was too large for `outlier_factor`; their numbers, if
             they have no names.
+        outer_lr: α.
         residual_norm: the L2 norm of what this rank withholds after the round.
         seconds: how long each phase took: "encode", "exchange" and "apply"; or "rejoin".
         waited: seconds of the exchange that passed until all sites had come to the round. Where rounds
@@ -78,6 +79,7 @@ class SyncReport:
     dense_bytes: int
     update_norms: tuple[float, ...]
     left_out: tuple[str, ...]
+    outer_lr: float
     residual_norm: float
     seconds: Mapping[str, float]
     waited: float

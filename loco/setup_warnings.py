@@ -110,7 +110,8 @@ class SetupWarnings:
         """A preset's outer_lr ruins the weights of a wider model, and at another inner learning rate or in
         longer rounds any model's."""
         settings = self._settings
-        if settings.outer_lr <= 2 or settings.outer_momentum or not settings.gate_margin:
+        is_short = settings.outer_lr <= 2 or settings.finds_outer_lr
+        if is_short or settings.outer_momentum or not settings.gate_margin:
             return  # not of that family, or hardly longer than the sites' own steps
         lr = float(max((group["lr"] for group in self._inner.param_groups if "betas" in group), default=0.0))
         if not steps or lr <= 0:
@@ -131,14 +132,14 @@ class SetupWarnings:
         """An outer step that is far too long ruins the weights in the first rounds, or once a warm-up of the
         inner learning rate has come far enough."""
         settings = self._settings
-        if settings.outer_lr <= 1 or withheld is None:
+        if report.outer_lr <= 1 or withheld is None:
             return  # the step is no longer than the sites' own; or it is not known what is new
         # By root mean squares: the norm of the update is that of a site, whose ranks have a part each.
         numel = report.numel * self._topology.ranks_per_site
         ahead = settings.outer_momentum if settings.nesterov else 0.0
         # At least that much of the update is new: the rest was withheld before, and most of it will be again.
         new = update_norm - withheld
-        moved = settings.outer_lr * (1 + ahead) * new / max(numel, 1) ** 0.5
+        moved = report.outer_lr * (1 + ahead) * new / max(numel, 1) ** 0.5
         if moved > 0.5 * self._weight > 0:
             self._say(
                 "reach",
@@ -147,7 +148,7 @@ class SetupWarnings:
                 "times the inner learning rate, or in rounds of ten times as many steps, divide outer_lr by "
                 "ten",
                 report.round,
-                settings.outer_lr,
+                report.outer_lr,
                 100 * moved / self._weight,
             )
 

@@ -8,7 +8,7 @@ from .config import Settings, checked_weight
 from .report import SyncReport
 from .round.hooks import RoundProgress
 from .round.loop import OuterLoop
-from .round.outer_state import OuterState
+from .round.outer.outer_state import OuterState
 
 
 class RoundSurface:

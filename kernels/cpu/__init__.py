@@ -51,7 +51,7 @@ class Compiled:
         library.loco_cross.restype = c_int64
         library.loco_cross.argtypes = (
             *(c_int64, c_void_p, c_void_p, c_void_p, *pieces, c_int, c_int64, c_int64, c_void_p),
-            *(c_float, c_float, c_float, c_float, c_int, c_float, c_int),
+            *(c_float, c_float, c_float, c_float, c_int, c_float, c_float, c_int),
             *(c_int, c_float, c_float, c_int, c_int),
             *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
         )
@@ -153,6 +153,7 @@ class Compiled:
         *,
         returned: Sequence[Entries] = (),
         sends: bool = True,
+        beta_before: float | None = None,
     ) -> tuple[Encoded, float]:
         n, pieces = anchor.numel(), _Pieces(weights, anchor.numel())
         room = _room_for(n, gate) if sends else Entries.none(n, anchor.device)
@@ -161,7 +162,8 @@ class Compiled:
         count = self._library.loco_cross(
             *(n, _address(anchor), _address(momentum), _address(residual), *pieces.arguments),
             *(sent is not None, len(contributions), len(returned), entries.ctypes.data),
-            *(outer.factor, outer.divisor, outer.lr, outer.momentum, outer.nesterov, beta, sends),
+            *(outer.factor, outer.divisor, outer.lr, outer.momentum, outer.nesterov),
+            *(beta if beta_before is None else beta_before, beta, sends),
             *(*_seen(gate), torch.get_num_threads(), *(map(_address, room) if sends else (None, None, None))),
             *(ctypes.addressof(digest), ctypes.addressof(first_nonfinite), ctypes.addressof(squares)),
         )

@@ -17,7 +17,7 @@ typedef struct {
     const Entries *sent;  /* at the boundary before; NULL: nothing */
     int64_t returns;
     const Entries *returned;  /* what e is given first */
-    float beta;
+    float beta_before, beta;
     int sends;            /* otherwise nothing is encoded */
 } Boundary;
 
@@ -146,7 +146,7 @@ static int cross_block(Share *share, int64_t b, int64_t *reading, int64_t *writi
     float *theta = apply->anchor + first, *e = apply->residual + first, s[BLOCK], ahead[BLOCK];
 
     for (int64_t r = 0; r < boundary->returns; r++) add(e, &boundary->returned[r], b, n);
-    run_ahead_of(ahead, theta, n, boundary->sent, b, boundary->beta);
+    run_ahead_of(ahead, theta, n, boundary->sent, b, boundary->beta_before);
     update_block(s, ahead, apply->residual, apply->factor, &apply->pieces, reading, first, last);
     int bad = drop_bad(s, e, n);
     if (bad >= 0 && share->bad < 0) share->bad = first + bad;
@@ -285,13 +285,13 @@ int64_t loco_encode(int64_t n, const float *anchor, const float *residual, int64
  * residual. */
 int64_t loco_cross(int64_t n, float *anchor, float *momentum, float *residual, int64_t pieces, const int64_t *address,
                    const int64_t *start, const int32_t *dtype, int sent, int64_t contributions, int64_t returns,
-                   const Entries *entries, float factor, float divisor, float lr, float mu, int nesterov, float beta,
-                   int sends, int gate, float gain, float margin, int value_steps, int threads, int64_t *starts,
+                   const Entries *entries, float factor, float divisor, float lr, float mu, int nesterov,
+                   float beta_before, float beta, int sends, int gate, float gain, float margin, int value_steps, int threads, int64_t *starts,
                    uint8_t *offsets, float *values, uint64_t *digest, int64_t *first_nonfinite, double *squares) {
     Pieces all = {pieces, address, start, dtype};
     Apply apply = {n, anchor, momentum, residual, all, NULL, NULL, contributions, entries + 1, factor, divisor, lr,
                    mu, nesterov};
-    Boundary boundary = {apply, sent ? entries : NULL, returns, entries + 1 + contributions, beta, sends};
+    Boundary boundary = {apply, sent ? entries : NULL, returns, entries + 1 + contributions, beta_before, beta, sends};
     Encode call = {.n = n, .anchor = anchor, .residual = residual, .pieces = all, .gate = gate, .gain = gain,
                    .margin = margin, .fraction = fraction_of(value_steps), .starts = starts, .offsets = offsets,
                    .values = values, .boundary = &boundary};  /* `apply` has the factor */

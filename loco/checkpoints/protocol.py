@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from ..config import Settings
 from ..members.view import SiteTopology
-from ..round.outer_state import OuterState
+from ..round.outer.outer_state import OuterState
 
 
 class Saveable(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_origin
 
 from ..logs import Progress
 from ..members.view import SiteTopology
-from ..round.state import check_same, digest_of
+from ..round.outer.state import check_same, digest_of
 from ..version import VERSION
 from .formats import opened
 from .protocol import Saveable

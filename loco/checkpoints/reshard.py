@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..parameters.placements import held_elements
 from ..parameters.sharding import is_sharded, layout_of
-from ..round.outer_state import OuterState
-from ..round.state import identity
+from ..round.outer.outer_state import OuterState
+from ..round.outer.state import identity
 from .plain_data import PART, WRAPPED
 
 _VECTORS = ("anchor", "momentum", "residual")
@@ -60,6 +60,8 @@ def resharded(trees: Sequence[Any], outer: OuterState) -> Any:
         ]
         flat = torch.cat([part.flatten()[mine[k].flatten()] for k, part in enumerate(parts)])
         own[name] = flat[outer.start : outer.stop].clone()
+    if own.get("step_length") is not None:
+        own["step_length"] |= {"last": None}  # of other elements than this rank will look at
     own |= {"shards": None, **identity(outer.topology, outer.parameters)}
 
     def cut(index: int, name: str, value: Any) -> Any:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError
-from ..round.state import check_same
+from ..round.outer.state import check_same
 from .directory import CheckpointDirectory
 from .protocol import Saveable
 from .rank_manifest import Position, RankManifest, site_name

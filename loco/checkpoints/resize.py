@@ -18,7 +18,7 @@ from loco import kernels
 
 from ..config import checked_weight
 from ..net.transport import Transport
-from ..round.outer_state import OuterState
+from ..round.outer.outer_state import OuterState
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ReplicaError
 from ..logs import warn_once_per_machine
 from ..members.view import Agreement
-from ..round.state import digest_of, identity
+from ..round.outer.state import digest_of, identity
 from . import formats
 from .directory import CheckpointDirectory
 from .plain_data import from_plain_data

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from loco.kernels import Entries
 
 from ..members.view import View
-from .outer_state import OuterState
+from .outer.outer_state import OuterState
 
 
 class Phase(StrEnum):

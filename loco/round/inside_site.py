@@ -4,6 +4,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from loco import kernels
 
@@ -13,10 +14,23 @@ from ..parameters.flat_parameters import FlatParameters
 from ..parameters.part import Copies, Part
 from ..wire.records import Status
 from ..wire.refusal import Problem
-from .outer_state import OuterState
+from .outer.outer_state import OuterState
+from .outer.step_length import Agreement
 
 GATHER_ELEMENTS = 1 << 20  # of the anchor at a time: 4 MiB from each rank
-_DIGEST, _NUMBERS = 8, struct.Struct("<d f")
+_DIGEST, _NUMBERS, _AGREEMENT = 8, struct.Struct("<d f"), struct.Struct("<5d")
+
+
+class Compared(NamedTuple):
+    """
+    norm: of what the ranks of this site would send.
+    problem: what speaks against the round.
+    agreement: of the round before with those before it, where the outer step finds its length.
+    """
+
+    norm: float
+    problem: Problem | None
+    agreement: Agreement
 
 
 def compare(
@@ -27,7 +41,7 @@ def compare(
     round: int,
     *,
     copies: Callable[[], bytes] | None,
-) -> tuple[float, Problem | None]:
+) -> Compared:
     """The ranks of a site exchange digests of what several of them hold alike: of whole parameters all of it,
     of sharded ones the replicas.
 
@@ -36,12 +50,10 @@ def compare(
         weight: c, of the site, as this rank was told; 0 if it could not encode.
         copies: digests of what others hold, too. None: this rank could not encode, so it votes for its own
             reason, and has nothing to compare.
-
-    Returns:
-        The norm of what they all would send, and what speaks against the round.
     """
+    agreement = Agreement() if state.step_length is None else state.step_length.agreement
     if inside.size == 1:
-        return norm, None
+        return Compared(norm, None, agreement)
     part, failure, digests = state.part, None, bytes(_DIGEST * len(state.part.copies))
     if copies is not None:
         try:
@@ -49,13 +61,19 @@ def compare(
         except Exception as error:
             failure = Problem(Status.FAILED, seen=error)
     phase = f"round {round}, weights inside the site"
-    told = inside.swap_records(digests + _NUMBERS.pack(norm, weight), phase=phase, limit=inside.patience)
-    norms, weights = zip(*(_NUMBERS.unpack(record[-_NUMBERS.size :]) for record in told), strict=True)
+    mine = digests + _NUMBERS.pack(norm, weight)
+    if state.step_length is not None:
+        mine += _AGREEMENT.pack(*agreement)
+    told = inside.swap_records(mine, phase=phase, limit=inside.patience)
+    norms, weights = zip(*(_NUMBERS.unpack_from(record, len(digests)) for record in told), strict=True)
+    if state.step_length is not None:
+        at = len(digests) + _NUMBERS.size
+        agreement = Agreement.joined([Agreement(*_AGREEMENT.unpack_from(record, at)) for record in told])
     if failure is None and differing_copies(told, part):
         failure = Problem(Status.SITE_DRIFT)
     if failure is None and len(set(weights) - {0.0}) > 1:
         failure = Problem(Status.FAILED, seen=_several(weights))
-    return math.hypot(*norms), failure
+    return Compared(math.hypot(*norms), failure, agreement)
 
 
 def _several(weights: Sequence[float]) -> ValueError:

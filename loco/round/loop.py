@@ -27,12 +27,12 @@ from .hooks import Hooks, RoundProgress
 from .inside_site import share_anchor
 from .joining.first_anchor import agree_to_adopt, share_first_anchor, start_again
 from .joining.handshake import agree_on_parameters
-from .outer_state import OuterState
+from .outer.outer_state import OuterState
+from .outer.state import load_inner, pop_own_state, state_of, take_over
+from .outer.weights import ShownAnchor, require_cast_of_anchor
 from .overlap.overlapped import OverlappedRounds
 from .round import Round
-from .state import load_inner, pop_own_state, state_of, take_over
 from .views import Views
-from .weights import ShownAnchor, require_cast_of_anchor
 
 _logger = logging.getLogger(__name__)
 _GO_ON = "All ranks can go on with the next step() or sync()"

@@ -38,7 +38,8 @@ from .hooks import Hooks, Phase, RoundProgress
 from .inside_site import compare, digests_of_copies, share_anchor
 from .joining.handshake import check_denormals
 from .meter import Meter
-from .outer_state import OuterState
+from .outer.outer_state import OuterState
+from .outer.step_length import Agreement
 from .votes import refuse, vote, vote_of
 
 T = TypeVar("T")
@@ -92,14 +93,13 @@ class Round:
         self._norm = 0.0  # of what this rank would send
         self._announced: list[Announcement] = []
         self._opening: Opening | None = None
+        self._agreement = Agreement()  # of the round before, by all ranks of the site
         self._enclosed: dict[int, Tensor] | None = None  # by peer, if all sites enclosed theirs
         self.left_out: tuple[int, ...] = ()
         self._own: Entries | None = None  # what this rank really sends
         self.kept: Entries | None = None
         self.contributions: Sequence[Entries] = ()
-        self._exchange = ""
-        self._payload_bytes = 0
-        self.residual_norm = 0.0
+        self._exchange, self._payload_bytes, self.residual_norm = "", 0, 0.0
         self.meter = Meter(view)
 
     def run(self) -> None:
@@ -142,9 +142,10 @@ class Round:
         view.verdicts.prepare(self.number)
         copies = None if self._own is None else self._copies
         weight = self._encoded.factor if self._encoded else 0.0
-        norm, drift = compare(view.inside, state, self._norm, weight, self.number, copies=copies)
-        self.problem = self.problem or drift
-        self._opening = self._or_problem(lambda: self._open(norm))
+        of_site = compare(view.inside, state, self._norm, weight, self.number, copies=copies)
+        self.problem = self.problem or of_site.problem
+        self._agreement = of_site.agreement
+        self._opening = self._or_problem(lambda: self._open(of_site.norm))
         mine = self._opening or Opening(vote_of(view, self.problem, self.number))
         said = announce(view, mine.record, mine.frame)
         self.meter.all_have_come()
@@ -164,10 +165,8 @@ class Round:
         """6. What g = (Σ s, in site order) / Σ c is the mean of: gathered, or already added up."""
         state, view, encoded = self.state, self.view, self._encoded
         assert encoded is not None
-        own, numel = encoded.entries, state.numel
-        if view.site in self.left_out:
-            own = Entries.none(numel, state.device)
-        self._own = own
+        numel, is_left_out = state.numel, view.site in self.left_out
+        self._own = own = Entries.none(numel, state.device) if is_left_out else encoded.entries
         self._exchange = self._chosen_exchange(own)
         if self._exchange == "dense" and not self._codec.sizes_are_known:
             self._codec = WHOLE
@@ -191,15 +190,15 @@ class Round:
         self.kept = transfer.kept
         if self._or_problem(lambda: adds_up_to_infinity(self.contributions, numel)):
             self.problem = Problem(Status.OVERFLOW, seen=NonFiniteError(overflow_text(self.number)))
-        if self.problem is None and view.site not in self.left_out:
+        if self.problem is None and not is_left_out:
             state.tuner.learn(self._codec, framing, seconds, self.contributions, own)
         self._enter(Phase.RECEIVED)
 
     def vote(self) -> None:
         """The last vote: has everything arrived, everywhere? If so the round is for all ranks to apply."""
         assert self._own is not None
-        mine = vote_of(self.view, self.problem, self.number)
-        mine = self.meter.last_vote(mine, numel=self.state.numel, entries=self._own.values.numel())
+        numel, mine = self.state.numel, vote_of(self.view, self.problem, self.number)
+        mine = self.meter.last_vote(mine, numel=numel, entries=self._own.values.numel())
         self.is_promised = True
         try:
             votes = vote(self.view, mine, self.problem, name_of=self.state.parameters.name_of)
@@ -246,7 +245,7 @@ class Round:
         view.liveness.say(f"round {self.number}, applying")
         try:
             with state.rewriting():
-                yield state.step_over(self._announced, factor)
+                yield state.outer_step(self._announced, factor, self._agreement, self.contributions)
                 self.meter.end()
                 state.took_part |= dict.fromkeys(view.site_names, self.number)
                 state.lacks_slices = len(state.part.slices) > 1
@@ -290,6 +289,7 @@ class Round:
             seconds=self.meter.seconds(),
             waited=self.meter.waited(),
             in_flight=self.meter.in_flight,
+            outer_lr=self.state.outer_lr,
             site=self.meter.site(),
         )
 

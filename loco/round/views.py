@@ -16,9 +16,9 @@ from .inside_site import await_site
 from .joining.catch_up import catch_up_in_site
 from .joining.first_anchor import share_first_anchor
 from .joining.recovery import adopt_state, hand_over_state
-from .outer_state import OuterState
+from .outer.outer_state import OuterState
+from .outer.state import digest_of
 from .round import Round
-from .state import digest_of
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 import signal
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +17,21 @@ from states import assert_same, small_model
 import loco
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
+AUTO = {"outer_lr": "auto", "outer_momentum": 0.0}
+FOUND = {"lr": "auto", "mu": 0.0}
 WAYS = ("store", "lighthouse")  # to meet
 
 
 class Survivors:
-    """The paper's run, of whichever sites take part in a round."""
+    """The paper's run, of whichever sites take part in a round.
 
-    def __init__(self, start: Told) -> None:
+    step: its outer step, if that is not the default.
+    """
+
+    def __init__(self, start: Told, **step: Any) -> None:
         theta = floats(start, "anchor")
-        self.paper = Paper(theta, np.zeros(theta.shape, bool), 3, lr=0.7, mu=0.9, nesterov=True, gain=3.5)
+        step = {"lr": 0.7, "mu": 0.9, **step}
+        self.paper = Paper(theta, np.zeros(theta.shape, bool), 3, nesterov=True, gain=3.5, **step)
         self.residuals: dict[str, np.ndarray] = dict.fromkeys(ALL, np.zeros_like(theta))
 
     def check(self, round: dict[str, Told]) -> None:
@@ -37,7 +44,8 @@ class Survivors:
         for name, residual in zip(names, paper.residuals, strict=True):
             self.residuals[name] = residual
             np.testing.assert_array_equal(floats(round[name], "anchor"), paper.anchor)
-            np.testing.assert_array_equal(floats(round[name], "momentum"), paper.momentum)
+            if paper.mu:
+                np.testing.assert_array_equal(floats(round[name], "momentum"), paper.momentum)
             np.testing.assert_array_equal(floats(round[name], "residual"), residual)
             np.testing.assert_array_equal(floats(round[name], "weights"), paper.anchor)
 
@@ -46,13 +54,13 @@ def floats(told: Told, name: str, when: str = "after") -> np.ndarray:
     return getattr(told, when)[name].view(np.float32)
 
 
-def started(fleet: Fleet) -> Survivors:
+def started(fleet: Fleet, **options: Any) -> Survivors:
     """Three sites that have started from one θ."""
-    fleet.start(*ALL)
+    fleet.start(*ALL, **options)
     start = told_by(fleet, ALL)
     for name in ALL:
         assert_same(start[name].after, start["s0"].after)
-    return Survivors(start["s0"])
+    return Survivors(start["s0"], **FOUND if options else {})
 
 
 def joined(fleet: Fleet, run: Survivors, name: str, *others: str) -> Told:
@@ -133,6 +141,23 @@ def test_a_site_that_comes_back_is_given_the_state_and_takes_part_from_then_on()
             round = fleet.round(*ALL)
             assert round["s1"].sites == ALL
             run.check(round)
+
+
+@pytest.mark.check(FLEETS)
+def test_a_site_that_comes_goes_on_with_the_outer_step_that_the_others_have_found() -> None:
+    with Fleet(3) as fleet:
+        run = started(fleet, **AUTO)
+        for _ in range(4):
+            run.check(fleet.round(*ALL))
+        fleet.kill("s1")
+        run.check(fleet.round("s0", "s2"))
+        fleet.start("s1", **AUTO)
+        joined(fleet, run, "s1", "s0", "s2")
+        run.residuals["s1"] = np.zeros_like(run.residuals["s1"])
+        for _ in range(3):
+            run.check(fleet.round(*ALL))
+        assert run.paper.length is not None
+        assert run.paper.length.eighths not in (0, 4)
 
 
 @pytest.mark.check(FLEETS)

@@ -21,7 +21,7 @@ from loco.checkpoints import resize
 from loco.checkpoints.rank_manifest import sha256
 from loco.checkpoints.resize import Roster, add_exactly, check_vector
 from loco.kernels import reference
-from loco.round.state import digest_of
+from loco.round.outer.state import digest_of
 
 NUMEL = 131
 Ledger = dict[str, Any]

@@ -143,7 +143,7 @@ def test_weights_are_given_back_if_theta_cannot_be_shown(monkeypatch: pytest.Mon
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("loco.round.outer_state.OuterState.write_weights", fail)
+        patch.setattr("loco.round.outer.outer_state.OuterState.write_weights", fail)
         with pytest.raises(MemoryError):
             optimizer.eval()
     assert torch.equal(weights(net), kept)

@@ -5,7 +5,7 @@ import hashlib
 from ...members.view import View
 from ..hooks import Phase
 from ..inside_site import share_anchor
-from ..outer_state import OuterState
+from ..outer.outer_state import OuterState
 from ..round import Round
 
 _NAME = 8  # bytes

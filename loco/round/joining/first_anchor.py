@@ -6,7 +6,8 @@ from ...coordination.rendezvous import NeededError
 from ...errors import LocoError, PeerError
 from ...members.view import SiteTopology, View
 from ..inside_site import share_anchor
-from ..outer_state import OuterState
+from ..outer.outer_state import OuterState
+from ..outer.step_length import StepLength
 from .handshake import check_first_anchor, first_nonfinite
 
 
@@ -35,6 +36,8 @@ def start_again(state: OuterState) -> None:
     for tensor in (state.momentum, state.residual):
         if tensor is not None:
             tensor.zero_()
+    if state.step_length is not None:
+        state.step_length = StepLength.of(state.numel)
     state.anchor_incomplete = False
 
 

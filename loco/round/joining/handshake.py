@@ -19,7 +19,7 @@ from ...net.transport import Transport
 from ...parameters.flat_parameters import FlatParameters
 from ...parameters.part import Part
 from ..inside_site import differing_copies, digests_of_copies
-from ..outer_state import OuterState
+from ..outer.outer_state import OuterState
 
 _AT_A_TIME = 1 << 20  # elements
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from ...members.view import Handover, View
 from ...net.transport import CHUNK, Transport, as_bytes
 from ...report import SiteTotals, SyncReport
 from ..inside_site import await_site, share_anchor
-from ..outer_state import OuterState
+from ..outer.outer_state import OuterState
+from ..outer.state import digest_of
+from ..outer.step_length import StepLength
 from ..overlap.boundary import take_back
-from ..state import digest_of
 
 _logger = logging.getLogger(__name__)
 MOST_HEAD_BYTES = 1 << 20  # of a few numbers, and a name and a number for every site
@@ -30,11 +32,13 @@ class Head:
     round: rounds done.
     digests: of θ and of m.
     took_part: the last round that each site took part in, by name.
+    step_length: of the outer step, if it finds it itself, without l.
     """
 
     round: int
     digests: list[str]
     took_part: dict[str, int] = field(default_factory=dict)
+    step_length: dict[str, Any] | None = None
 
 
 def give(link: Transport, peer: int, head: Head, tensors: list[Tensor]) -> None:
@@ -103,7 +107,8 @@ def hand_over_state(state: OuterState, handover: Handover) -> None:
     if not handover.receivers:
         return
     digests = [digest_of(tensor) for tensor in state.shared]
-    head = Head(round=state.rounds_done, digests=digests, took_part=state.took_part)
+    length = None if state.step_length is None else state.step_length.state() | {"last": None}
+    head = Head(round=state.rounds_done, digests=digests, took_part=state.took_part, step_length=length)
     handover.announce()
     for receiver in handover.receivers:
         give(handover.link, receiver, head, state.shared)
@@ -126,6 +131,7 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
     source, link = handover.source, handover.link
     handover.await_source()
     head = take_head(link, source)
+    length = _step_length(state, head)
     state.anchor_incomplete, sent_inside = True, inside.sent_bytes
     take(link, source, head, state.shared)
     await_site(inside, phase=f"taking round {head.round}, on all ranks of this site")
@@ -134,7 +140,7 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
     if state.on_its_way:
         take_back(state)
     with state.rewriting():
-        state.ahead = None
+        state.ahead, state.step_length = None, length
         dropped = _drop_residual_if_outdated(state, head)
         state.rounds_done, state.took_part = head.round, dict(head.took_part)
     # Last: what Ctrl-C cuts off before it is done once more.
@@ -156,6 +162,7 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
         dense_bytes=0,
         update_norms=(),
         left_out=(),
+        outer_lr=state.outer_lr,
         residual_norm=0.0 if state.residual is None else float(state.residual.double().norm()),
         seconds={"rejoin": time.perf_counter() - began},
         waited=0.0,
@@ -167,6 +174,21 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
             dense_bytes=0,
         ),
     )
+
+
+def _step_length(state: OuterState, head: Head) -> StepLength | None:
+    """As the peer has it, with the room for what it has seen.
+
+    Raises:
+        WireError: it does not say.
+    """
+    if state.step_length is None:
+        return None
+    told = head.step_length or {}
+    try:
+        return StepLength.from_state(told | {"last": state.step_length.last}, state.numel)
+    except ValueError as error:
+        raise WireError(f"taking round {head.round}: {error}") from error
 
 
 def _drop_residual_if_outdated(state: OuterState, head: Head) -> str:

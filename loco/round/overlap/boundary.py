@@ -14,7 +14,7 @@ import torch
 from loco import kernels
 from loco.kernels import Entries, OuterStep
 
-from ..outer_state import OuterState
+from ..outer.outer_state import OuterState
 from ..round import Round
 
 
@@ -60,9 +60,8 @@ def take_back(state: OuterState) -> None:
 
 def _pass(state: OuterState, come: Round | None, step: OuterStep, *, sends: bool) -> float:
     """-> the norm of e."""
-    residual, beta = state.residual, state.settings.overlap
+    residual, beta = state.residual, state.beta
     assert residual is not None
-    assert beta is not None
     sent = None if state.ahead is None else state.ahead.entries
     momentum, contributions = None, ()
     returned: list[Entries] = []
@@ -73,5 +72,7 @@ def _pass(state: OuterState, come: Round | None, step: OuterStep, *, sends: bool
     with state.parameters.pieces(state.start, state.stop, write=True) as weights:
         outer = state.anchor, momentum, weights, residual
         outer += sent, contributions, step, state.gate, beta
-        state.ahead, norm = kernels.cross(*outer, returned=returned, sends=sends)
+        before = {"returned": returned, "beta_before": state.ahead_by}
+        state.ahead, norm = kernels.cross(*outer, **before, sends=sends)
+        state.ahead_by = beta
     return norm

@@ -13,7 +13,7 @@ import torch
 from ...errors import TransportError, WireError
 from ...members.view import View
 from ...wire.refusal import Refused
-from ..outer_state import OuterState
+from ..outer.outer_state import OuterState
 from ..round import Round
 from ..views import Views
 

@@ -17,7 +17,7 @@ from ...members.view import View
 from ...report import SyncReport
 from ..hooks import Hooks, Phase, RoundProgress
 from ..inside_site import await_site, digests_of_copies, share_anchor
-from ..outer_state import OuterState
+from ..outer.outer_state import OuterState
 from ..round import Round
 from ..views import Views, not_shared
 from ..votes import not_finite
@@ -68,8 +68,8 @@ class OverlappedRounds:
         # The rounds that the latest boundary sends off, and that `sync` waits for.
         self._crossing = self._landing = 0
         # Of the latest boundary: why this rank refuses the next round, and digests of its weights.
-        self._problem: Exception | None = None
-        self._copies = b""
+        self._problem: Exception | None
+        self._problem, self._copies = None, b""
         views.are_used_elsewhere = self.wait
         weakref.finalize(self, warn_of_the_end, state, self._flights)
 
@@ -333,18 +333,18 @@ class OverlappedRounds:
         is_applied = self._come is not None and self._come.phase is Phase.APPLIED
         if state.lacks_slices or is_applied or 0 < self._crossing == state.on_its_way:
             raise not_shared(state.rounds_done)
-        sent, weight = None, 1.0
-        if state.ahead is not None:
-            sent, weight = state.ahead.entries._asdict(), state.ahead.factor
-        return {"ahead": sent, "sent_weight": weight, "in_flight": state.on_its_way > 0}
+        sent = state.ahead and state.ahead.entries._asdict()
+        weight = state.ahead.factor if state.ahead else 1.0
+        how = {"ahead_by": state.ahead_by, "sent_weight": weight}
+        return {"ahead": sent, **how, "in_flight": state.on_its_way > 0}
 
     def take_over(self, own: dict[str, Any]) -> None:
         """Go on from `own_state`, whose other parts are loaded; `finish` sends off what was in flight."""
-        saved, state = own.get("ahead"), self._state
+        saved, state, weight = own.get("ahead"), self._state, float(own.get("sent_weight", 1.0))
         if saved is None:
             return
-        entries, weight = Entries(**saved).to(state.device), float(own.get("sent_weight", 1.0))
-        state.ahead = Encoded(entries, kernels.digest(state.anchor), -1, weight)
+        state.ahead = Encoded(Entries(**saved).to(state.device), kernels.digest(state.anchor), -1, weight)
+        state.ahead_by = float(own.get("ahead_by", state.beta))
         if own.get("in_flight"):
             state.on_its_way = state.rounds_done + 1
             self._problem, self._copies = None, digests_of_copies(state.parameters, state.part)

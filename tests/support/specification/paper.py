@@ -6,6 +6,7 @@ It shares nothing with the library: BF16 is rounded by arithmetic on the value, 
 from dataclasses import dataclass, field
 
 import numpy as np
+from step_length import StepLength
 
 F32 = np.float32
 
@@ -56,7 +57,7 @@ class Paper:
     anchor: np.ndarray
     bf16: np.ndarray
     sites: int
-    lr: float
+    lr: float | str  # "auto": it is found
     mu: float
     nesterov: bool
     gain: float = 1.0
@@ -72,6 +73,7 @@ class Paper:
     sums: np.ndarray = field(init=False)  # of the latest round, before small ones go back
 
     def __post_init__(self) -> None:
+        self.length = StepLength() if self.lr == "auto" else None
         self.momentum = np.zeros_like(self.anchor)
         self.residuals = [np.zeros_like(self.anchor) for _ in range(self.sites)]
 
@@ -132,7 +134,8 @@ class Paper:
     def outer_step(self, total: np.ndarray) -> None:
         counts = self.sent_counts or [1.0] * self.sites
         g = total / F32(sum(map(F32, counts), np.float64(0)))
-        lr, mu = F32(self.lr), F32(self.mu)
+        lr = F32(self.lr if self.length is None else self.length.of_round(g, self.anchor))
+        mu = F32(self.mu)
         self.momentum = mu * self.momentum + g
         if self.mu == 0:
             self.anchor = self.anchor - lr * g
@@ -156,7 +159,7 @@ class OverlappedPaper(Paper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta is None:
+        if self.beta is None and not isinstance(self.lr, str):
             self.beta = self.lr * (1 + self.mu) if self.nesterov else self.lr
         self.flying = []
         self.began = [self.cast(self.anchor)] * self.sites
@@ -171,7 +174,8 @@ class OverlappedPaper(Paper):
         s = self.update(site, self.began[site] - w)
         send, v = self.chosen(s)
         self.residuals[site] = np.where(send, s - v, s)
-        self.began[site] = self.cast(np.where(send, self.anchor - F32(self.beta) * v, self.anchor))
+        beta = F32(self.length.lr if self.length and self.beta is None else self.beta)
+        self.began[site] = self.cast(np.where(send, self.anchor - beta * v, self.anchor))
         return send, v
 
     def land(self) -> None:

@@ -14,7 +14,7 @@ NUMEL, SEED = 1003, 7
 class Case:
     kind: str
     sync_every: int = 1
-    outer_lr: float = 0.7
+    outer_lr: float | str = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
     gate: str = "bf16"
@@ -46,6 +46,16 @@ CASES += [
     Case("PulseLoCo", value_steps=16, sums_margin=0.5),
     Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=4, sums_margin=0.75, bf16=True),
     Case("PulseLoCo", outer_lr=4.0, outer_momentum=0.0, gate_gain=2.0, value_steps=1, sums_margin=2.0),
+    Case("PulseLoCo", outer_lr="auto", outer_momentum=0.0, gate_gain=3.5),
+    Case(
+        "PulseLoCo",
+        sync_every=2,
+        outer_lr="auto",
+        outer_momentum=0.0,
+        value_steps=2,
+        sums_margin=0.5,
+        bf16=True,
+    ),
 ]
 
 

@@ -11,8 +11,8 @@ int64_t loco_encode(int64_t, const float *, const float *, int64_t, const int64_
 double loco_apply(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *,
                   int64_t, const void *, float, float, float, float, int, int);
 int64_t loco_cross(int64_t, float *, float *, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int,
-                   int64_t, int64_t, const void *, float, float, float, float, int, float, int, int, float, float, int,
-                   int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *, double *);
+                   int64_t, int64_t, const void *, float, float, float, float, int, float, float, int, int, float, float,
+                   int, int, int64_t *, uint8_t *, float *, uint64_t *, int64_t *, double *);
 int64_t loco_first_changed(int64_t, const float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int,
                            const void *, float, int);
 void loco_write_weights(int64_t, float *, int64_t, const int64_t *, const int64_t *, const int32_t *, int);
@@ -184,7 +184,7 @@ static void round_of(int64_t n, int gate, int thrifty, int gathers, int has_resi
         float *next = malloc(bytes);
         double squares;
         k = loco_cross(n, anchor, mu ? momentum : NULL, residual, count, address, start, dtype, 1, gathers, 1, entries,
-                       1.5f, (float)gathers, 0.7f, 0.9f, mu == 2, 1.0f, 1, gate, 1.0f, thrifty ? 0.25f : 0.0f,
+                       1.5f, (float)gathers, 0.7f, 0.9f, mu == 2, 1.0f, 1.0f, 1, gate, 1.0f, thrifty ? 0.25f : 0.0f,
                        thrifty ? 16 : 0, threads, next_starts, next_offsets, next, &digest, &first_bad, &squares);
         if (k < 0 || k > n) abort();
         if (!wild) note(&digest, 8), note(next, 4 * (size_t)k), note(anchor, bytes), note(residual, bytes);

@@ -36,7 +36,7 @@ def first_changed(state: OuterState, sent: Entries | None = None) -> str | None:
         sent: what the weights run ahead of θ by.
     """
     with state.parameters.pieces(state.start, state.stop) as weights:
-        position = kernels.first_changed(state.anchor, weights, sent, state.settings.overlap or 0.0)
+        position = kernels.first_changed(state.anchor, weights, sent, state.ahead_by)
     return None if position < 0 else state.name_at(position)
 
 

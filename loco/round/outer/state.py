@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch.optim import Optimizer
 from loco import kernels
 from loco.kernels import BLOCK, Entries
 
-from ..config import checked_weight
-from ..members.view import SiteTopology
-from ..parameters.flat_parameters import FlatParameters
+from ...config import checked_weight
+from ...members.view import SiteTopology
+from ...parameters.flat_parameters import FlatParameters
 from .outer_state import OuterState
+from .step_length import StepLength
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def state_of(outer: OuterState, *, undecided_round: int | None) -> dict[str, Any
         "anchor": outer.anchor,
         "momentum": outer.momentum,
         "residual": outer.residual,
+        "step_length": None if outer.step_length is None else outer.step_length.state(),
         "weights": outer.parameters.tensors,
         "tuner": outer.tuner.state(),
         "took_part": dict(outer.took_part),
@@ -106,6 +109,8 @@ def _check(outer: OuterState, state: Mapping[str, Any]) -> None:
         checked_weight(state.get(name, 1.0))
     if len(state.get("weights") or []) != len(outer.parameters.params):
         raise ValueError("this state does not hold the weights of all parameters: it is damaged")
+    if outer.step_length is not None:
+        StepLength.from_state(state.get("step_length"), outer.numel)
     check_in_flight(state.get("ahead"), outer.numel)
     for name, mine, saved in _tensors(outer, state):
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (mine.shape, mine.dtype):
@@ -159,6 +164,9 @@ def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
             mine.copy_(saved)
         outer.rounds_done = int(state["round"])
         outer.weight = float(state.get("weight", outer.weight))
+        if outer.step_length is not None:
+            told = StepLength.from_state(state["step_length"], outer.numel)
+            outer.step_length = replace(told, last=told.last.clone())
         outer.took_part = dict(state.get("took_part", {}))
         outer.sent_bytes = int(state.get("sent_bytes", 0))
         outer.anchor_incomplete = False

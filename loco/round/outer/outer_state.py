@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from loco import kernels
-from loco.kernels import Encoded, Gate, OuterStep
+from loco.kernels import Encoded, Entries, Gate, OuterStep
 from loco.kernels.recycle import Recycler
 from loco.kernels.reserve import lasting_zeros
 
-from ..config import GATES, Settings
-from ..errors import LocoError
-from ..exchange.tuning import ExchangeTuner
-from ..members.view import SiteTopology
-from ..parameters.flat_parameters import FlatParameters
-from ..parameters.part import Part
-from ..wire.records import Announcement, fp32_of
+from ...config import GATES, Settings
+from ...errors import LocoError
+from ...exchange.tuning import ExchangeTuner
+from ...members.view import SiteTopology
+from ...parameters.flat_parameters import FlatParameters
+from ...parameters.part import Part
+from ...wire.records import Announcement, fp32_of
+from .step_length import Agreement, StepLength
 
 
 @dataclass(kw_only=True)
@@ -37,13 +38,14 @@ class OuterState:
         momentum: m; None where μ = 0.
         residual: e; None where everything is sent.
         gate: decides what is sent; None: everything.
+        step_length: of the outer step, if it finds it itself.
         tuner: what earlier rounds were like.
         rounds_done: the round that the state is after.
         weight: c, by which the updates of this site count, an FP32 number.
         took_part: the last round of each site that has a name.
         sent_bytes: by this site, in all rounds, to the others.
-        ahead: where rounds overlap, what this rank sent at the last boundary, v. The inner steps began from
-            cast(θ − β·v).
+        ahead, ahead_by: where rounds overlap, what this rank sent at the last boundary, v, and β. The inner
+            steps began from cast(θ − β·v).
         on_its_way: the number of the round that v travels in; 0: v is in e again, or there is none.
         lacks_slices: the other ranks of this site have not given their parts of the weights yet.
         memory: what rounds leave to each other.
@@ -64,7 +66,9 @@ class OuterState:
     rounds_done: int = 0
     took_part: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
+    step_length: StepLength | None = None
     ahead: Encoded | None = None
+    ahead_by: float = 0.0
     on_its_way: int = 0
     lacks_slices: bool = False
     anchor_incomplete: bool = False
@@ -109,6 +113,7 @@ class OuterState:
                 value_steps=settings.value_steps,
             ),
             tuner=tuner,
+            step_length=StepLength.of(part.own.stop - part.own.start) if settings.finds_outer_lr else None,
         )
         state.read_weights()
         return state
@@ -133,12 +138,24 @@ class OuterState:
     @property
     def shared(self) -> list[Tensor]:
         """What all sites hold alike."""
-        return [tensor for tensor in (self.anchor, self.momentum) if tensor is not None]
+        looked_at = None if self.step_length is None else self.step_length.last
+        return [tensor for tensor in (self.anchor, self.momentum, looked_at) if tensor is not None]
+
+    @property
+    def outer_lr(self) -> float:
+        """α of the round that was applied last."""
+        return self.settings.outer_lr if self.step_length is None else self.step_length.outer_lr
+
+    @property
+    def beta(self) -> float:
+        """How far this site would run ahead by what it sends now, where rounds overlap."""
+        overlap = self.settings.overlap
+        return self.outer_lr if overlap is True else overlap or 0.0
 
     def began_from(self, at: slice) -> Tensor:
         """The inner steps began from the cast of this: θ or, where rounds overlap, θ − β·v."""
         sent = None if self.ahead is None else self.ahead.entries
-        return kernels.run_ahead(self.anchor, sent, self.settings.overlap or 0.0, at)
+        return kernels.run_ahead(self.anchor, sent, self.ahead_by, at)
 
     def name_at(self, position: int) -> str:
         """Of the parameter that has this element of the state."""
@@ -157,17 +174,29 @@ class OuterState:
         with self.parameters.pieces(self.start, self.stop, write=True) as weights:
             kernels.write_weights(self.anchor, weights)
 
-    def step_over(self, announced: Sequence[Announcement], factor: float) -> OuterStep:
-        """
+    def outer_step(
+        self,
+        announced: Sequence[Announcement],
+        factor: float,
+        agreement: Agreement,
+        contributions: Sequence[Entries],
+    ) -> OuterStep:
+        """That of a round which counts; and how long the next one is, as far as this round tells.
+
         Args:
             announced: by all sites.
             factor: c, of the inner steps that are in this site's weights.
+            agreement: of the round before.
+            contributions: what is added up.
         """
-        settings = self.settings
+        settings, divisor = self.settings, fsum(fp32_of(one.weight_bits) for one in announced)
+        if self.step_length is not None:
+            moved = self.step_length.moved(agreement)
+            self.step_length = moved.having_seen(contributions, divisor, self.anchor)
         return OuterStep(
-            divisor=fsum(fp32_of(one.weight_bits) for one in announced),
+            divisor=divisor,
             factor=factor,
-            lr=settings.outer_lr,
+            lr=self.outer_lr,
             momentum=settings.outer_momentum,
             nesterov=settings.nesterov,
         )

@@ -1,0 +1,1 @@
+"""What a rank holds of the outer optimization."""

@@ -1,0 +1,129 @@
+"""`outer_lr="auto"`: an outer step that finds its own length."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import step_length as specification
+import torch
+from scripted import Scripted, parameters
+
+import loco
+from loco.kernels import BLOCK, Entries
+from loco.round.outer import step_length
+from loco.round.outer.step_length import Agreement, StepLength
+
+
+def sparse(vector: torch.Tensor) -> Entries:
+    where = vector.nonzero().flatten()
+    return Entries.at(where, vector[where], vector.numel())
+
+
+def sent_at(round: int, numel: int, *, undone: bool) -> torch.Tensor:
+    """A third of the elements, each in the direction of the last time, or against it."""
+    rng = np.random.default_rng(round)
+    values = rng.random(numel, dtype=np.float32) * (1e-3 if not undone or round % 2 else -1e-3)
+    return torch.from_numpy(np.where(rng.random(numel) < 1 / 3, values, np.float32(0)))
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_it_is_the_specifications_and_follows_whether_rounds_undo_each_other(undone: bool) -> None:
+    numel = 1000
+    theta = torch.ones(numel)
+    length, paper, found = StepLength.of(numel), specification.StepLength(), []
+    for round in range(40):
+        parts = [sent_at(round, numel, undone=undone), sent_at(round + 100, numel, undone=undone)]
+        parts[1][parts[0] == 0] = 0.0
+        length = length.moved(length.agreement)
+        length = length.having_seen([sparse(part) for part in parts], 2.0, theta)
+        alpha = paper.of_round(((parts[0] + parts[1]) / 2).numpy(), theta.numpy())
+        assert length.eighths == paper.eighths
+        assert np.float32(length.outer_lr) == np.float32(alpha)
+        found.append(length.outer_lr)
+    assert found[:2] == [7.0, 7.0]
+    assert found[-1] < 1 if undone else found[-1] > 20
+    step = found[-1] * math.sqrt(length.agreement.whole)
+    assert step <= 0.0125 * float(theta.norm())  # rounds that agree would go on, but for this
+
+
+def test_all_elements_are_the_same_as_entries_of_all() -> None:
+    g, theta = torch.randn(2 * BLOCK + 9), torch.ones(2 * BLOCK + 9)
+    fresh = StepLength.of(g.numel())
+    as_entries = fresh.having_seen([Entries.at(torch.arange(g.numel()), g, g.numel())], 1.0, theta)
+    as_vector = StepLength.of(g.numel()).having_seen([Entries.whole(g)], 1.0, theta)
+    assert as_entries.agreement == as_vector.agreement
+    assert torch.equal(as_entries.last, as_vector.last)
+
+
+def test_of_a_large_vector_every_so_many_blocks_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_length, "_LOOKED_AT", 3 * BLOCK)
+    g = sent_at(1, 7 * BLOCK + 30, undone=False)  # every third block: 0, 3 and 6
+    theta = torch.arange(g.numel()).float()
+    looked_at = [slice(k * BLOCK, (k + 1) * BLOCK) for k in (0, 3, 6)]
+    for entries in (sparse(g), Entries.whole(g)):
+        length = StepLength.of(g.numel()).having_seen([entries], 1.0, theta)
+        assert torch.equal(length.last, torch.cat([g[at] for at in looked_at]))
+        squares = [float(x) ** 2 for at in looked_at for x in theta[at]]
+        assert length.agreement.anchor == math.fsum(squares)
+
+
+def test_what_ranks_of_a_site_have_seen_adds_up() -> None:
+    parts = [Agreement(1.0, 4.0, 4.0, 8.0, 100.0), Agreement(-3.0, 5.0, 12.0, 1.0, 21.0)]
+    joined = Agreement.joined(parts)
+    assert joined == (-2.0, 9.0, 16.0, 9.0, 121.0)
+    assert joined.change == round(14 * (-2 / 12 + 0.08))
+
+
+@pytest.mark.parametrize("found", [(0.0, 0.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 5.0, 1.0)])
+def test_a_round_that_tells_nothing_changes_nothing(found: tuple[float, ...]) -> None:
+    assert Agreement(*found).change == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"eighths": 1.5},
+        {"eighths": 1000},
+        {"agreement": [1.0]},
+        {"agreement": [float("nan")] * 5},
+        {"last": torch.zeros(3)},
+        {"last": "x"},
+        {"last": torch.zeros(10, dtype=torch.float64)},
+    ],
+)
+def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
+    whole = StepLength.of(10).state()
+    assert StepLength.from_state(whole, 10).eighths == 0
+    with pytest.raises(ValueError, match="does not say how long the outer step is: it is damaged"):
+        StepLength.from_state(whole | damage, 10)
+    with pytest.raises(ValueError, match="does not say how long the outer step is: it is damaged"):
+        StepLength.from_state(None, 10)
+
+
+def test_a_step_that_finds_its_length_has_no_momentum(single_site: Any) -> None:
+    def build(**options: Any) -> loco.PulseLoCo:
+        return loco.PulseLoCo(Scripted(parameters(0, 300), 0, 0), **options)
+
+    assert build(outer_lr="auto", outer_momentum=0).outer_state.outer_lr == 7.0
+    for options in ({}, {"outer_momentum": 0, "gate": "open"}):
+        with pytest.raises(ValueError, match='outer_lr="auto" is for an outer step without momentum'):
+            build(outer_lr="auto", **options)
+    with pytest.raises(ValueError, match="outer_lr must be a number or \"auto\", got 'long'"):
+        build(outer_lr="long", outer_momentum=0)
+
+
+def test_weights_from_outside_begin_anew(single_site: Any) -> None:
+    optimizer = loco.PulseLoCo(
+        Scripted(parameters(0, 300), 0, 0), sync_every=1, outer_lr="auto", outer_momentum=0
+    )
+    for _ in range(6):
+        optimizer.step()
+    state = optimizer.outer_state
+    assert state.outer_lr != 7.0
+    assert optimizer.last_report is not None
+    assert optimizer.last_report.outer_lr == state.outer_lr
+    optimizer.adopt_weights()
+    assert state.outer_lr == 7.0
+    assert state.step_length is not None
+    assert not state.step_length.last.any()
