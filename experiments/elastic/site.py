@@ -28,7 +28,7 @@ from experiments.tasks.registry import task_of
 from experiments.tasks.task import Seat
 from experiments.training.loop import evaluate, take_step
 from experiments.training.meter import Meter
-from loco.round.state import digest_of
+from loco.round.outer.state import digest_of
 
 VICTIM = 2  # the site that dies and comes back
 DEAD_AFTER = 3.0  # seconds without a sign of life

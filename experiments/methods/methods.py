@@ -14,7 +14,7 @@ import loco
 from experiments.errors import ExperimentError
 from experiments.methods.observer import Observer
 from experiments.methods.sparseloco import SparseLoCo
-from experiments.methods.variants import forgetting, shortening, whole_ulps
+from experiments.methods.variants import forgetting, whole_ulps
 from experiments.settings.config import RunConfig, wire_of
 
 
@@ -101,14 +101,14 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
     if config.method == "diloco":
         return Trainee(module, loco.DiLoCo(inner, **outer), wait, None)
     own = ("gate", "gate_gain", "gate_margin", "value_steps", "sums_margin", "exchange")
+    if config.finds_outer_lr:
+        outer |= {"outer_lr": "auto", "overlap": config.overlap is not None}
     optimizer = loco.PulseLoCo(inner, **outer, **{name: getattr(config, name) for name in own})
     trainee = Trainee(module, optimizer, wait, None)
     if config.whole_ulps:
         whole_ulps(optimizer)
     if not config.error_feedback:
         forgetting(optimizer)
-    if config.shorten:
-        shortening(optimizer, config.shorten)
     if config.gate != "open" and config.overlap is None:
         trainee.observer = Observer(optimizer)  # registered last: it sees what the variants leave to the gate
     return trainee

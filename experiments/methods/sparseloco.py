@@ -139,6 +139,7 @@ class SparseLoCo(Wrapper):
             dense_bytes=dense,
             update_norms=(),
             left_out=(),
+            outer_lr=self.outer_lr,
             residual_norm=residual_norm,
             seconds={
                 "encode": exchanging - encoding,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -36,32 +35,6 @@ def forgetting(optimizer: loco.PulseLoCo) -> None:
     residual = optimizer.outer_state.residual
     assert residual is not None
     _at(optimizer, "applied", residual.zero_)
-
-
-def shortening(optimizer: loco.PulseLoCo, rate: float) -> None:
-    """Shorten the outer step while rounds undo each other, and lengthen it again, up to what it began with,
-    while they agree: α = min(α_0, α · exp(rate · (cos(g, ḡ) − 0.02))), then ḡ = 0.8·ḡ + 0.2·g.
-
-    All sites add g up alike, so they find one α, if their processors add in one order.
-    """
-    state, mean = optimizer.outer_state, torch.zeros(0)
-    longest = lr = state.settings.outer_lr
-
-    def hook(progress: loco.RoundProgress) -> None:
-        nonlocal mean, lr
-        if progress.phase != "committed":
-            return
-        g = torch.zeros_like(state.anchor)
-        for entries in progress.contributions:
-            entries.add_to(g)
-        g /= progress.view.num_sites
-        if mean.numel():
-            agreement = float(torch.cosine_similarity(g, mean, dim=0))
-            lr = min(longest, lr * math.exp(rate * (agreement - 0.02)))
-            object.__setattr__(state.settings, "outer_lr", lr)  # of the step that follows
-        mean = 0.8 * mean + 0.2 * g if mean.numel() else g
-
-    optimizer.register_round_hook(hook)
 
 
 def _pieces(optimizer: loco.PulseLoCo, *states: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -32,6 +32,7 @@ class Round:
     payload_bytes: float  # this and the next one: mean over ranks
     sent_bytes: float
     exchange: str
+    outer_lr: float | None = None  # α
     # Where PULSELoCo's gate was watched; means over ranks.
     union_density: float | None = None
     visible: float | None = None
@@ -41,7 +42,7 @@ class Round:
     def joined(ranks: Sequence[dict[str, Any]], *, sites: int) -> Round:
         """One round from what all ranks measured of it."""
         names = ("payload_bytes", "sent_bytes", "union_density", "visible", "age")
-        given: dict[str, Any] = {name: ranks[0][name] for name in ("round", "step", "exchange")}
+        given: dict[str, Any] = {name: ranks[0][name] for name in ("round", "step", "exchange", "outer_lr")}
         given |= {name: fmean(one[name] for one in ranks) for name in names if name in ranks[0]}
         given["density"] = sum(one["entries"] for one in ranks) / max(1, sum(one["numel"] for one in ranks))
         # The ranks of a site hold parts of one residual: their squares add up.

@@ -178,6 +178,7 @@ class RunConfig:
 
     sync_every: int = 8
     outer_lr: float = 0.7
+    finds_outer_lr: bool = False  # loco's outer_lr="auto", whatever outer_lr is
     outer_momentum: float = 0.9
     nesterov: bool = True
     gate: str = "bf16"
@@ -185,10 +186,10 @@ class RunConfig:
     gate_margin: float = 0.0  # of a BF16 ulp
     value_steps: int | None = None  # to a BF16 ulp; None: exact values
     sums_margin: float | None = None  # of a BF16 ulp; None: all sums are sent back
-    overlap: float | None = None  # β: rounds travel beside the inner steps; None: each is waited for
+    overlap: float | None = None  # β: rounds travel beside the inner steps; None: each is waited for; with
+    # finds_outer_lr whatever it is, α
     error_feedback: bool = True  # False: what a round withholds is forgotten
     whole_ulps: bool = False  # differences of BF16 casts are sent instead of updates
-    shorten: float = 0.0  # how fast the outer step shortens while rounds undo each other; 0: it stays
     wire: str | None = None  # None: PULSELoCo's tight, DiLoCo's float32
     exchange: str = "auto"
     ranks_per_site: int = 1
@@ -202,7 +203,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, self, "steps", "eval_every", "sync_every", "ranks_per_site", "nproc")
-        _at_least(0, self, "seed", "warmup", "shorten")
+        _at_least(0, self, "seed", "warmup")
         for name in ("lr", "clip", "timeout_s"):
             require(getattr(self, name) > 0, f"{name} must be > 0, got {getattr(self, name)}")
         _one_of(self, "method", METHODS)
@@ -283,7 +284,6 @@ class TrainConfig(RunConfig):
             not self.save_every or self.method != "sparseloco",
             "save_every needs a method that can be saved: SparseLoCo's residual is not kept",
         )
-        require(not (self.save_every and self.shorten), "save_every does not keep what shorten has found")
         require(
             bool(self.save_every) or not self.resume,
             "resume=true goes on from checkpoints, and save_every=0 writes none: say how often, save_every=1",

@@ -16,7 +16,7 @@ import loco
 from experiments.training.ledger import TcpBytes, tcp_bytes
 
 _REPORTED = (
-    *("round", "numel", "entries", "exchange", "residual_norm"),
+    *("round", "numel", "entries", "exchange", "outer_lr", "residual_norm"),
     *("payload_bytes", "sent_bytes", "received_bytes"),
 )
 

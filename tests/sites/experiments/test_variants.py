@@ -1,6 +1,5 @@
 """The variants of PULSELoCo that were tried do what they say."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 import loco
 from experiments.errors import ExperimentError
 from experiments.methods.methods import build
-from experiments.methods.variants import shortening
 from experiments.settings.config import TrainConfig
 
 NUMEL, ROUNDS = 1003, 5
@@ -52,28 +50,6 @@ def test_without_error_feedback_what_a_round_withholds_is_forgotten() -> None:
         assert torch.equal(mine[0][2], others[0][2])
         assert not torch.equal(mine[-1][2], others[-1][2])
         assert mine[-1][0] > others[-1][0]
-
-
-def lengths(rank: int, sign: float) -> list[float]:
-    """Of the outer steps of rounds that agree, or of which each undoes the one before."""
-    weight = nn.Parameter(torch.full((300,), 0.02))
-    inner = torch.optim.SGD([weight], lr=1.0)
-    optimizer = loco.PulseLoCo(inner, sync_every=1, outer_lr=2.0, outer_momentum=0.0, gate="open")
-    shortening(optimizer, 1.0)
-    found = []
-    for step in range(6):
-        weight.grad = torch.full((300,), 1e-4 * sign**step)
-        optimizer.step()
-        found.append(optimizer.outer_state.settings.outer_lr)
-    return found
-
-
-def test_outer_steps_shorten_while_rounds_undo_each_other() -> None:
-    agree, disagree = run_ranks(2, lengths, 1.0)[0], run_ranks(2, lengths, -1.0)
-    assert agree == [2.0] * 6
-    assert disagree[0] == disagree[1]
-    assert disagree[0][1] == pytest.approx(2.0 * math.exp(-1.02))
-    assert disagree[0][-1] < 1.0
 
 
 def whole_rounds(_: int, config: TrainConfig) -> list[tuple[torch.Tensor, ...]]:
