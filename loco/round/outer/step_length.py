@@ -11,8 +11,8 @@ sent of it before. All sites add up the same g, so all find the same α, and non
 As in a line search, a step along g has its right length where the next g is at a right angle to it. And α·|g|
 stays below a hundredth of |θ|, so that no step ruins θ before c can tell.
 
-Of a large vector a part of the elements is looked at. Sums are exact and rounded once, and all else is plain
-arithmetic of doubles, so that every processor finds the same bits.
+Of a large vector a part of the elements is looked at. Sums are folded, one half on the other, and all else is
+plain arithmetic of doubles, so that every processor finds the same bits.
 """
 
 import math
@@ -108,10 +108,9 @@ class StepLength:
         size = self.agreement.anchor
         if not size:
             theta = _every(_stride(anchor.numel()), Entries.whole(anchor)).values.double()
-            size = math.fsum((theta * theta).tolist())
+            size = _sum(theta * theta)
         self.last[at] = g[at]
-        sums = [math.fsum(one.tolist()) for one in products]
-        return replace(self, agreement=Agreement(*sums, anchor=size))
+        return replace(self, agreement=Agreement(*map(_sum, products), anchor=size))
 
     def state(self) -> dict[str, Any]:
         """As plain data."""
@@ -143,6 +142,16 @@ class StepLength:
 
 def _stride(numel: int) -> int:
     return max(1, -(-numel // _LOOKED_AT))
+
+
+def _sum(doubles: Tensor) -> float:
+    """By additions element by element, which are the same everywhere: torch's sum has an order of its own."""
+    while (numel := doubles.numel()) > 1:
+        half = (numel + 1) // 2
+        low, high = doubles[:half], doubles[half:]
+        doubles = low.clone()
+        doubles[: numel - half] += high
+    return float(doubles) if doubles.numel() else 0.0
 
 
 def _every(stride: int, entries: Entries) -> Entries:
