@@ -35,9 +35,9 @@ class Settings:
     value_steps: int | None  # V
     outlier_factor: float | None = None
     sums_margin: float | None = None  # F
-    overlap: bool | float | None = None  # once checked: β, True: α; None: rounds are waited for
+    overlap: bool | float | str | None = None  # once checked: β, or "auto", the latest α; None: off
     steps_by_site: dict[str, int] | None = None  # H of each, where it differs; `sync_every` is this site's
-    finds_outer_lr: bool = False  # outer_lr is that of the first round alone
+    finds_outer_lr: bool | None = None  # True: outer_lr is that of the first round alone
 
     def __post_init__(self) -> None:
         for steps in (self.sync_every, *(self.steps_by_site or {}).values()):
@@ -90,14 +90,13 @@ class Settings:
                     f"none: leave it out (got {self.outlier_factor}), or choose another gate"
                 )
             object.__setattr__(self, "outlier_factor", float(self.outlier_factor))
-        # As the outer step does with v, if all sites send the same.
-        if self.overlap is True and not self.finds_outer_lr:
+        if self.overlap is True:  # as the outer step does with v, if all sites send the same
             ahead = self.outer_lr * (1 + self.outer_momentum if self.nesterov else 1)
-            object.__setattr__(self, "overlap", ahead)
+            object.__setattr__(self, "overlap", "auto" if self.finds_outer_lr else ahead)
         if self.overlap is False:
             object.__setattr__(self, "overlap", None)
-        if self.overlap is not None and self.overlap is not True:
-            if not 0 <= _in_fp32(self.overlap) < float("inf"):
+        if self.overlap is not None and not (self.finds_outer_lr and self.overlap == "auto"):
+            if isinstance(self.overlap, str) or not 0 <= _in_fp32(self.overlap) < float("inf"):
                 raise ValueError(
                     f"overlap must be True, False or how far a site runs ahead by its own update, "
                     f"finite and >= 0, got {self.overlap}"

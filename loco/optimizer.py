@@ -323,7 +323,7 @@ class DiLoCo(LowCommunicationOptimizer):
         settings = Settings(
             kind="DiLoCo",
             **inner_steps(sync_every),
-            outer_lr=outer_lr,
+            **outer_step(outer_lr),
             outer_momentum=outer_momentum,
             nesterov=nesterov,
             gate="open",

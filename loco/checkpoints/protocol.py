@@ -25,7 +25,7 @@ class Saveable(Protocol):
     def steps_since_round(self) -> int: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner state, and under "loco" what `round.state.state_of` returns. Sends no messages."""
+        """The inner state, and under "loco" what `round.outer.state.state_of` returns. Sends no messages."""
         ...
 
     def load_state_dict(

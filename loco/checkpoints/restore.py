@@ -277,6 +277,8 @@ def load_together(optimizer: Saveable, position: Position, make: Callable[[], An
         own = tree["optimizer"]["loco"]
         note["position"] = list(Position.of(own))
         note["digest"] = digest_of(own["anchor"])
+        if own.get("step_length") is not None:
+            note["outer step"] = [own["step_length"]["eighths"], list(own["step_length"]["agreement"])]
         optimizer.load_state_dict(tree["optimizer"], agree=agree)
     except Exception as error:
         if not is_asked:

@@ -44,8 +44,19 @@ class Said(NamedTuple):
 
 
 def opening(
-    view: View, encoded: Encoded, framing: Framing, tuner: ExchangeTuner, norm: float, *, may_enclose: bool
+    view: View,
+    encoded: Encoded,
+    framing: Framing,
+    tuner: ExchangeTuner,
+    norm: float,
+    *,
+    mark: int,
+    may_enclose: bool,
 ) -> Opening:
+    """
+    Args:
+        mark: of what all sites must hold alike beside θ.
+    """
     entries, numel, codec = encoded.entries, framing.known.numel, framing.codec
     if entries.starts is None:
         payload = sums = codec.most_bytes(numel, numel)
@@ -62,7 +73,7 @@ def opening(
         numel=numel,
         entries=entries.values.numel(),
         payload_bytes=payload,
-        digest=encoded.digest,
+        digest=encoded.digest ^ mark,
     )
     most = most_enclosed(view)
     if may_enclose and payload <= most and is_worth_enclosing(record, view.num_sites):

@@ -297,11 +297,11 @@ class Round:
         """This site's announcement, once the code of its frames is chosen."""
         state, encoded = self.state, self._encoded
         assert encoded is not None
-        is_dense = encoded.entries.starts is None
+        is_dense, mark = encoded.entries.starts is None, state.step_length.mark if state.step_length else 0
         self._codec = DENSE.get(self._wire.codec, WHOLE) if is_dense else state.tuner.codec()
         framing = self._framing(encoded)
         may_enclose = self._codec.exact and (is_dense or self._wire.exchange == "auto")
-        return opening(self.view, encoded, framing, state.tuner, norm, may_enclose=may_enclose)
+        return opening(self.view, encoded, framing, state.tuner, norm, mark=mark, may_enclose=may_enclose)
 
     def _framing(self, encoded: Encoded) -> Framing:
         state, view = self.state, self.view

@@ -17,7 +17,7 @@ from .joining.catch_up import catch_up_in_site
 from .joining.first_anchor import share_first_anchor
 from .joining.recovery import adopt_state, hand_over_state
 from .outer.outer_state import OuterState
-from .outer.state import digest_of
+from .outer.state import standing_of
 from .round import Round
 
 _logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Views:
         view = self.membership.form(
             Standing(
                 rounds_done=-1 if state.anchor_incomplete else state.rounds_done,
-                digest=lambda: digest_of(state.anchor),
+                digest=lambda: standing_of(state),
                 ready=ready,
                 committed=self.committed,
                 doubt=pending.view.name if pending is not None and in_doubt else "",

@@ -57,13 +57,13 @@ def interrupted(rank: int, within: str, every: int, overlap: bool) -> list[tuple
 ROUND_END = (
     r"loco\.round\.(round\.Round\.(vote|commit|learn_verdict|apply|applying|_enter|_call_hooks)"
     r"|loop\.OuterLoop\.run_round|views\.Views\.(run|decide|settle|conversing)"
-    r"|outer_state\.OuterState\.rewriting)$"
+    r"|outer\.outer_state\.OuterState\.(rewriting|outer_step))$"
 )
 
 
 # What a boundary consists of, and the wait for its round.
 BOUNDARY = (
-    r"loco\.round\.(overlap\.|round\.Round\.(applying|share|_enter)|outer_state\.OuterState\.rewriting"
+    r"loco\.round\.(overlap\.|round\.Round\.(applying|share|_enter)|outer\.outer_state\.OuterState\.rewriting"
     r"|loop\.OuterLoop\.(run_round|_boundary_done)|inside_site\.share_anchor)"
 )
 
@@ -87,7 +87,7 @@ def test_ctrl_c_at_any_line_of_a_round_loses_no_bit(
     assert len(found) > 20
     torn = {where.partition(":")[0] for where, was_torn in found if was_torn}
     # Only while θ, m, e and w are being replaced.
-    writers = {f"loco.round.{name}" for name in ("round", "outer_state", "overlap.boundary")}
+    writers = {f"loco.round.{name}" for name in ("round", "outer.outer_state", "overlap.boundary")}
     writers |= {f"loco.parameters.{name}" for name in ("flat_parameters", "part", "sharding")}
     assert torn <= writers | {name for name in torn if name.startswith("loco.kernels")}
     assert any(was_torn for _, was_torn in found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from round_cases import NUMEL, SEED
 from scripted import Scripted, parameters
-from sites import run_ranks
+from sites import error_of, run_ranks
 from states import assert_same, small_model, snapshot, train
 
 import loco
@@ -111,3 +111,46 @@ def trainee(rank: int) -> tuple[torch.nn.Module, loco.PulseLoCo]:
     inner = torch.optim.AdamW(net.parameters(), lr=1e-5)
     options: dict[str, Any] = OPTIONS | {"sync_every": 2}
     return net, loco.PulseLoCo(inner, **options)
+
+
+def unlike(rank: int, damage: dict[str, Any]) -> tuple[str, str]:
+    optimizer = built(rank)
+    for _ in range(5):
+        optimizer.step()
+    state = optimizer.state_dict()
+    if rank:
+        state["loco"]["step_length"] |= damage
+    optimizer.load_state_dict(state)
+    optimizer.inner.count = 5
+
+    def rounds() -> None:
+        for _ in range(3):
+            optimizer.step()
+
+    return error_of(rounds)
+
+
+@pytest.mark.parametrize("damage", [{"eighths": 3}, {"last": None}])
+def test_sites_that_would_go_on_with_different_lengths_are_refused(damage: dict[str, Any]) -> None:
+    for kind, text in run_ranks(2, unlike, damage):
+        assert kind == "ReplicaError"
+        assert "the sites' anchors differ" in text
+
+
+@pytest.mark.usefixtures("single_site")
+def test_a_state_from_before_it_was_there_is_loaded() -> None:
+    optimizer = built(0, outer_lr=2.0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    del state["loco"]["step_length"], state["loco"]["settings"]["finds_outer_lr"]
+    built(0, outer_lr=2.0).load_state_dict(state)
+
+
+def test_how_far_a_site_runs_ahead_is_agreed_on() -> None:
+    for kind, text in run_ranks(2, ahead_by):
+        assert kind == "AgreementError"
+        assert "overlap" in text
+
+
+def ahead_by(rank: int) -> tuple[str, str]:
+    return error_of(lambda: built(rank, overlap=(True, 1.0)[rank]))

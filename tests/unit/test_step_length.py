@@ -87,6 +87,9 @@ def test_a_round_that_tells_nothing_changes_nothing(found: tuple[float, ...]) ->
         {"eighths": 1000},
         {"agreement": [1.0]},
         {"agreement": [float("nan")] * 5},
+        {"agreement": [1.0, 1.0, -1.0, 1.0, 1.0]},
+        {"eighths": 10**6, "last": None},
+        {"last": torch.full((10,), float("nan"))},
         {"last": torch.zeros(3)},
         {"last": "x"},
         {"last": torch.zeros(10, dtype=torch.float64)},
@@ -111,6 +114,9 @@ def test_a_step_that_finds_its_length_has_no_momentum(single_site: Any) -> None:
             build(outer_lr="auto", **options)
     with pytest.raises(ValueError, match="outer_lr must be a number or \"auto\", got 'long'"):
         build(outer_lr="long", outer_momentum=0)
+    options: dict[str, Any] = {"outer_lr": "auto", "outer_momentum": 0}
+    with pytest.raises(ValueError, match='outer_lr="auto" is for an outer step without momentum'):
+        loco.DiLoCo(Scripted(parameters(0, 300), 0, 0), **options)
 
 
 def test_weights_from_outside_begin_anew(single_site: Any) -> None:
@@ -127,3 +133,23 @@ def test_weights_from_outside_begin_anew(single_site: Any) -> None:
     assert state.outer_lr == 7.0
     assert state.step_length is not None
     assert not state.step_length.last.any()
+
+
+@pytest.mark.parametrize("begins_as", [0.0, 1e-3])
+def test_weights_that_begin_as_zeros_set_no_limit(begins_as: float) -> None:
+    length, theta = StepLength.of(300), torch.full((300,), begins_as)
+    for _ in range(8):
+        seen = sent_at(0, 300, undone=False)
+        length = length.moved(length.agreement).having_seen([sparse(seen)], 1.0, theta)
+        theta = theta - length.outer_lr * seen
+    assert (length.eighths == 24) == (begins_as == 0)
+
+
+def test_l_is_fp32_in_host_memory_whatever_torchs_defaults_are() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            last = StepLength.of(300).last
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (last.dtype, last.device.type) == (torch.float32, "cpu")

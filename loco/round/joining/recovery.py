@@ -67,6 +67,7 @@ def take_head(link: Transport, peer: int) -> Head:
         whole = type(head.round) is int and head.round >= 0
         whole = whole and isinstance(head.digests, list) and isinstance(head.took_part, dict)
         whole = whole and all(isinstance(digest, str) for digest in head.digests)
+        whole = whole and isinstance(head.step_length, dict | None)
         whole = whole and all(type(last) is int for last in head.took_part.values())
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"{phase}: it does not say what it gives ({error})") from error

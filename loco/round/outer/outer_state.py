@@ -150,7 +150,7 @@ class OuterState:
     def beta(self) -> float:
         """How far this site would run ahead by what it sends now, where rounds overlap."""
         overlap = self.settings.overlap
-        return self.outer_lr if overlap is True else overlap or 0.0
+        return self.outer_lr if overlap == "auto" else float(overlap or 0.0)
 
     def began_from(self, at: slice) -> Tensor:
         """The inner steps began from the cast of this: θ or, where rounds overlap, θ − β·v."""

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +23,12 @@ _logger = logging.getLogger(__name__)
 def digest_of(tensor: Tensor) -> str:
     """Identifies a θ or m in files and error messages."""
     return kernels.digest_hex(tensor)
+
+
+def standing_of(outer: OuterState) -> str:
+    """Identifies what all sites must hold alike to go on together."""
+    anchor, length = digest_of(outer.anchor), outer.step_length
+    return anchor if length is None else f"{anchor}-{length.mark:016x}-{digest_of(length.last)}"
 
 
 def state_of(outer: OuterState, *, undecided_round: int | None) -> dict[str, Any]:
@@ -111,6 +116,9 @@ def _check(outer: OuterState, state: Mapping[str, Any]) -> None:
         raise ValueError("this state does not hold the weights of all parameters: it is damaged")
     if outer.step_length is not None:
         StepLength.from_state(state.get("step_length"), outer.numel)
+    ahead_by = state.get("ahead_by", 0.0)
+    if not isinstance(ahead_by, float) or not 0 <= ahead_by < float("inf"):
+        raise ValueError(f"this state's ahead_by is {ahead_by!r}: it is damaged")
     check_in_flight(state.get("ahead"), outer.numel)
     for name, mine, saved in _tensors(outer, state):
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (mine.shape, mine.dtype):
@@ -165,8 +173,7 @@ def take_over(outer: OuterState, state: Mapping[str, Any]) -> None:
         outer.rounds_done = int(state["round"])
         outer.weight = float(state.get("weight", outer.weight))
         if outer.step_length is not None:
-            told = StepLength.from_state(state["step_length"], outer.numel)
-            outer.step_length = replace(told, last=told.last.clone())
+            outer.step_length = StepLength.from_state(state["step_length"], outer.numel)
         outer.took_part = dict(state.get("took_part", {}))
         outer.sent_bytes = int(state.get("sent_bytes", 0))
         outer.anchor_incomplete = False

@@ -15,6 +15,7 @@ Of a large vector a part of the elements is looked at. Sums are folded, one half
 plain arithmetic of doubles, so that every processor finds the same bits.
 """
 
+import hashlib
 import math
 import operator
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ _LONGEST = 0.01  # of |θ| as it was at the start
 _LOWEST, _HIGHEST = -40, 88  # 7/32 and 14,336: what nobody needs
 _EIGHTH = math.sqrt(math.sqrt(math.sqrt(2.0)))  # roots are rounded alike everywhere, and powers are not
 _LOOKED_AT = 1 << 20  # elements
+_NO_WEIGHTS = 2.0**-1000  # |θ|² of weights that begin as zeros, which limit nothing
 
 
 class Agreement(NamedTuple):
@@ -43,7 +45,7 @@ class Agreement(NamedTuple):
     now: float = 0.0  # ⟨g, g⟩ where l is not 0
     last: float = 0.0  # ⟨l, l⟩ where g is not 0
     whole: float = 0.0  # ⟨g, g⟩
-    anchor: float = 0.0  # ⟨θ, θ⟩ at the start
+    anchor: float = 0.0  # ⟨θ, θ⟩ at the start; 0: not known yet
 
     @staticmethod
     def joined(parts: Sequence["Agreement"]) -> "Agreement":
@@ -76,7 +78,7 @@ class StepLength:
         """Before the first round. `numel`: of this rank's part."""
         stride = BLOCK * _stride(numel)
         looked_at = sum(min(BLOCK, numel - first) for first in range(0, numel, stride))
-        return StepLength(last=torch.zeros(looked_at))
+        return StepLength(last=torch.zeros(looked_at, dtype=torch.float32, device="cpu"))
 
     @property
     def outer_lr(self) -> float:
@@ -91,7 +93,7 @@ class StepLength:
             agreement: of the last one, by all ranks of this site.
         """
         found = replace(self, eighths=min(max(self.eighths + agreement.change, _LOWEST), _HIGHEST))
-        longest = _LONGEST * math.sqrt(agreement.anchor)
+        longest = _LONGEST * math.sqrt(agreement.anchor) if agreement.anchor > _NO_WEIGHTS else math.inf
         while found.eighths > _LOWEST and found.outer_lr * math.sqrt(agreement.whole) > longest:
             found = replace(found, eighths=found.eighths - 1)
         return found
@@ -108,9 +110,15 @@ class StepLength:
         size = self.agreement.anchor
         if not size:
             theta = _every(_stride(anchor.numel()), Entries.whole(anchor)).values.double()
-            size = _sum(theta * theta)
+            size = max(_sum(theta * theta), _NO_WEIGHTS)
         self.last[at] = g[at]
         return replace(self, agreement=Agreement(*map(_sum, products), anchor=size))
+
+    @property
+    def mark(self) -> int:
+        """64 bits that tell sites apart which would go on with different lengths."""
+        told = repr((self.eighths, *self.agreement)).encode()
+        return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")
 
     def state(self) -> dict[str, Any]:
         """As plain data."""
@@ -132,12 +140,17 @@ class StepLength:
             agreement = Agreement._make(map(float, state["agreement"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{damaged}: it is damaged") from error
+        is_one = all(map(math.isfinite, agreement)) and min(agreement[1:]) >= 0
+        is_one = is_one and _LOWEST <= eighths <= _HIGHEST
+        if last is not None:
+            is_one = is_one and isinstance(last, Tensor) and last.shape == fresh.last.shape
+            is_one = is_one and last.dtype == torch.float32 and bool(last.isfinite().all())
+        if not is_one:
+            raise ValueError(f"{damaged}: it is damaged")
         if last is None:
             return StepLength(eighths=eighths, last=fresh.last)
-        is_like = isinstance(last, Tensor) and (last.shape, last.dtype) == (fresh.last.shape, torch.float32)
-        if not is_like or not all(map(math.isfinite, agreement)) or not _LOWEST <= eighths <= _HIGHEST:
-            raise ValueError(f"{damaged}: it is damaged")
-        return StepLength(eighths=eighths, agreement=agreement, last=last)
+        fresh.last.copy_(last)  # which may have been loaded onto another device
+        return StepLength(eighths=eighths, agreement=agreement, last=fresh.last)
 
 
 def _stride(numel: int) -> int:

@@ -164,7 +164,7 @@ def cell(results: Sequence[Result], label: str, title: str) -> str:
 
 def reported(*, entries: int, norm: float, sent: int) -> dict[str, Any]:
     sizes = dict.fromkeys(("payload_bytes", "sent_bytes"), sent)
-    about = {"round": 3, "step": 8, "exchange": "owner", "numel": 100}
+    about = {"round": 3, "step": 8, "exchange": "owner", "outer_lr": 7.0, "numel": 100}
     return about | sizes | {"entries": entries, "residual_norm": norm}
 
 
