@@ -8,8 +8,8 @@ sent of it before. All sites add up the same g, so all find the same α, and non
     α of the next round = α·2^(k/8)    k = 14·(c + 0.08), rounded, from −2 to 4
     l_i = g_i, where that is not 0
 
-As in a line search, a step along g has its right length where the next g is at a right angle to it. And α·|g|
-stays below a hundredth of |θ|, so that no step ruins θ before c can tell.
+As in a line search, a step along g has its right length where the next g is at a right angle to it. And α
+is shortened until α·|g| is at most a hundredth of |θ|, since c tells some rounds late.
 
 Of a large vector a part of the elements is looked at. Sums are folded, one half on the other, and all else is
 plain arithmetic of doubles, so that every processor finds the same bits.
