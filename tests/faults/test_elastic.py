@@ -155,7 +155,9 @@ def test_a_site_that_comes_goes_on_with_the_outer_step_that_the_others_have_foun
         joined(fleet, run, "s1", "s0", "s2")
         run.residuals["s1"] = np.zeros_like(run.residuals["s1"])
         for _ in range(3):
-            run.check(fleet.round(*ALL))
+            round = fleet.round(*ALL)
+            assert round["s1"].sites == ALL
+            run.check(round)
         assert run.paper.length is not None
         assert run.paper.length.eighths not in (0, 4)
 

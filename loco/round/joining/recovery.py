@@ -132,7 +132,7 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
     source, link = handover.source, handover.link
     handover.await_source()
     head = take_head(link, source)
-    length = _step_length(state, head)
+    _step_length(state, head)  # what is no length is refused before anything is overwritten
     state.anchor_incomplete, sent_inside = True, inside.sent_bytes
     take(link, source, head, state.shared)
     await_site(inside, phase=f"taking round {head.round}, on all ranks of this site")
@@ -141,7 +141,7 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
     if state.on_its_way:
         take_back(state)
     with state.rewriting():
-        state.ahead, state.step_length = None, length
+        state.ahead, state.step_length = None, _step_length(state, head)
         dropped = _drop_residual_if_outdated(state, head)
         state.rounds_done, state.took_part = head.round, dict(head.took_part)
     # Last: what Ctrl-C cuts off before it is done once more.
@@ -178,7 +178,7 @@ def adopt_state(state: OuterState, view: View) -> SyncReport:
 
 
 def _step_length(state: OuterState, head: Head) -> StepLength | None:
-    """As the peer has it, with the room for what it has seen.
+    """As the peer has it, with l as it is here.
 
     Raises:
         WireError: it does not say.
