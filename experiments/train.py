@@ -20,8 +20,9 @@ import torch
 from experiments.errors import ExperimentError
 from experiments.processes import launch
 from experiments.report import write_all
-from experiments.settings.config import TITLES, TrainConfig, check_world, resolved
+from experiments.settings.config import TITLES, TrainConfig, check_world
 from experiments.settings.plan import Run
+from experiments.settings.rounds import resolved
 from experiments.tasks.registry import task_of
 from experiments.tasks.task import Seat
 from experiments.training import session

@@ -32,15 +32,12 @@ if TYPE_CHECKING:
     from .members.topology import Topology
     from .members.view import SiteTopology
     from .optimizer import DiLoCo, LowCommunicationOptimizer, PulseLoCo
-    from .presets import MATCHING, PAPER, SAVING, SMALLEST, holding_back
+    from .presets import PAPER
     from .report import SyncReport
     from .round.hooks import RoundProgress
 
 __all__ = [
-    "MATCHING",
     "PAPER",
-    "SAVING",
-    "SMALLEST",
     "AgreementError",
     "Attached",
     "AuthenticationError",
@@ -63,7 +60,6 @@ __all__ = [
     "TransportError",
     "WireError",
     "attach",
-    "holding_back",
     "sync",
 ]
 __version__ = VERSION
@@ -80,7 +76,7 @@ _HOMES = {
     "members.topology": "Topology",
     "members.view": "SiteTopology",
     "optimizer": "DiLoCo LowCommunicationOptimizer PulseLoCo",
-    "presets": "MATCHING PAPER SAVING SMALLEST holding_back",
+    "presets": "PAPER",
     "report": "SyncReport",
     "round.hooks": "RoundProgress",
 }

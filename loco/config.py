@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ GATES = {
     "fp8_e5m2": torch.float8_e5m2,
     "open": None,
 }
-FIRST_OUTER_LR = 7.0  # of "auto": α / (1 − μ) of the published outer step, which models of any width bear
+FIRST_OUTER_LR = 7.0  # α / (1 − μ) of the published outer step, which models of any width bear
 VALUE_STEPS = (None, *(2**k for k in range(9)))
 
 
@@ -54,11 +54,11 @@ class Settings:
             raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
         if self.gate not in GATES:
             raise ValueError(f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
-        if self.finds_outer_lr and (self.outer_momentum or GATES[self.gate] is None):
+        if self.finds_outer_lr and (self.outer_momentum or self.sums_margin is None):
+            # Where all is sent, exactly, most of it is noise, which hides that rounds undo each other.
             raise ValueError(
-                f'outer_lr="auto" is for an outer step without momentum and for a gate such as "bf16": give '
-                f"outer_momentum=0, or a number as outer_lr; got outer_momentum {self.outer_momentum} and "
-                f"gate {self.gate!r}"
+                f"an outer step that finds its own length has no momentum, and sends no small sums: leave "
+                f"out outer_momentum (got {self.outer_momentum}), or give outer_lr, too"
             )
         for name, off in (("gate_margin", 0), ("sums_margin", None)):
             value = getattr(self, name)
@@ -150,15 +150,6 @@ def checked_weight(weight: float) -> float:
             f"what this site has learned from, as tokens, over what a site usually learns from"
         )
     return _in_fp32(weight)
-
-
-def outer_step(outer_lr: float | Literal["auto"]) -> dict[str, Any]:
-    """The settings that say how long it is."""
-    if outer_lr == "auto":
-        return {"outer_lr": FIRST_OUTER_LR, "finds_outer_lr": True}
-    if isinstance(outer_lr, str):
-        raise ValueError(f'outer_lr must be a number or "auto", got {outer_lr!r}')
-    return {"outer_lr": outer_lr}
 
 
 def inner_steps(sync_every: int | Mapping[Any, int]) -> dict[str, Any]:

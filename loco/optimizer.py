@@ -1,16 +1,17 @@
 """PULSELoCo and DiLoCo around a torch optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 
-from .config import Settings, checked_weight, inner_steps, matching_gain, outer_step
+from .config import Settings, checked_weight, inner_steps
 from .exchange.wire_config import WireConfig
 from .inner.init_step import only_initialises
 from .inner.wrapper import Wrapper
 from .members.sites import default_topology
 from .members.view import SiteTopology
+from .presets import outer_settings
 from .round.loop import OuterLoop
 from .surface import RoundSurface
 
@@ -194,11 +195,15 @@ class PulseLoCo(LowCommunicationOptimizer):
     Args:
         inner: the optimizer to wrap, built on the model's parameters; or several, `[muon, adamw]`, each with
             parameters of its own, which then step together. θ starts as site 0's weights.
+        saving: how much of an update waits at its site until it has grown, in BF16 ulps: the more, the fewer
+            bytes. 0.25 is a place to start, and the outer step finds its own length; 0 sends exact values.
+            It decides `outer_lr`, `outer_momentum` and all from `gate_gain` to `sums_margin` that are not
+            given. None: the published outer step.
         sync_every: H, inner steps per round; or where sites are not equally quick, that of each, by its name
             or number: `{"berlin": 8, "paris": 12}`, the same on all.
-        outer_lr: α; or "auto": it finds its own length, from 7 on: see docs/outer_step.md. For
-            outer_momentum=0.
-        outer_momentum: μ, in [0, 1).
+        outer_lr: α. None: with `saving` it finds its own length, from 7 on (docs/outer_step.md), and is 7 if
+            that is 0; else 0.7.
+        outer_momentum: μ, in [0, 1). None: 0 with `saving`, else 0.9.
         nesterov: whether the step looks ahead.
         topology: who the sites are; by default what LOCO_SITES, LOCO_SITE, LOCO_AT and LOCO_LIGHTHOUSE say,
             or, without them, each rank of the default process group.
@@ -206,11 +211,11 @@ class PulseLoCo(LowCommunicationOptimizer):
             to the tokens that it has learned from, over what a site usually learns from.
         gate: the format whose changes are sent: "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2" (which saturate); or
             "open" to send every entry (DiLoCo's bits through PULSELoCo's wire).
-        gate_gain: γ; above 1 sends earlier, and more. The paper uses 1. With the default,
-            max(1, α / (1 − μ) / 2), PULSELoCo learns as DiLoCo does.
-        gate_margin: f, a fraction of the BF16 ulp; 0 sends every visible entry.
+        gate_gain: γ; above 1 sends earlier, and more. The paper uses 1. None: max(1, α / (1 − μ) / 2), with
+            which PULSELoCo learns as DiLoCo does.
+        gate_margin: f, a fraction of the BF16 ulp. None: 0, which sends every visible entry.
         value_steps: V, how many steps a BF16 ulp is divided into for the values that are sent: a power of two
-            from 1 to 256; None sends them exactly.
+            from 1 to 256. None: they are sent exactly.
         sums_margin: F, a fraction or a multiple of the BF16 ulp; needs `value_steps`. None: 0.
         outlier_factor: leave a site out of a round, on all sites alike, if the norm of what it would send is
             more than this many times the median of the others'; its update stays in its residual, and
@@ -237,15 +242,16 @@ class PulseLoCo(LowCommunicationOptimizer):
         self,
         inner: Optimizer | Iterable[Optimizer],
         *,
+        saving: float | None = None,
         sync_every: int | Mapping[Any, int] = 8,
-        outer_lr: float | Literal["auto"] = 0.7,
-        outer_momentum: float = 0.9,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
         nesterov: bool = True,
         topology: SiteTopology | None = None,
         weight: float = 1.0,
         gate: str = "bf16",
         gate_gain: float | None = None,
-        gate_margin: float = 0.0,
+        gate_margin: float | None = None,
         value_steps: int | None = None,
         sums_margin: float | None = None,
         outlier_factor: float | None = None,
@@ -254,18 +260,20 @@ class PulseLoCo(LowCommunicationOptimizer):
         exchange: str = "auto",
         offload: bool = False,
     ) -> None:
-        step = outer_step(outer_lr)
         settings = Settings(
             kind="PulseLoCo",
             **inner_steps(sync_every),
-            **step,
-            outer_momentum=outer_momentum,
+            **outer_settings(
+                saving,
+                outer_lr=outer_lr,
+                outer_momentum=outer_momentum,
+                gate=gate,
+                gate_gain=gate_gain,
+                gate_margin=gate_margin,
+                value_steps=value_steps,
+                sums_margin=sums_margin,
+            ),
             nesterov=nesterov,
-            gate=gate,
-            gate_gain=matching_gain(step["outer_lr"], outer_momentum) if gate_gain is None else gate_gain,
-            gate_margin=gate_margin,
-            value_steps=value_steps,
-            sums_margin=sums_margin,
             outlier_factor=outlier_factor,
             overlap=overlap,
         )
@@ -323,13 +331,10 @@ class DiLoCo(LowCommunicationOptimizer):
         settings = Settings(
             kind="DiLoCo",
             **inner_steps(sync_every),
-            **outer_step(outer_lr),
-            outer_momentum=outer_momentum,
+            **outer_settings(
+                None, outer_lr=outer_lr, outer_momentum=outer_momentum, gate="open", gate_gain=1.0
+            ),
             nesterov=nesterov,
-            gate="open",
-            gate_gain=1.0,
-            gate_margin=0.0,
-            value_steps=None,
             overlap=overlap,
         )
         super().__init__(inner, settings, topology, WireConfig.of_all(wire), weight=weight, offload=offload)

@@ -11,7 +11,6 @@ from .config import GATES, Settings
 from .logs import warn_once_per_machine
 from .members.view import SiteTopology
 from .parameters.flat_parameters import FlatParameters
-from .presets import longest_outer_lr
 from .report import SyncReport
 
 _logger = logging.getLogger(__name__)
@@ -40,9 +39,7 @@ class SetupWarnings:
         self._residual_norm: float | None = 0.0  # after the last round; None: not known
         self._equal_rounds = 0  # one after the other, in which all sites' norms were the same
         self._weight = float(torch.linalg.vector_norm(anchor)) / max(anchor.numel(), 1) ** 0.5
-        self._width = _width(parameters.params)
         self._look_at_formats()
-        self._look_at_step("", settings.sync_every)  # before it is taken
 
     def forget(self) -> None:
         """The state was replaced: nothing is known of what was before the next round."""
@@ -60,7 +57,6 @@ class SetupWarnings:
             return  # this site was given θ, and took no part
         self._look_at_norms(report.round, norms)
         self._look_at_density(report)
-        self._look_at_step(f"round {report.round}: ", steps)
         self._look_at_reach(report, sum(norms) / len(norms), before)
         # Nothing is sent, and what is withheld is what was withheld before: no weight has moved.
         if steps and not any(norms) and report.residual_norm == before:
@@ -104,28 +100,6 @@ class SetupWarnings:
                 report.round,
                 100 * report.density,
                 self._settings.gate_gain,
-            )
-
-    def _look_at_step(self, when: str, steps: int) -> None:
-        """A preset's outer_lr ruins the weights of a wider model, and at another inner learning rate or in
-        longer rounds any model's."""
-        settings = self._settings
-        is_short = settings.outer_lr <= 2 or settings.finds_outer_lr
-        if is_short or settings.outer_momentum or not settings.gate_margin:
-            return  # not of that family, or hardly longer than the sites' own steps
-        lr = float(max((group["lr"] for group in self._inner.param_groups if "betas" in group), default=0.0))
-        if not steps or lr <= 0:
-            return  # nothing is known of how far its inner steps go
-        margin, width = settings.gate_margin, self._width
-        longest = longest_outer_lr(margin, width=width, lr=lr, sync_every=steps)
-        if settings.outer_lr > 1.5 * longest:
-            self._say(
-                "reach",
-                "%souter_lr %g is %.2g times the longest that is recommended with gate_margin %g, a model of "
-                "width %d, an inner learning rate of %g and %d steps in a round, and may ruin the model. For "
-                "these there is **loco.holding_back(%g, width=%d, lr=%g, sync_every=%d)",
-                *(when, settings.outer_lr, settings.outer_lr / longest, margin, width, lr, steps),
-                *(margin, width, lr, steps),
             )
 
     def _look_at_reach(self, report: SyncReport, update_norm: float, withheld: float | None) -> None:
@@ -182,19 +156,3 @@ class SetupWarnings:
         if what not in self._said:
             self._said.add(what)
             warn_once_per_machine(_logger, message, *args)
-
-
-def _width(params: Sequence[torch.Tensor]) -> int:
-    """The smaller side of the matrices that hold most weights, which is a language model's hidden size."""
-    sides: list[tuple[int, int]] = []
-    for p in params:
-        if p.ndim >= 2 and p.numel():
-            # Experts are stacked matrices; of a convolution all but the first dimension is one side.
-            rows, columns = p.shape[-2:] if p.ndim == 3 else (p.shape[0], p.numel() // p.shape[0])
-            sides.append((min(rows, columns), p.numel()))
-    half = sum(numel for _, numel in sides) / 2
-    for side, numel in sorted(sides):
-        half -= numel
-        if half <= 0:
-            return side
-    return 1

@@ -2,7 +2,7 @@
 
     python -m experiments.bench overlap
     python -m experiments.bench overlap --rates 100 --numel 4194304 --seconds 5
-    python -m experiments.bench overlap --sync-every 50 --methods "SAVING, late" "torchft streaming"
+    python -m experiments.bench overlap --sync-every 50 --methods "saving 0.25, late" "torchft streaming"
 
 Sites are processes on this machine, each with a link of its own (which needs root) and one thread. An inner
 step takes 50 ms, for which the process sleeps, as one whose GPU is at work; in one of a round's steps a
@@ -34,7 +34,7 @@ from torch import Tensor
 import loco
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, rate_name
 from experiments.bench.others import Ddp, Torchft, start_lighthouse
-from experiments.noise import LR, SYNC_EVERY, model_of
+from experiments.noise import LR, SAVING, SYNC_EVERY, model_of
 from experiments.processes.namespaces import MBIT, Network, counters, why_not
 from experiments.processes.progress import Progress
 from experiments.processes.sites import Sites
@@ -50,7 +50,7 @@ DDP, TORCHFT = "DDP", "torchft streaming"
 OURS: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "loco.DiLoCo": (loco.DiLoCo, {}),
     "loco.PulseLoCo": (loco.PulseLoCo, {}),
-    "SAVING": (loco.PulseLoCo, loco.SAVING),
+    "saving 0.25": (loco.PulseLoCo, SAVING),
 }
 # Each of ours waiting, and late.
 METHODS = [DDP, TORCHFT, *(name + late for name in OURS for late in ("", ", late"))]

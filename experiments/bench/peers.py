@@ -2,7 +2,7 @@
 
     python -m experiments.bench peers
     python -m experiments.bench peers --quick
-    python -m experiments.bench peers --rates 100 0 --methods "SAVING, auto" "SAVING, fast" "SAVING, tight"
+    python -m experiments.bench peers --rates 100 0 --methods "saving 0.25, auto" "saving 0.25, tight"
     python -m experiments.bench peers --sites 2 16 --processes 16 --methods "γ 1, owner"
     python -m experiments.bench link          all exchanges and codecs over links of 100 and 1000 Mbit/s
 
@@ -37,7 +37,7 @@ from torch import Tensor
 import loco
 from experiments.bench import others
 from experiments.bench.measuring import CPU, RESULTS, Row, Table, arguments_of, quantiles, rate_name
-from experiments.noise import LR, SIDE, SYNC_EVERY, WARM_UP, model_of
+from experiments.noise import LR, SAVING, SIDE, SYNC_EVERY, WARM_UP, model_of
 from experiments.processes.namespaces import MBIT, Network, why_not
 from experiments.processes.progress import Progress
 from experiments.processes.sites import Sites
@@ -80,7 +80,7 @@ METHODS: dict[str, Callable[[list[torch.nn.Parameter], str], Peer]] = {
     "loco.PulseLoCo": _ours(loco.PulseLoCo),
     "γ 1": _ours(loco.PulseLoCo, **loco.PAPER),
     **{
-        f"SAVING, {wire}": _ours(loco.PulseLoCo, wire=wire, **loco.SAVING)
+        f"saving 0.25, {wire}": _ours(loco.PulseLoCo, wire=wire, **SAVING)
         for wire in ("auto", "fast", "tight")
     },
     OWNER: _ours(loco.PulseLoCo, exchange="owner", wire="fast", **loco.PAPER),

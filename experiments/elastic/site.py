@@ -22,8 +22,15 @@ import torch
 import loco
 from experiments.errors import ExperimentError
 from experiments.methods.methods import Trainee
-from experiments.settings.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, require
+from experiments.settings.config import (
+    RunConfig,
+    TextConfig,
+    TransformerConfig,
+    WarmStartConfig,
+    require,
+)
 from experiments.settings.merging import load
+from experiments.settings.rounds import outer_options
 from experiments.tasks.registry import task_of
 from experiments.tasks.task import Seat
 from experiments.training.loop import evaluate, take_step
@@ -83,14 +90,7 @@ def train(config: ElasticConfig) -> None:
         dead_after=DEAD_AFTER,
     )
     inner = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas)
-    optimizer = loco.PulseLoCo(
-        inner,
-        sync_every=config.sync_every,
-        outer_lr=config.outer_lr,
-        outer_momentum=config.outer_momentum,
-        nesterov=config.nesterov,
-        topology=topology,
-    )
+    optimizer = loco.PulseLoCo(inner, topology=topology, **outer_options(config))
 
     trainee, meter = Trainee(model, optimizer, None, None), Meter(cpu, computed_bytes_per_step=0)
 

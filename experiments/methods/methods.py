@@ -16,6 +16,7 @@ from experiments.methods.observer import Observer
 from experiments.methods.sparseloco import SparseLoCo
 from experiments.methods.variants import forgetting, whole_ulps
 from experiments.settings.config import RunConfig, wire_of
+from experiments.settings.rounds import outer_options
 
 
 class AllReduceWait:
@@ -89,21 +90,10 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
         own = {"outer_lr": config.outer_lr, "settings": config.sparseloco}
         optimizer = SparseLoCo(inner, sync_every=config.sync_every, topology=topology, **own)
         return Trainee(module, optimizer, wait, None)
-    outer: dict[str, Any] = {
-        "sync_every": config.sync_every,
-        "outer_lr": config.outer_lr,
-        "outer_momentum": config.outer_momentum,
-        "nesterov": config.nesterov,
-        "topology": topology,
-        "wire": wire_of(config),
-        "overlap": False if config.overlap is None else config.overlap,
-    }
+    outer: dict[str, Any] = outer_options(config) | {"topology": topology, "wire": wire_of(config)}
     if config.method == "diloco":
         return Trainee(module, loco.DiLoCo(inner, **outer), wait, None)
-    own = ("gate", "gate_gain", "gate_margin", "value_steps", "sums_margin", "exchange")
-    if config.finds_outer_lr:
-        outer |= {"outer_lr": "auto", "overlap": config.overlap is not None}
-    optimizer = loco.PulseLoCo(inner, **outer, **{name: getattr(config, name) for name in own})
+    optimizer = loco.PulseLoCo(inner, exchange=config.exchange, **outer)
     trainee = Trainee(module, optimizer, wait, None)
     if config.whole_ulps:
         whole_ulps(optimizer)

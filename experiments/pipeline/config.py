@@ -6,20 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.errors import ExperimentError
-from experiments.settings.config import ArithmeticConfig, GymConfig, RunConfig, nearest, require
+from experiments.settings.config import METHODS, ArithmeticConfig, GymConfig, RunConfig, nearest, require
 from loco.sync.storage.stores import check_url
 
 ENGINES = ("torch", "vllm")
 CORRECTIONS = ("aipo", "grpo", "none")  # see `learning/losses.py`
-# The longest α / (1 − μ) that has learned from old samples: where nothing is held back, and where a quarter
-# of an ulp or more is, as in loco.SAVING; and lr · H of those runs.
-_OUTER_STEP, _HOLDING_BACK, _UNIT = 112.0, 224.0, 8e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(RunConfig):
-    outer_lr: float = 28.0  # without momentum: see docs/frontier.md
-    outer_momentum: float = 0.0
+    saving: float | None = 0.25
 
     sites: int = 2  # that train, each of `ranks_per_site` ranks
     elastic: bool = True  # a lost site is restarted while the others train on
@@ -45,6 +41,10 @@ class PipelineConfig(RunConfig):
     workers_on: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        require(
+            self.method not in METHODS or self.method in ("pulseloco", "diloco"),
+            f"sites train by method=pulseloco or diloco, got method={self.method}",
+        )
         super().__post_init__()
         for name, least in (("sites", 1), ("workers", 1), ("lease", 1), ("max_staleness", 0)):
             value = getattr(self, name)
@@ -62,10 +62,6 @@ class PipelineConfig(RunConfig):
         )
         require(
             self.task != "text", "task=text has no verifier, which a pipeline needs: use arithmetic or gym"
-        )
-        require(
-            self.method in ("pulseloco", "diloco"),
-            f"sites train by method=pulseloco or diloco, got method={self.method}",
         )
         require(
             self.device != "cuda",
@@ -95,21 +91,6 @@ class PipelineConfig(RunConfig):
     @property
     def grpo(self) -> ArithmeticConfig | GymConfig:
         return getattr(self, self.task)
-
-    @property
-    def warning(self) -> str | None:
-        """What to say before the run begins."""
-        step = self.outer_lr / (1 - self.outer_momentum)
-        distance = self.lr * self.sync_every / _UNIT
-        longest = (_HOLDING_BACK if self.gate_margin >= 0.249 * distance else _OUTER_STEP) / distance
-        if not self.max_staleness or step <= 1.001 * longest:
-            return None
-        shorter = longest * (1 - self.outer_momentum)
-        return (
-            f"outer_lr={self.outer_lr:g} is {step / longest:.2g} times the longest outer step that has "
-            f"learned from old samples, and max_staleness is {self.max_staleness}: scores may fall in such a "
-            f"run (docs/pipeline.md). Set max_staleness=0, or outer_lr={shorter:.3g}"
-        )
 
     @property
     def trainers(self) -> int:

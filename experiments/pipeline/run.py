@@ -33,8 +33,6 @@ _SHOWN = ("step", "version", "tokens", "bytes")  # of an event, while the run go
 
 def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
     """Train, in a cluster that has been started -> the figures, which are stored in the folder too."""
-    if config.warning is not None:
-        print(f"warning: {config.warning}", file=sys.stderr, flush=True)
     cpu = torch.device("cpu")
     start = kept_or_trained(config, task_of(config, Seat(0, 1, cpu)), cpu)
     folder.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,8 @@ import loco
 from experiments.errors import ExperimentError
 from experiments.processes.logs import RankLog
 from experiments.processes.orphans import die_with_parent
-from experiments.settings.config import C
 from experiments.settings.merging import load, to_yaml
+from experiments.settings.rounds import C
 
 NOTHING_WRITTEN = "no results were written"
 _OWN_LAUNCH = "LOCO_LAUNCHED_BY_EXPERIMENTS"  # of the parent, which will say what went wrong: its id

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from experiments.errors import ExperimentError
-from loco.config import Settings, matching_gain
+from loco.config import Settings
 from loco.exchange.wire_config import WireConfig
+from loco.presets import outer_settings
 
 TITLES = {
     "single": "one trainer",
@@ -19,6 +19,8 @@ TITLES = {
     "sparseloco": "SparseLoCo",
 }
 METHODS = tuple(TITLES)
+# By loco, where a run does not give them.
+DECIDED = ("saving", "outer_lr", "outer_momentum", "gate_gain", "gate_margin", "value_steps", "sums_margin")
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -177,17 +179,18 @@ class RunConfig:
     clip: float = 1.0  # norm of a site's gradient
 
     sync_every: int = 8
-    outer_lr: float = 0.7
-    finds_outer_lr: bool = False  # loco's outer_lr="auto", whatever outer_lr is
-    outer_momentum: float = 0.9
+    # loco decides those of the next seven that are not given.
+    saving: float | None = None  # of a BF16 ulp
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    gate_gain: float | None = None
+    gate_margin: float | None = None  # of a BF16 ulp
+    value_steps: int | None = None  # to a BF16 ulp
+    sums_margin: float | None = None  # of a BF16 ulp
     nesterov: bool = True
     gate: str = "bf16"
-    gate_gain: float | None = None  # None: loco's choice, by outer_lr and outer_momentum
-    gate_margin: float = 0.0  # of a BF16 ulp
-    value_steps: int | None = None  # to a BF16 ulp; None: exact values
-    sums_margin: float | None = None  # of a BF16 ulp; None: all sums are sent back
-    overlap: float | None = None  # β: rounds travel beside the inner steps; None: each is waited for; with
-    # finds_outer_lr whatever it is, α
+    overlap: float | None = None  # β: rounds travel beside the inner steps; where the
+    # outer step finds its length any number stands for α
     error_feedback: bool = True  # False: what a round withholds is forgotten
     whole_ulps: bool = False  # differences of BF16 casts are sent instead of updates
     wire: str | None = None  # None: PULSELoCo's tight, DiLoCo's float32
@@ -221,6 +224,10 @@ class RunConfig:
         require(
             self.model != "hf" or self.task != "text",
             "the text task reads bytes: model=hf needs task=arithmetic or task=gym",
+        )
+        require(
+            self.saving is None or self.method == "pulseloco",
+            f"saving is for method=pulseloco: leave it out with method={self.method}, or set saving=null",
         )
         needed = self.arithmetic.longest
         require(
@@ -257,11 +264,11 @@ class RunConfig:
 
     def _check_with_loco(self) -> None:
         """The settings that loco checks itself, in loco's words."""
-        names = [field.name for field in dataclasses.fields(Settings) if hasattr(self, field.name)]
-        own: dict[str, Any] = {name: getattr(self, name) for name in names}
-        own["gate_gain"] = 1.0 if self.gate_gain is None else self.gate_gain
+        own = {name: getattr(self, name) for name in ("sync_every", "nesterov", "overlap")}
         try:
-            Settings(kind="PulseLoCo", **own)
+            outer = told(self)
+            own["overlap"] = None if "finds_outer_lr" in outer else self.overlap
+            Settings(kind="PulseLoCo", **own, **outer)
             if self.method == "diloco":
                 WireConfig.of_all(wire_of(self))
             else:
@@ -301,14 +308,9 @@ class CompareConfig(RunConfig):
         _at_least(1, self, "seeds")
 
 
-C = TypeVar("C", bound=RunConfig)  # a program's own kind
-
-
-def resolved(config: C) -> C:
-    """With the gain that loco would choose as a number, for the record."""
-    if config.gate_gain is not None:
-        return config
-    return dataclasses.replace(config, gate_gain=matching_gain(config.outer_lr, config.outer_momentum))
+def told(config: RunConfig) -> dict[str, Any]:
+    """loco's settings of the outer step, the gate and the economies."""
+    return outer_settings(**{name: getattr(config, name) for name in DECIDED}, gate=config.gate)
 
 
 def wire_of(config: RunConfig) -> str:

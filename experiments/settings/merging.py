@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import ExperimentError, missing_extra
-from experiments.settings.config import C, RunConfig, nearest, require, resolved
+from experiments.settings.config import RunConfig, nearest, require
+from experiments.settings.rounds import C, resolved
 
 try:
     import yaml

@@ -6,7 +6,6 @@ A preset's `runs` say by label what differs from the rest of the configuration:
       DDP: {method: ddp}
       PULSELoCo: {method: pulseloco, seeds: 5}
       DiLoCo α {outer_lr}: {method: diloco, over: {outer_lr: [7, 14, 28]}}  # three runs
-      SAVING, H {sync_every}: {like: SAVING, over: {sync_every: [4, 16]}}  # of loco's settings by name
 
 A label's {name} is the value of that setting.
 """
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import loco
 from experiments.errors import ExperimentError
 from experiments.settings.config import CompareConfig, RunConfig, TrainConfig, check_world
 from experiments.settings.merging import derive
@@ -30,12 +28,9 @@ from experiments.settings.merging import derive
 DEMO: dict[str, dict[str, Any]] = {
     "DDP, tuned": {"method": "ddp", "lr": 1e-4},
     "DiLoCo, tuned": {"method": "diloco", "outer_lr": 112.0, "outer_momentum": 0.0},
-    "PULSELoCo, MATCHING": {"like": "MATCHING"},
-    "PULSELoCo, SAVING": {"like": "SAVING"},
-    "PULSELoCo, SMALLEST": {"like": "SMALLEST"},
+    "PULSELoCo, saving 0.25": {"saving": 0.25},
+    "PULSELoCo, saving 1": {"saving": 1.0},
 }
-LOCO_PRESETS = {name: getattr(loco, name) for name in ("PAPER", "MATCHING", "SAVING", "SMALLEST")}
-
 
 _GREEK = str.maketrans({"α": "alpha", "μ": "mu", "γ": "gamma"})  # for file names that any system takes
 
@@ -113,20 +108,9 @@ def choices(runs: dict[str, Any], seeds: int) -> list[tuple[int, str, dict[str, 
         count = changes.pop("seeds", seeds)
         if not isinstance(count, int) or count < 1:
             raise ExperimentError(f"{where}: seeds must be a whole number of at least 1, got {count!r}")
-        changes = _like(changes, where) | changes
         for chosen in _spread(label, changes, where):
             found += [(seed, label, chosen, where) for seed in range(count)]
     return sorted(found, key=lambda one: one[0])
-
-
-def _like(changes: dict[str, Any], where: str) -> dict[str, Any]:
-    """The settings of PULSELoCo whose name `like` gives."""
-    like = changes.pop("like", None)
-    if like is None:
-        return {}
-    if like not in LOCO_PRESETS:
-        raise ExperimentError(f"{where}: like is one of {', '.join(LOCO_PRESETS)}, got {like!r}")
-    return {"method": "pulseloco", **LOCO_PRESETS[like]}
 
 
 def _spread(label: str, changes: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:

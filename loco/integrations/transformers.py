@@ -6,7 +6,6 @@
 Every site starts it as a world of its own, with LOCO_SITES, LOCO_SITE and LOCO_AT set.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,11 @@ class LocoCallback(TrainerCallback):
     other sites, whose next round fails, must begin again, too.
 
     Args:
-        saving: how much is held back, the `ulps` of `loco.holding_back`, which is given the model's width,
-            the Trainer's learning rate and `sync_every`. None: what `options` say.
         publish: where versions of the weights go, the `url` of a `loco.sync.Publisher`. All ranks of all
             sites write there.
         topology: by default `loco.Sites()`, which reads LOCO_SITES, LOCO_SITE and LOCO_AT, and is left when
             the training ends: a site that still expects a round is told so at once.
-        options: as for `loco.attach`: `sync_every`, `method` and so on.
+        options: as for `loco.attach`: `saving`, `sync_every`, `method` and so on.
 
     Attributes:
         handle: what `loco.attach` returned, once training has begun; detached when that has ended.
@@ -62,12 +59,11 @@ class LocoCallback(TrainerCallback):
     def __init__(
         self,
         *,
-        saving: float | None = None,
         publish: str | None = None,
         topology: loco.SiteTopology | None = None,
         **options: Any,
     ) -> None:
-        self._saving, self._publish = saving, publish
+        self._publish = publish
         self._topology = topology
         self._joined: loco.SiteTopology | None = None  # before training begins
         self._options = options
@@ -93,13 +89,10 @@ class LocoCallback(TrainerCallback):
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        options = self._options
-        if self._saving is not None:
-            options = _holding_back(self._saving, model, args, options) | options
         topology, self._joined = self._joined or topology_of_one_world(self._topology), None
         loaded = rank_file.fingerprint(optimizer)
         _name_parameters(optimizer, model)
-        self.handle = handle = loco.attach(optimizer, topology=topology, in_state_dict=False, **options)
+        self.handle = handle = loco.attach(optimizer, topology=topology, in_state_dict=False, **self._options)
         if state.global_step:
             rank_file.load(handle, _checkpoint(args, state), loaded)
         self._logged = handle.round
@@ -201,19 +194,6 @@ def _refuse(args: TrainingArguments, state: TrainerState) -> None:
         )
     if state.is_hyper_param_search:
         raise ValueError("a hyperparameter search can't be used with loco: every trial would need all sites")
-
-
-def _holding_back(
-    saving: float, model: Any, args: TrainingArguments, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    width = getattr(model.config.get_text_config(), "hidden_size", None)
-    if width is None:
-        raise ValueError(
-            f"the configuration of {type(model).__name__} does not say how wide it is (hidden_size): in the "
-            f"place of saving={saving} give **loco.holding_back({saving}, width=…, lr={args.learning_rate})"
-        )
-    every = {"sync_every": options["sync_every"]} if "sync_every" in options else {}
-    return dict(loco.holding_back(saving, width=width, lr=args.learning_rate, **every))
 
 
 def _name_parameters(optimizer: Optimizer, model: nn.Module) -> None:

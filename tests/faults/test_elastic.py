@@ -17,8 +17,8 @@ from states import assert_same, small_model
 import loco
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
-AUTO = {"outer_lr": "auto", "outer_momentum": 0.0}
-FOUND = {"lr": "auto", "mu": 0.0}
+AUTO: dict[str, Any] = {"saving": 0.25, "gate_gain": 3.5}
+FOUND = {"lr": None, "mu": 0.0, "margin": 0.25, "value_steps": 2, "sums_margin": 0.5}
 WAYS = ("store", "lighthouse")  # to meet
 
 

@@ -16,8 +16,8 @@ from tiny import dataset, llama, site_tokens
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-import loco
 from loco.integrations.transformers import LocoCallback
+from loco.presets import economies
 from loco.sync import Subscriber
 
 
@@ -44,7 +44,7 @@ def publishing_site(folder: str) -> tuple[dict[str, Any], list[str], dict[str, T
 def test_three_lines_hold_back_publish_and_name_parameters(tmp_path: Path) -> None:
     (berlin,), (paris,) = launch_worlds(publishing_site, str(tmp_path))
     settings, names, weights = berlin
-    expected = loco.holding_back(0.25, width=32, lr=1e-3)
+    expected = economies(0.25) | {"finds_outer_lr": True, "outer_momentum": 0.0}
     assert {key: settings[key] for key in expected} == expected
     assert "model.layers.1.mlp.up_proj.weight" in names
     assert same_bits(list(weights.values()), list(paris[2].values()))

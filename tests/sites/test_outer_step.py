@@ -1,4 +1,4 @@
-"""`outer_lr="auto"` where there is more than one rank: all of them find one α."""
+"""An outer step that finds its own length where there is more than one rank: all of them find one α."""
 
 import copy
 from pathlib import Path
@@ -14,7 +14,7 @@ from states import assert_same, small_model, snapshot, train
 
 import loco
 
-OPTIONS: dict[str, Any] = {"sync_every": 1, "outer_lr": "auto", "outer_momentum": 0.0, "gate_gain": 3.5}
+OPTIONS: dict[str, Any] = {"sync_every": 1, "saving": 0.0625}
 ECONOMIES: dict[str, Any] = {"gate_margin": 0.1, "value_steps": 4, "sums_margin": 0.5}
 
 

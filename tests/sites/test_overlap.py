@@ -136,14 +136,15 @@ def test_a_site_runs_ahead_by_any_multiple_of_what_it_has_sent() -> None:
     [
         ({}, 0.7 * 1.9),
         ({"nesterov": False}, 0.7),
-        (loco.SAVING, loco.SAVING["outer_lr"]),
+        ({"saving": 0.25, "outer_lr": 28.0}, 28.0),
+        ({"saving": 0.25}, "auto"),
         ({"overlap": 1}, 1.0),
         ({"overlap": False}, None),
     ],
     ids=str,
 )
 def test_by_default_it_runs_ahead_as_far_as_the_outer_step_goes(
-    options: dict[str, Any], beta: float | None
+    options: dict[str, Any], beta: float | str | None
 ) -> None:
     inner = torch.optim.SGD(small_model().parameters(), lr=1e-6)
     given: dict[str, Any] = {"overlap": True, **options}

@@ -88,8 +88,8 @@ def test_arguments_are_the_methods() -> None:
         return loco.attach(torch.optim.SGD(model().parameters(), lr=0.1), **options)
 
     assert (
-        build(**loco.SAVING).settings
-        == loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1), **loco.SAVING).settings
+        build(saving=0.25).settings
+        == loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=0.1), saving=0.25).settings
     )
     assert build(method=loco.DiLoCo, wire="int8").settings.kind == "DiLoCo"
     assert "PulseLoCo(sync_every=5" in repr(build(sync_every=5))

@@ -16,6 +16,7 @@ from pages import PAGES, ROOT, anchors, code, named, page, table
 
 import loco
 from loco.coordination.authentication import LEAST_KEY_BYTES
+from loco.presets import economies
 from loco.round.hooks import Phase
 from loco.surface import RoundSurface
 from loco.wire.codecs import CODECS
@@ -89,8 +90,8 @@ def test_the_page_of_what_to_decide_has_the_symbols_of_the_algorithm() -> None:
     told = {row[0]: row[1] for row in table(page("docs/optimizer.md"), "| argument | symbol |")}
     rows = table(page("docs/algorithm.md"), "| paper | argument |")
     assert told == {row[1]: row[0] for row in rows if row[0]}
-    settings = {**loco.PAPER, **loco.SAVING, **loco.holding_back(0.25, width=128)}
-    assert settings.keys() == told.keys()
+    decided = {"sync_every", *loco.PAPER, *economies(0.25)}
+    assert decided == told.keys()
 
 
 def short(number: float) -> str:

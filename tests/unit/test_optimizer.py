@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -313,86 +314,69 @@ def test_the_gain_follows_the_reach_of_the_outer_optimizer_unless_it_is_given(
     assert optimizer.state_dict()["loco"]["settings"]["gate_gain"] == gain
 
 
-def test_presets_are_arguments_and_the_default_is_the_papers_with_another_gain() -> None:
-    def settings(**preset: Any) -> dict[str, Any]:
-        optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=1.0), **preset)
-        return optimizer.state_dict()["loco"]["settings"]
-
-    assert settings(**loco.PAPER) == settings(gate_gain=1.0)
-    assert settings(**dict(loco.PAPER) | {"gate_gain": 3.5}) == settings()
-    for preset in (loco.MATCHING, loco.SAVING, loco.SMALLEST):
-        assert preset.items() <= settings(**preset).items()
-        assert settings(**preset) != settings()
-    assert settings(**dict(loco.SAVING) | {"gate_gain": 4.0})["gate_gain"] == 4.0
+def settings_of(**options: Any) -> dict[str, Any]:
+    optimizer = loco.PulseLoCo(torch.optim.SGD(model().parameters(), lr=1.0), **options)
+    return optimizer.state_dict()["loco"]["settings"]
 
 
-def test_what_is_held_back_is_counted_in_what_a_round_moves() -> None:
-    for preset, ulps, exact, outer_lr in (
-        (loco.MATCHING, 0.125, True, 112.0),
-        (loco.SAVING, 0.25, False, 224.0),
-        (loco.SMALLEST, 1.0, False, 448.0),
-    ):
-        assert preset["outer_lr"] == outer_lr
-        assert loco.holding_back(ulps, width=128, exact=exact) == dict(preset) | {"sync_every": 8}
-        # Weights that move eight times as far.
-        other = dict(loco.holding_back(ulps, width=64, lr=4e-6, sync_every=16, exact=exact))
-        assert other.pop("sync_every") == 16
-        assert other.pop("value_steps", 1) == 1  # whole ulps, since all that is sent is larger
-        for name, times in (
-            ("outer_lr", 1 / 8),
-            ("gate_gain", 1 / 8),
-            ("gate_margin", 8),
-            ("sums_margin", 8),
-        ):
-            if name in preset:
-                assert other.pop(name) == pytest.approx(preset[name] * times)
-        assert other == {"outer_momentum": 0.0}
-        loco.PulseLoCo(torch.optim.Adam(model().parameters()), **loco.holding_back(ulps, width=8, lr=1e-3))
-        wider = dict(loco.holding_back(ulps, width=512, exact=exact))
-        assert wider["outer_lr"] == preset["outer_lr"] / 8
-        assert wider["gate_margin"] == preset["gate_margin"] * 2
-        # Never shorter than the published outer optimizer's α / (1 − μ), of which models of any width learn.
-        widest = loco.holding_back(ulps, width=1 << 20, lr=2e-6, exact=exact)
-        assert widest["outer_lr"] == 3.5
-    assert loco.holding_back(0.25, width=128, lr=1e-7)["value_steps"] == 16
-    assert loco.holding_back(0.3, width=128)["value_steps"] == 2  # a power of two
+def test_the_published_setting_is_the_default_with_another_gain_and_cannot_be_changed() -> None:
+    assert settings_of(**loco.PAPER) == settings_of(gate_gain=1.0)
+    assert settings_of(**dict(loco.PAPER) | {"gate_gain": 3.5}) == settings_of()
+    with pytest.raises(TypeError):
+        loco.PAPER["gate_gain"] = 7.0  # pyright: ignore[reportIndexIssue]
+    assert not hasattr(loco.PAPER, "update")
+
+
+AUTO = {"outer_lr": 7.0, "outer_momentum": 0.0, "finds_outer_lr": True}
+QUARTER = {"gate_gain": 2.0, "gate_margin": 0.25, "value_steps": 2, "sums_margin": 0.5}
+EXACT = {"gate_margin": 0.0, "value_steps": None, "sums_margin": None}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("given", "expected"),
     [
-        ({"ulps": 0.0}, "ulps must be from 1/512 to 2"),
-        ({"ulps": 0.25, "width": 0}, "width must be a whole number"),
-        ({"ulps": 0.25, "lr": 0.0}, "lr must be > 0"),
-        ({"ulps": 0.25, "sync_every": 0.5}, "sync_every must be a whole number"),
+        ({"saving": 0}, AUTO | EXACT | {"gate_gain": 3.5, "finds_outer_lr": None}),
+        ({"saving": 0.25}, AUTO | QUARTER),
+        (
+            {"saving": 0.3},
+            AUTO | {"gate_gain": 1 / 0.6, "gate_margin": 0.3, "value_steps": 2, "sums_margin": 0.6},
+        ),
+        (
+            {"saving": 64},
+            AUTO | {"gate_gain": 1.0, "gate_margin": 64.0, "value_steps": 1, "sums_margin": 128.0},
+        ),
+        ({"saving": 2**-9}, AUTO | {"gate_gain": 256.0, "value_steps": 256}),
+        ({"saving": 0.25, "value_steps": 16}, AUTO | QUARTER | {"value_steps": 16}),
+        ({"saving": 0.25, "gate_margin": 0.0}, AUTO | QUARTER | {"gate_margin": 0.0}),
+        (
+            {"saving": 0.25, "outer_lr": 28},
+            QUARTER | {"outer_lr": 28.0, "outer_momentum": 0.0, "finds_outer_lr": None},
+        ),
+        ({"saving": 0.25, "outer_lr": 1, "outer_momentum": 0.5}, QUARTER | {"outer_momentum": 0.5}),
+        ({}, EXACT | {"outer_lr": 0.7, "outer_momentum": 0.9, "finds_outer_lr": None}),
     ],
+    ids=str,
 )
-def test_holding_back_refuses_what_can_mean_nothing(arguments: dict[str, Any], text: str) -> None:
-    given: dict[str, Any] = {"width": 128, **arguments}
+def test_one_number_decides_what_is_not_given(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    settings = settings_of(**given)
+    assert {name: settings[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"saving": -0.25}, "saving must be 0, or from 1/512 to 64 BF16 ulps, got -0.25"),
+        ({"saving": 1e-3}, "saving must be 0, or from 1/512 to 64"),
+        ({"saving": 65}, "saving must be 0, or from 1/512 to 64"),
+        ({"saving": math.nan}, "saving must be 0, or from 1/512 to 64"),
+        ({"saving": 0.25, "gate": "open"}, "there is nothing to save: leave saving out"),
+        ({"saving": 0.25, "outer_momentum": 0.9}, "leave out outer_momentum"),
+    ],
+    ids=str,
+)
+def test_a_number_that_can_mean_nothing_is_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        loco.holding_back(**given)
-
-
-def test_of_unequal_sites_the_one_with_most_steps_decides() -> None:
-    each = {"0": 4, "1": 16}
-    most = loco.holding_back(0.25, width=128, sync_every=16)
-    assert loco.holding_back(0.25, width=128, sync_every=each) == most | {"sync_every": each}
-
-
-def test_what_holding_back_returns_can_be_changed_and_changes_no_preset() -> None:
-    settings = loco.holding_back(0.25, width=128)
-    settings["outer_lr"] /= 2
-    settings["wire"] = "tight"
-    assert loco.holding_back(0.25, width=128) == dict(loco.SAVING) | {"sync_every": 8}
-    assert loco.PulseLoCo(torch.optim.Adam(model().parameters()), **settings).settings.outer_lr == 112.0
-
-
-@pytest.mark.parametrize("preset", [loco.PAPER, loco.MATCHING, loco.SAVING, loco.SMALLEST])
-def test_a_preset_cannot_be_changed(preset: Any) -> None:
-    with pytest.raises(TypeError):
-        preset["gate_gain"] = 7.0
-    assert preset["gate_gain"] < 7.0
-    assert not hasattr(preset, "update")
+        settings_of(**given)
 
 
 def test_help_shows_an_example_ddps_group_and_the_reports_fields() -> None:

@@ -1,4 +1,4 @@
-"""`outer_lr="auto"`: an outer step that finds its own length."""
+"""An outer step that finds its own length."""
 
 import math
 from typing import Any
@@ -108,21 +108,17 @@ def test_a_step_that_finds_its_length_has_no_momentum(single_site: Any) -> None:
     def build(**options: Any) -> loco.PulseLoCo:
         return loco.PulseLoCo(Scripted(parameters(0, 300), 0, 0), **options)
 
-    assert build(outer_lr="auto", outer_momentum=0).outer_state.outer_lr == 7.0
-    for options in ({}, {"outer_momentum": 0, "gate": "open"}):
-        with pytest.raises(ValueError, match='outer_lr="auto" is for an outer step without momentum'):
-            build(outer_lr="auto", **options)
-    with pytest.raises(ValueError, match="outer_lr must be a number or \"auto\", got 'long'"):
-        build(outer_lr="long", outer_momentum=0)
-    options: dict[str, Any] = {"outer_lr": "auto", "outer_momentum": 0}
-    with pytest.raises(ValueError, match='outer_lr="auto" is for an outer step without momentum'):
-        loco.DiLoCo(Scripted(parameters(0, 300), 0, 0), **options)
+    assert build(saving=0.25).outer_state.outer_lr == 7.0
+    with pytest.raises(
+        ValueError, match=r"has no momentum, .* leave out outer_momentum \(got 0.9\), or give outer"
+    ):
+        build(saving=0.25, outer_momentum=0.9)
+    state = build(saving=0).outer_state
+    assert (state.outer_lr, state.step_length) == (7.0, None)
 
 
 def test_weights_from_outside_begin_anew(single_site: Any) -> None:
-    optimizer = loco.PulseLoCo(
-        Scripted(parameters(0, 300), 0, 0), sync_every=1, outer_lr="auto", outer_momentum=0
-    )
+    optimizer = loco.PulseLoCo(Scripted(parameters(0, 300), 0, 0), sync_every=1, saving=0.0625)
     for _ in range(6):
         optimizer.step()
     state = optimizer.outer_state

@@ -20,6 +20,7 @@ from experiments.pipeline.diary import Diary
 from experiments.pipeline.learning.losses import loss_of
 from experiments.pipeline.learning.publishing import Publishing
 from experiments.pipeline.samples import Group
+from experiments.settings.rounds import outer_options
 from experiments.tasks.rollout import PublishedModel
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
@@ -167,22 +168,7 @@ class Trainer:
 
 
 def _wrapped(inner: torch.optim.Optimizer, topology: loco.Sites, config: PipelineConfig) -> Any:
-    shared: dict[str, Any] = {
-        "sync_every": config.sync_every,
-        "outer_lr": config.outer_lr,
-        "outer_momentum": config.outer_momentum,
-        "nesterov": config.nesterov,
-        "topology": topology,
-    }
+    outer: dict[str, Any] = outer_options(config) | {"topology": topology}
     if config.method == "diloco":
-        return loco.DiLoCo(inner, **shared)
-    return loco.PulseLoCo(
-        inner,
-        gate=config.gate,
-        gate_gain=config.gate_gain,
-        gate_margin=config.gate_margin,
-        value_steps=config.value_steps,
-        sums_margin=config.sums_margin,
-        wire="tight",
-        **shared,
-    )
+        return loco.DiLoCo(inner, **outer)
+    return loco.PulseLoCo(inner, wire="tight", **outer)

@@ -36,7 +36,7 @@ It meets as a training does, over the same ports and links, and every site print
   sites   host, address, versions, kernels (compiled or not), GPUs, cores, and how far clocks are apart
   links   round trip and rate of each pair of sites in either direction, alone; then what each site can send
           while all send to all, which is what a round does
-  rounds  what a round of a model of so many parameters will take with each preset
+  rounds  what a round of a model of so many parameters will take with each of some settings
 
 and at its end "ready", or what was found, each with what to do: a port that is closed (in either direction),
 a name that is taken, versions that differ, a compiler or Triton that is missing, a clock that is wrong.

@@ -62,7 +62,7 @@ def _together_line(network: Network, ranks: int) -> str:
 
 def _rounds_table(predictions: Sequence[Prediction], *, ranks: int) -> str:
     parts = ("encode", "link", "code", "waits", "apply")
-    rows: list[Sequence[str]] = [("preset", "code, exchange", "a site sends", "takes", *parts)]
+    rows: list[Sequence[str]] = [("setting", "code, exchange", "a site sends", "takes", *parts)]
     for one in predictions:
         seconds = [_seconds(one.seconds[part]) for part in parts]
         sent = _bytes(one.sent_bytes * ranks)

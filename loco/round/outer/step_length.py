@@ -1,4 +1,4 @@
-"""An outer step that finds its own length: `outer_lr="auto"`.
+"""An outer step that finds its own length: `saving=0.25`.
 
 Where an outer step is too long, rounds undo each other: what is sent of an element points against what was
 sent of it before. All sites add up the same g, so all find the same α, and none has to tell it.

@@ -57,7 +57,7 @@ class Paper:
     anchor: np.ndarray
     bf16: np.ndarray
     sites: int
-    lr: float | str  # "auto": it is found
+    lr: float | None  # None: it is found, by the rule of the outer step
     mu: float
     nesterov: bool
     gain: float = 1.0
@@ -73,7 +73,7 @@ class Paper:
     sums: np.ndarray = field(init=False)  # of the latest round, before small ones go back
 
     def __post_init__(self) -> None:
-        self.length = StepLength() if self.lr == "auto" else None
+        self.length = StepLength() if self.lr is None else None
         self.momentum = np.zeros_like(self.anchor)
         self.residuals = [np.zeros_like(self.anchor) for _ in range(self.sites)]
 
@@ -159,7 +159,7 @@ class OverlappedPaper(Paper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta is None and not isinstance(self.lr, str):
+        if self.beta is None and self.lr is not None:
             self.beta = self.lr * (1 + self.mu) if self.nesterov else self.lr
         self.flying = []
         self.began = [self.cast(self.anchor)] * self.sites

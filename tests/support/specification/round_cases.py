@@ -14,7 +14,8 @@ NUMEL, SEED = 1003, 7
 class Case:
     kind: str
     sync_every: int = 1
-    outer_lr: float | str = 0.7
+    saving: float | None = None  # and α is found; all others are as they are here
+    outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
     gate: str = "bf16"
@@ -46,11 +47,11 @@ CASES += [
     Case("PulseLoCo", value_steps=16, sums_margin=0.5),
     Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=4, sums_margin=0.75, bf16=True),
     Case("PulseLoCo", outer_lr=4.0, outer_momentum=0.0, gate_gain=2.0, value_steps=1, sums_margin=2.0),
-    Case("PulseLoCo", outer_lr="auto", outer_momentum=0.0, gate_gain=3.5),
+    Case("PulseLoCo", saving=1.0, outer_momentum=0.0, gate_gain=3.5, value_steps=256, sums_margin=0.01),
     Case(
         "PulseLoCo",
         sync_every=2,
-        outer_lr="auto",
+        saving=0.25,
         outer_momentum=0.0,
         value_steps=2,
         sums_margin=0.5,
@@ -66,6 +67,8 @@ def options_of(case: Case) -> dict[str, Any]:
     """Of the optimizer."""
     options = asdict(case)
     kind, _ = options.pop("kind"), options.pop("bf16")
+    if case.saving is not None:
+        del options["outer_lr"]
     return {name: options[name] for name in DILOCO_TAKES} if kind == "DiLoCo" else options
 
 
@@ -77,7 +80,7 @@ def paper_of(case: Case, sites: int) -> dict[str, Any]:
         "anchor": flat(parameters(SEED, NUMEL, case.bf16)),
         "bf16": is_bf16,
         "sites": sites,
-        "lr": case.outer_lr,
+        "lr": case.outer_lr if case.saving is None else None,
         "mu": case.outer_momentum,
         "nesterov": case.nesterov,
         "gain": case.gate_gain,

@@ -22,9 +22,10 @@ from experiments.reporting.plots import LOOK, draw_all, pareto, score_by_bytes, 
 from experiments.reporting.results import Evaluation, Result, Round, store
 from experiments.reporting.summary import Comparison, Row
 from experiments.reporting.table import as_text, columns_of
-from experiments.settings.config import CompareConfig, TrainConfig, resolved
+from experiments.settings.config import CompareConfig, TrainConfig
 from experiments.settings.merging import load
 from experiments.settings.plan import Run
+from experiments.settings.rounds import resolved
 
 FP32_PAYLOAD = 3000.0  # of 1000 parameters: one of four sites sums a quarter itself
 

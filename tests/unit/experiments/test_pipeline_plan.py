@@ -146,7 +146,7 @@ def test_a_batch_is_as_large_as_memory_and_staleness_let_it_be() -> None:
             "gpus=3 can't be split: a site keeps 193 GB in 4 or more GPUs of 80 GB, 4 of them share",
         ),
         (
-            ["gpus=8", "outer_momentum=0.5", "parameters=bfloat16"],
+            ["gpus=8", "saving=null", "outer_momentum=0.5", "parameters=bfloat16"],
             "gpus=8 can't be split: a site keeps 161 GB in 3 or more GPUs of 80 GB, 4 of them share",
         ),
         (["gpus=8", "target.state_bytes=2000"], "gpus=8 can't be split: a site keeps 1.61e+04 GB in 251 or"),

@@ -3,15 +3,12 @@
 import json
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pipeline_parts import SMALL, config_of
 
-import loco
 from experiments.errors import ExperimentError
 from experiments.pipeline.compare import COLUMNS, PipelineCompareConfig, runs_of, table
 from experiments.pipeline.config import PipelineConfig
@@ -45,38 +42,6 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
     with pytest.raises(ExperimentError) as raised:
         config_of(*arguments)
     assert str(raised.value).startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], ""),
-        (["outer_lr=112"], ""),
-        (["outer_lr=0.7", "outer_momentum=0.9"], ""),
-        (["outer_lr=224", "max_staleness=0"], ""),
-        (["outer_lr=224"], "outer_lr=224 is 2 times the longest outer step that has learned from old"),
-        (["outer_lr=112", "outer_momentum=0.5"], "outer_lr=112 is 2 times the longest outer step"),
-        (["outer_lr=112", "lr=1e-5"], "outer_lr=112 is 10 times the longest outer step"),
-    ],
-)
-def test_a_long_outer_step_with_old_samples_is_warned_of(arguments: list[str], sentence: str) -> None:
-    found = config_of("sync_every=8", *arguments).warning
-    assert found is None if not sentence else found is not None and found.startswith(sentence)
-
-
-@pytest.mark.parametrize("preset", [loco.MATCHING, loco.SAVING])
-def test_presets_that_have_learned_from_old_samples_are_not_warned_of(preset: Mapping[str, Any]) -> None:
-    assert replace(config_of("sync_every=8"), **preset).warning is None
-
-
-@pytest.mark.parametrize("preset", [loco.SMALLEST, {**loco.SAVING, "outer_lr": 896.0}])
-def test_what_the_warning_advises_is_not_warned_of(preset: Mapping[str, Any]) -> None:
-    config = replace(config_of("sync_every=8"), **preset)
-    assert config.warning is not None
-    turns, shorter = config.warning.split("Set ")[1].split(", or ")
-    assert turns == "max_staleness=0"
-    assert replace(config, max_staleness=0).warning is None
-    assert replace(config, outer_lr=float(shorter.removeprefix("outer_lr="))).warning is None
 
 
 def free_port() -> int:

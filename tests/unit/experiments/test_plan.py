@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import loco
 from experiments.errors import ExperimentError
 from experiments.settings.config import CompareConfig, TrainConfig
 from experiments.settings.merging import load
 from experiments.settings.plan import Run, runs_of
+from experiments.settings.rounds import outer_options
 
 
 def planned(*arguments: str) -> list[Run]:
@@ -23,7 +23,8 @@ def test_without_a_word_it_is_the_demos_methods_on_all_trainers() -> None:
     assert [(run.label, run.config.method) for run in runs] == [
         ("DDP, tuned", "ddp"),
         ("DiLoCo, tuned", "diloco"),
-        *((f"PULSELoCo, {preset}", "pulseloco") for preset in ("MATCHING", "SAVING", "SMALLEST")),
+        ("PULSELoCo, saving 0.25", "pulseloco"),
+        ("PULSELoCo, saving 1", "pulseloco"),
     ]
     assert {(run.ranks, run.config.seed) for run in runs} == {(4, 0)}
 
@@ -47,18 +48,39 @@ def test_what_a_run_says_outweighs_what_all_share(tmp_path: Path) -> None:
     assert all(type(run.config) is TrainConfig for run in (plain, few))
 
 
-@pytest.mark.parametrize("name", ["PAPER", "MATCHING", "SAVING", "SMALLEST"])
-def test_a_run_is_like_a_preset_but_for_what_it_says(name: str) -> None:
-    like, but = planned(f"runs.A.like={name}", f"runs.B.like={name}", "runs.B.gate_gain=9", "outer_lr=5")
-    wanted = {"gate_margin": 0.0, "value_steps": None, "sums_margin": None} | dict(getattr(loco, name))
-    assert {key: getattr(like.config, key) for key in wanted} == wanted
-    assert {key: getattr(but.config, key) for key in wanted} == wanted | {"gate_gain": 9.0}
-    assert like.config.method == but.config.method == "pulseloco"
+UNTOLD = dict.fromkeys(
+    ("outer_lr", "outer_momentum", "gate_gain", "gate_margin", "value_steps", "sums_margin")
+)
+ROUNDS = {"gate": "bf16", "sync_every": 8, "nesterov": True, "overlap": False}
 
 
-def test_a_run_is_like_a_preset_that_there_is() -> None:
-    with pytest.raises(ExperimentError, match=r"runs.A: like is one of PAPER, MATCHING, .*, got 'saving'"):
-        planned("runs.A.like=saving")
+def test_what_a_run_does_not_say_is_locos_to_decide() -> None:
+    (run,) = planned("runs.A.saving=0.25")
+    assert outer_options(run.config) == ROUNDS | UNTOLD | {"saving": 0.25}
+    (late,) = planned("runs.A.saving=1", "overlap=1", "gate_gain=3")
+    assert outer_options(late.config) == ROUNDS | UNTOLD | {"saving": 1.0, "gate_gain": 3.0, "overlap": True}
+    (constant,) = planned("runs.A.saving=1", "outer_lr=5", "overlap=0.5")
+    assert outer_options(constant.config) == ROUNDS | UNTOLD | {
+        "saving": 1.0,
+        "outer_lr": 5.0,
+        "overlap": 0.5,
+    }
+    (published,) = planned("runs.A.steps=80")
+    assert (published.config.outer_lr, published.config.outer_momentum) == (0.7, 0.9)
+    assert (published.config.gate_gain, published.config.gate_margin) == (3.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["saving=0.25", "method=diloco"], "saving is for method=pulseloco: leave it out with method=diloco"),
+        (["saving=100"], "saving must be 0, or from 1/512 to 64"),
+        (["saving=0.25", "gate=open"], "there is nothing to save"),
+    ],
+)
+def test_a_number_that_can_mean_nothing_is_refused(arguments: list[str], text: str) -> None:
+    with pytest.raises(ExperimentError, match=text):
+        planned("runs.A.steps=80", *arguments)
 
 
 def test_seeds_come_outermost_so_that_an_early_end_leaves_whole_comparisons() -> None:
