@@ -190,7 +190,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         v_i = the multiple of ulp(θ_i) / V nearest to s_i, ties to the even one; where it is 0, send nothing
 
     A third one reduces what comes back. Each site is the owner of a slice of the elements. Where the sum of
-    what was sent is small, |Σ v_i| ≤ F·ulp(θ_i), g_i is 0 and the owner keeps the sum in its e.
+    what was sent is small, |Σ v_i| ≤ F·Σ c·ulp(θ_i), g_i is 0 and the owner keeps the sum in its e.
 
     Args:
         inner: the optimizer to wrap, built on the model's parameters; or several, `[muon, adamw]`, each with
@@ -216,7 +216,7 @@ class PulseLoCo(LowCommunicationOptimizer):
         gate_margin: f, a fraction of the BF16 ulp. None: 0, which sends every visible entry.
         value_steps: V, how many steps a BF16 ulp is divided into for the values that are sent: a power of two
             from 1 to 256. None: they are sent exactly.
-        sums_margin: F, a fraction or a multiple of the BF16 ulp; needs `value_steps`. None: 0.
+        sums_margin: F, of the mean, a fraction or a multiple of the BF16 ulp; needs `value_steps`. None: 0.
         outlier_factor: leave a site out of a round, on all sites alike, if the norm of what it would send is
             more than this many times the median of the others'; its update stays in its residual, and
             `last_report.left_out` names it. None leaves no site out.

@@ -33,7 +33,7 @@ def economies(saving: float) -> dict[str, Any]:
         "gate_gain": max(1.0, 1 / (2 * saving)),
         "gate_margin": saving,
         "value_steps": steps,
-        "sums_margin": 2 * saving,
+        "sums_margin": saving / 2,
     }
 
 

@@ -177,7 +177,7 @@ class Round:
         in_place = own.starts is None and self._codec.in_place and view.across.device == state.device
         in_place = in_place and state.settings.overlap is None
         sums = own.values if in_place else None
-        margin = state.settings.sums_margin
+        margin = state.sums_margin(self._announced)
         transfer = Transfer(view.across, framing, problem=self.problem, sums=sums, margin=margin)
         began = time.perf_counter()
         if self._enclosed is None:

@@ -18,7 +18,7 @@ import loco
 
 ALL: tuple[str, ...] = ("s0", "s1", "s2")
 AUTO: dict[str, Any] = {"saving": 0.25, "gate_gain": 3.5}
-FOUND = {"lr": None, "mu": 0.0, "margin": 0.25, "value_steps": 2, "sums_margin": 0.5}
+FOUND = {"lr": None, "mu": 0.0, "margin": 0.25, "value_steps": 2, "sums_margin": 0.125}
 WAYS = ("store", "lighthouse")  # to meet
 
 

@@ -328,7 +328,7 @@ def test_the_published_setting_is_the_default_with_another_gain_and_cannot_be_ch
 
 
 AUTO = {"outer_lr": 7.0, "outer_momentum": 0.0, "finds_outer_lr": True}
-QUARTER = {"gate_gain": 2.0, "gate_margin": 0.25, "value_steps": 2, "sums_margin": 0.5}
+QUARTER = {"gate_gain": 2.0, "gate_margin": 0.25, "value_steps": 2, "sums_margin": 0.125}
 EXACT = {"gate_margin": 0.0, "value_steps": None, "sums_margin": None}
 
 
@@ -339,11 +339,11 @@ EXACT = {"gate_margin": 0.0, "value_steps": None, "sums_margin": None}
         ({"saving": 0.25}, AUTO | QUARTER),
         (
             {"saving": 0.3},
-            AUTO | {"gate_gain": 1 / 0.6, "gate_margin": 0.3, "value_steps": 2, "sums_margin": 0.6},
+            AUTO | {"gate_gain": 1 / 0.6, "gate_margin": 0.3, "value_steps": 2, "sums_margin": 0.15},
         ),
         (
             {"saving": 64},
-            AUTO | {"gate_gain": 1.0, "gate_margin": 64.0, "value_steps": 1, "sums_margin": 128.0},
+            AUTO | {"gate_gain": 1.0, "gate_margin": 64.0, "value_steps": 1, "sums_margin": 32.0},
         ),
         ({"saving": 2**-9}, AUTO | {"gate_gain": 256.0, "value_steps": 256}),
         ({"saving": 0.25, "value_steps": 16}, AUTO | QUARTER | {"value_steps": 16}),

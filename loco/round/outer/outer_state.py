@@ -174,6 +174,15 @@ class OuterState:
         with self.parameters.pieces(self.start, self.stop, write=True) as weights:
             kernels.write_weights(self.anchor, weights)
 
+    def sums_margin(self, announced: Sequence[Announcement]) -> float | None:
+        """Of the sums of a round: F of the mean.
+
+        Args:
+            announced: by all sites.
+        """
+        margin = self.settings.sums_margin
+        return None if margin is None else margin * _divisor(announced)
+
     def outer_step(
         self,
         announced: Sequence[Announcement],
@@ -189,7 +198,7 @@ class OuterState:
             agreement: of the round before.
             contributions: what is added up.
         """
-        settings, divisor = self.settings, fsum(fp32_of(one.weight_bits) for one in announced)
+        settings, divisor = self.settings, _divisor(announced)
         if self.step_length is not None:
             moved = self.step_length.moved(agreement)
             self.step_length = moved.having_seen(contributions, divisor, self.anchor)
@@ -220,3 +229,8 @@ class OuterState:
                 f"round {self.rounds_done + 1} was stopped while it was being applied: this rank's state is "
                 f"neither before nor after it. Load the last checkpoint"
             )
+
+
+def _divisor(announced: Sequence[Announcement]) -> float:
+    """Σ c, of the sites that a round adds up."""
+    return fsum(fp32_of(one.weight_bits) for one in announced)

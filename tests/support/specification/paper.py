@@ -127,7 +127,8 @@ class Paper:
         self.sums = total.copy()
         small = np.zeros(total.shape, dtype=bool)
         if self.sums_margin:
-            small = np.abs(total) <= F32(self.sums_margin) * bf16_ulp(self.anchor).astype(F32)
+            count = sum(map(F32, self.sent_counts or [1.0] * self.sites), np.float64(0))
+            small = np.abs(total) <= F32(self.sums_margin * count) * bf16_ulp(self.anchor).astype(F32)
             total[small] = 0
         return total, [small & (self.owner == site) for site in range(self.sites)]
 

@@ -44,9 +44,9 @@ CASES += [
     Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=16, bf16=True),
     Case("PulseLoCo", gate="fp16", gate_margin=0.03, value_steps=64, outer_momentum=0.0),
     Case("PulseLoCo", gate="fp8_e4m3", gate_gain=50.0, gate_margin=0.3, value_steps=4),
-    Case("PulseLoCo", value_steps=16, sums_margin=0.5),
-    Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=4, sums_margin=0.75, bf16=True),
-    Case("PulseLoCo", outer_lr=4.0, outer_momentum=0.0, gate_gain=2.0, value_steps=1, sums_margin=2.0),
+    Case("PulseLoCo", value_steps=16, sums_margin=0.25),
+    Case("PulseLoCo", sync_every=2, gate_margin=0.1, value_steps=4, sums_margin=0.375, bf16=True),
+    Case("PulseLoCo", outer_lr=4.0, outer_momentum=0.0, gate_gain=2.0, value_steps=1, sums_margin=1.0),
     Case("PulseLoCo", saving=1.0, outer_momentum=0.0, gate_gain=3.5, value_steps=256, sums_margin=0.01),
     Case(
         "PulseLoCo",
@@ -54,7 +54,7 @@ CASES += [
         saving=0.25,
         outer_momentum=0.0,
         value_steps=2,
-        sums_margin=0.5,
+        sums_margin=0.125,
         bf16=True,
     ),
 ]
