@@ -44,7 +44,7 @@ def test_it_is_the_specifications_and_follows_whether_rounds_undo_each_other(und
     assert found[:2] == [7.0, 7.0]
     assert found[-1] < 1 if undone else found[-1] > 20
     step = found[-1] * math.sqrt(length.agreement.whole)
-    assert step <= 0.0125 * float(theta.norm())  # rounds that agree would go on, but for this
+    assert step <= 0.00625 * float(theta.norm())  # rounds that agree would go on, but for this
 
 
 def test_all_elements_are_the_same_as_entries_of_all() -> None:

@@ -9,7 +9,7 @@ sent of it before. All sites add up the same g, so all find the same α, and non
     l_i = g_i, where that is not 0
 
 As in a line search, a step along g has its right length where the next g is at a right angle to it. And α
-is shortened until α·|g| is at most a hundredth of |θ|, since c tells some rounds late.
+is shortened until α·|g| is at most 1/200 of |θ|, since c tells some rounds late.
 
 Of a large vector a part of the elements is looked at. Sums are folded, one half on the other, and all else is
 plain arithmetic of doubles, so that every processor finds the same bits.
@@ -31,7 +31,7 @@ from ...config import FIRST_OUTER_LR
 
 _GAIN, _UNDONE = 14, 0.08
 _LONGER, _SHORTER = 4, 2  # at most: a sum of several rounds tells late that a step is too long
-_LONGEST = 0.01  # of |θ| as it was at the start
+_LONGEST = 0.005  # of |θ| as it was at the start
 _LOWEST, _HIGHEST = -40, 88  # 7/32 and 14,336: what nobody needs
 _EIGHTH = math.sqrt(math.sqrt(math.sqrt(2.0)))  # roots are rounded alike everywhere, and powers are not
 _LOOKED_AT = 1 << 20  # elements

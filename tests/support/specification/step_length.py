@@ -26,7 +26,7 @@ class StepLength:
         if not self.size:
             self.size = _square(map(Fraction, theta.tolist()))
         self.eighths = min(max(self.eighths + self.change, -40), 88)
-        while self.eighths > -40 and self.lr * float(self.square) ** 0.5 > 0.01 * float(self.size) ** 0.5:
+        while self.eighths > -40 and self.lr * float(self.square) ** 0.5 > 0.005 * float(self.size) ** 0.5:
             self.eighths -= 1
         new = {i: Fraction(x) for i, x in enumerate(g.tolist()) if x}
         both = new.keys() & self.last.keys()
