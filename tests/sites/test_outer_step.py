@@ -14,7 +14,7 @@ from states import assert_same, small_model, snapshot, train
 
 import loco
 
-OPTIONS: dict[str, Any] = {"sync_every": 1, "saving": 0.0625}
+OPTIONS: dict[str, Any] = {"sync_every": 1, "saving": 0.25, "sums_margin": 2.0**-20}
 ECONOMIES: dict[str, Any] = {"gate_margin": 0.1, "value_steps": 4, "sums_margin": 0.5}
 
 
