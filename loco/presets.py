@@ -20,7 +20,7 @@ def economies(saving: float) -> dict[str, Any]:
     Args:
         saving: in BF16 ulps of a weight.
     """
-    if not (saving == 0 or 2**-9 <= saving <= 64):
+    if isinstance(saving, bool) or not (saving == 0 or 2**-9 <= saving <= 64):
         raise ValueError(
             f"saving must be 0, or from 1/512 to 64 BF16 ulps, got {saving}: 0.25 is a place to start, and 0 "
             f"sends exact values"

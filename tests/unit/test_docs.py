@@ -135,6 +135,27 @@ def test_the_bytes_of_a_larger_model_are_computed_from_the_stored_runs(
     assert row[2:] == [*scores_of(runs), sent, f"{each:.4g}", short(7 * each), short(7 * each * 8)]
 
 
+README_ROWS = (
+    "DiLoCo, as published",
+    "DiLoCo α 28 μ 0",
+    "DiLoCo α 112 μ 0",
+    "SparseLoCo α 32",
+    "SparseLoCo α 64",
+    "PULSELoCo, saving 0.25",
+    "PULSELoCo, saving 1",
+)
+
+
+def test_the_readmes_first_table_is_computed_from_the_stored_runs() -> None:
+    rows = table(page("README.md"), "| GRPO, four sites, a round every 8 steps |")
+    for label, row in zip(README_ROWS, rows, strict=True):
+        found = [
+            stored(f"experiments/results/rl/saving-{task}", label) for task in ("palindromes", "decimals")
+        ]
+        sent = [f"{float(told['sent_bytes']) / 1e6:,.2f}" for _, _, told in found]
+        assert row[1:] == [", ".join(sent), *(", ".join(scores_of(runs)) for runs, _, _ in found)]
+
+
 def test_every_error_is_in_the_table() -> None:
     listed = [row[0] for row in table(page("docs/failures.md"), "| error | what happened")]
     public = [getattr(loco, found) for found in loco.__all__ if found.endswith("Error")]

@@ -369,6 +369,8 @@ def test_one_number_decides_what_is_not_given(given: dict[str, Any], expected: d
         ({"saving": 1e-3}, "saving must be 0, or from 1/512 to 64"),
         ({"saving": 65}, "saving must be 0, or from 1/512 to 64"),
         ({"saving": math.nan}, "saving must be 0, or from 1/512 to 64"),
+        ({"saving": True}, "saving must be 0, or from 1/512 to 64 BF16 ulps, got True"),
+        ({"saving": False}, "saving must be 0, or from 1/512 to 64 BF16 ulps, got False"),
         ({"saving": 0.25, "gate": "open"}, "there is nothing to save: leave saving out"),
         ({"saving": 0.25, "outer_momentum": 0.9}, "leave out outer_momentum"),
     ],
