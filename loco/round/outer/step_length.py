@@ -8,8 +8,9 @@ sent of it before. All sites add up the same g, so all find the same α, and non
     α of the next round = α·2^(k/8)    k = 14·(c + 0.08), rounded, from −2 to 4
     l_i = g_i, where that is not 0
 
-As in a line search, a step along g has its right length where the next g is at a right angle to it. And α
-is shortened until α·|g| is at most 1/200 of |θ|, since c tells some rounds late.
+As in a line search, a step along g has its right length where the next g is at a right angle to it. The
+first round that sends anything is plain averaging, and the next one begins at FIRST_OUTER_LR. And α is
+shortened until α·|g| is at most 1/200 of |θ|, since c tells some rounds late.
 
 Of a large vector a part of the elements is looked at. Sums are folded, one half on the other, and all else is
 plain arithmetic of doubles, so that every processor finds the same bits.
@@ -33,6 +34,7 @@ _GAIN, _UNDONE = 14, 0.08
 _LONGER, _SHORTER = 4, 2  # at most: a sum of several rounds tells late that a step is too long
 _LONGEST = 0.005  # of |θ| as it was at the start
 _LOWEST, _HIGHEST = -40, 88  # 7/32 and 14,336: what nobody needs
+_FIRST = -22  # 1.04, nearly the sites' mean: nothing is known of how long a g is before the first one
 _EIGHTH = math.sqrt(math.sqrt(math.sqrt(2.0)))  # roots are rounded alike everywhere, and powers are not
 _LOOKED_AT = 1 << 20  # elements
 _NO_WEIGHTS = 2.0**-1000  # |θ|² of weights that begin as zeros, which limit nothing
@@ -69,7 +71,7 @@ class StepLength:
         last: l, of what this rank looks at. It is written in place.
     """
 
-    eighths: int = 0
+    eighths: int = _FIRST
     agreement: Agreement = field(default_factory=Agreement)
     last: Tensor
 
@@ -92,7 +94,9 @@ class StepLength:
         Args:
             agreement: of the last one, by all ranks of this site.
         """
-        found = replace(self, eighths=min(max(self.eighths + agreement.change, _LOWEST), _HIGHEST))
+        has_begun = self.eighths != _FIRST or not agreement.whole or agreement.now > 0
+        begun = self.eighths if has_begun else 0
+        found = replace(self, eighths=min(max(begun + agreement.change, _LOWEST), _HIGHEST))
         longest = _LONGEST * math.sqrt(agreement.anchor) if agreement.anchor > _NO_WEIGHTS else math.inf
         while found.eighths > _LOWEST and found.outer_lr * math.sqrt(agreement.whole) > longest:
             found = replace(found, eighths=found.eighths - 1)
