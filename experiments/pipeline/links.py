@@ -43,7 +43,7 @@ _JOINED = b"Ray runtime started"  # what `ray start` says then
 WAYS: dict[str, dict[str, Any]] = {
     "PULSELoCo, patches": {},
     "PULSELoCo, all weights": {"patches": False},
-    "DiLoCo in FP32, all weights": {"patches": False, "method": "diloco"},
+    "DiLoCo in FP32, all weights": {"patches": False, "method": "diloco", "saving": None},
 }
 COLUMNS = ("way", "s per step", "sites compute", "rounds, MB", "to the store", "to the workers", "samples")
 COLUMNS += ("all that was sent, by the kernel", "pass@1")
