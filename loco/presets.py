@@ -1,7 +1,9 @@
 """How much PulseLoCo saves, by one number, and the published setting.
 
-optimizer = loco.PulseLoCo(inner, saving=0.25)
-optimizer = loco.PulseLoCo(inner, **loco.PAPER)
+    optimizer = loco.PulseLoCo(inner, saving=0.25)
+    optimizer = loco.PulseLoCo(inner, **loco.PAPER)
+
+docs/frontier.md says what each of them learned.
 """
 
 import math

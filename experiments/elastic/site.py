@@ -22,13 +22,7 @@ import torch
 import loco
 from experiments.errors import ExperimentError
 from experiments.methods.methods import Trainee
-from experiments.settings.config import (
-    RunConfig,
-    TextConfig,
-    TransformerConfig,
-    WarmStartConfig,
-    require,
-)
+from experiments.settings.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, require
 from experiments.settings.merging import load
 from experiments.settings.rounds import outer_options
 from experiments.tasks.registry import task_of

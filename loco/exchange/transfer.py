@@ -29,7 +29,7 @@ class Transfer:
         problem: what went wrong before.
         sums: where the sums of all elements are put, as FP32; may be the memory that this site's entries are
             sent from. None: they get memory of their own.
-        margin: F. Sums of at most this many ulp(θ) stay with their owner. None: none do.
+        margin: F·Σ c. Sums of at most this many ulp(θ) stay with their owner. None: none do.
 
     Attributes:
         kept: such sums of this site's slice, as entries of the whole vector.
