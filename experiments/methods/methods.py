@@ -90,11 +90,10 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
         own = {"outer_lr": config.outer_lr, "settings": config.sparseloco}
         optimizer = SparseLoCo(inner, sync_every=config.sync_every, topology=topology, **own)
         return Trainee(module, optimizer, wait, None)
-    outer: dict[str, Any] = outer_options(config) | {"topology": topology, "wire": wire_of(config)}
-    if config.method == "diloco":
-        return Trainee(module, loco.DiLoCo(inner, **outer), wait, None)
-    optimizer = loco.PulseLoCo(inner, exchange=config.exchange, **outer)
+    optimizer = in_rounds(inner, topology, config)
     trainee = Trainee(module, optimizer, wait, None)
+    if not isinstance(optimizer, loco.PulseLoCo):
+        return trainee
     if config.whole_ulps:
         whole_ulps(optimizer)
     if not config.error_feedback:
@@ -102,3 +101,12 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
     if config.gate != "open" and config.overlap is None:
         trainee.observer = Observer(optimizer)  # registered last: it sees what the variants leave to the gate
     return trainee
+
+
+def in_rounds(
+    inner: torch.optim.Optimizer, topology: loco.Topology | loco.Sites, config: RunConfig
+) -> loco.DiLoCo | loco.PulseLoCo:
+    outer: dict[str, Any] = outer_options(config) | {"topology": topology, "wire": wire_of(config)}
+    if config.method == "diloco":
+        return loco.DiLoCo(inner, **outer)
+    return loco.PulseLoCo(inner, exchange=config.exchange, **outer)

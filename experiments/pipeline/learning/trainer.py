@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import loco
 from experiments.errors import ExperimentError
+from experiments.methods.methods import in_rounds
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
@@ -20,7 +21,6 @@ from experiments.pipeline.diary import Diary
 from experiments.pipeline.learning.losses import loss_of
 from experiments.pipeline.learning.publishing import Publishing
 from experiments.pipeline.samples import Group
-from experiments.settings.rounds import outer_options
 from experiments.tasks.rollout import PublishedModel
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
@@ -96,7 +96,7 @@ class Trainer:
             at_least=1 if config.elastic else None,
             timeout=config.timeout_s,
         )
-        self._optimizer = _wrapped(inner, self._topology, config)
+        self._optimizer = in_rounds(inner, self._topology, config)
         if self._version < before:
             raise ExperimentError(
                 f"all sites were lost at once, and with them what they had learned since version {before}"
@@ -165,10 +165,3 @@ class Trainer:
         """
         with self._diary.doing("evaluating", step=step, at=moment) as found:
             found["scores"] = evaluate(self._task, self._model, _ALONE)
-
-
-def _wrapped(inner: torch.optim.Optimizer, topology: loco.Sites, config: PipelineConfig) -> Any:
-    outer: dict[str, Any] = outer_options(config) | {"topology": topology}
-    if config.method == "diloco":
-        return loco.DiLoCo(inner, **outer)
-    return loco.PulseLoCo(inner, wire="tight", **outer)
