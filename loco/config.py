@@ -15,7 +15,6 @@ GATES = {
     "fp8_e5m2": torch.float8_e5m2,
     "open": None,
 }
-FIRST_OUTER_LR = 7.0  # α / (1 − μ) of the published outer step, which models of any width bear
 VALUE_STEPS = (None, *(2**k for k in range(9)))
 
 

@@ -201,8 +201,8 @@ class PulseLoCo(LowCommunicationOptimizer):
             given. None: the published outer step.
         sync_every: H, inner steps per round; or where sites are not equally quick, that of each, by its name
             or number: `{"berlin": 8, "paris": 12}`, the same on all.
-        outer_lr: α. None: with `saving` it finds its own length, from 1 and 7 on (docs/outer_step.md), and is
-            7 if that is 0; else 0.7.
+        outer_lr: α. None: with `saving` it finds its own length, from 1 on (docs/outer_step.md), and is 7 if
+            that is 0; else 0.7.
         outer_momentum: μ, in [0, 1). None: 0 with `saving`, else 0.9.
         nesterov: whether the step looks ahead.
         topology: who the sites are; by default what LOCO_SITES, LOCO_SITE, LOCO_AT and LOCO_LIGHTHOUSE say,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .config import FIRST_OUTER_LR, matching_gain
+from .config import matching_gain
 
 PAPER: Mapping[str, Any] = MappingProxyType({"outer_lr": 0.7, "outer_momentum": 0.9, "gate_gain": 1.0})
 
@@ -62,8 +62,9 @@ def outer_settings(
         found |= economies(saving)
     found |= {name: value for name, value in given.items() if value is not None}
     if outer_lr is None:
-        outer_lr = 0.7 if saving is None else FIRST_OUTER_LR
+        outer_lr = 0.7 if saving is None else 7.0  # the published one, with its momentum and without
         if saving:
+            outer_lr = 1.0
             found["finds_outer_lr"] = True
     if outer_momentum is None:
         outer_momentum = 0.9 if saving is None else 0.0

@@ -61,7 +61,7 @@ def resharded(trees: Sequence[Any], outer: OuterState) -> Any:
         flat = torch.cat([part.flatten()[mine[k].flatten()] for k, part in enumerate(parts)])
         own[name] = flat[outer.start : outer.stop].clone()
     if own.get("step_length") is not None:
-        own["step_length"] |= {"last": None}  # of other elements than this rank will look at
+        own["step_length"] |= {"before": None}  # of other elements than this rank will look at
     own |= {"shards": None, **identity(outer.topology, outer.parameters)}
 
     def cut(index: int, name: str, value: Any) -> Any:

@@ -18,7 +18,7 @@ from .outer.outer_state import OuterState
 from .outer.step_length import Agreement
 
 GATHER_ELEMENTS = 1 << 20  # of the anchor at a time: 4 MiB from each rank
-_DIGEST, _NUMBERS, _AGREEMENT = 8, struct.Struct("<d f"), struct.Struct("<5d")
+_DIGEST, _NUMBERS, _AGREEMENT = 8, struct.Struct("<d f"), struct.Struct("<6d")
 
 
 class Compared(NamedTuple):

@@ -130,7 +130,7 @@ def unlike(rank: int, damage: dict[str, Any]) -> tuple[str, str]:
     return error_of(rounds)
 
 
-@pytest.mark.parametrize("damage", [{"eighths": 3}, {"last": None}])
+@pytest.mark.parametrize("damage", [{"eighths": -3}, {"before": None}])
 def test_sites_that_would_go_on_with_different_lengths_are_refused(damage: dict[str, Any]) -> None:
     for kind, text in run_ranks(2, unlike, damage):
         assert kind == "ReplicaError"

@@ -327,7 +327,7 @@ def test_the_published_setting_is_the_default_with_another_gain_and_cannot_be_ch
     assert not hasattr(loco.PAPER, "update")
 
 
-AUTO = {"outer_lr": 7.0, "outer_momentum": 0.0, "finds_outer_lr": True}
+AUTO = {"outer_lr": 1.0, "outer_momentum": 0.0, "finds_outer_lr": True}
 QUARTER = {"gate_gain": 2.0, "gate_margin": 0.25, "value_steps": 2, "sums_margin": 0.125}
 EXACT = {"gate_margin": 0.0, "value_steps": None, "sums_margin": None}
 
@@ -335,7 +335,10 @@ EXACT = {"gate_margin": 0.0, "value_steps": None, "sums_margin": None}
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"saving": 0}, AUTO | EXACT | {"gate_gain": 3.5, "finds_outer_lr": None}),
+        (
+            {"saving": 0},
+            EXACT | {"gate_gain": 3.5, "outer_lr": 7.0, "outer_momentum": 0.0, "finds_outer_lr": None},
+        ),
         ({"saving": 0.25}, AUTO | QUARTER),
         (
             {"saving": 0.3},

@@ -1,6 +1,7 @@
 """An outer step that finds its own length."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,6 @@ from loco.kernels import BLOCK, Entries
 from loco.round.outer import step_length
 from loco.round.outer.step_length import Agreement, StepLength
 
-PLAIN = StepLength.of(1).outer_lr  # nearly 1
-
 
 def sparse(vector: torch.Tensor) -> Entries:
     where = vector.nonzero().flatten()
@@ -23,9 +22,9 @@ def sparse(vector: torch.Tensor) -> Entries:
 
 
 def sent_at(round: int, numel: int, *, undone: bool) -> torch.Tensor:
-    """A third of the elements, each in the direction of the last time, or against it."""
+    """A third of the elements, each in the direction of earlier rounds, or against those before the last."""
     rng = np.random.default_rng(round)
-    values = rng.random(numel, dtype=np.float32) * (1e-3 if not undone or round % 2 else -1e-3)
+    values = rng.random(numel, dtype=np.float32) * (1e-3 if not undone or round % 4 < 2 else -1e-3)
     return torch.from_numpy(np.where(rng.random(numel) < 1 / 3, values, np.float32(0)))
 
 
@@ -35,7 +34,7 @@ def test_it_is_the_specifications_and_follows_whether_rounds_undo_each_other(und
     theta = torch.ones(numel)
     length, paper, found = StepLength.of(numel), specification.StepLength(), []
     for round in range(40):
-        parts = [sent_at(round, numel, undone=undone), sent_at(round + 100, numel, undone=undone)]
+        parts = [sent_at(round, numel, undone=undone), sent_at(round + 400, numel, undone=undone)]
         parts[1][parts[0] == 0] = 0.0
         length = length.moved(length.agreement)
         length = length.having_seen([sparse(part) for part in parts], 2.0, theta)
@@ -43,10 +42,10 @@ def test_it_is_the_specifications_and_follows_whether_rounds_undo_each_other(und
         assert length.eighths == paper.eighths
         assert np.float32(length.outer_lr) == np.float32(alpha)
         found.append(length.outer_lr)
-    assert found[:2] == [PLAIN, 7.0]
+    assert found[:3] == [1.0, 2.0, 4.0]
     assert found[-1] < 1 if undone else found[-1] > 20
     step = found[-1] * math.sqrt(length.agreement.whole)
-    assert step <= 0.00625 * float(theta.norm())  # rounds that agree would go on, but for this
+    assert step <= 0.025 * float(theta.norm())  # rounds that agree would go on, but for this
 
 
 def test_all_elements_are_the_same_as_entries_of_all() -> None:
@@ -55,7 +54,7 @@ def test_all_elements_are_the_same_as_entries_of_all() -> None:
     as_entries = fresh.having_seen([Entries.at(torch.arange(g.numel()), g, g.numel())], 1.0, theta)
     as_vector = StepLength.of(g.numel()).having_seen([Entries.whole(g)], 1.0, theta)
     assert as_entries.agreement == as_vector.agreement
-    assert torch.equal(as_entries.last, as_vector.last)
+    assert torch.equal(as_entries.before, as_vector.before)
 
 
 def test_of_a_large_vector_every_so_many_blocks_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,21 +64,31 @@ def test_of_a_large_vector_every_so_many_blocks_are_looked_at(monkeypatch: pytes
     looked_at = [slice(k * BLOCK, (k + 1) * BLOCK) for k in (0, 3, 6)]
     for entries in (sparse(g), Entries.whole(g)):
         length = StepLength.of(g.numel()).having_seen([entries], 1.0, theta)
-        assert torch.equal(length.last, torch.cat([g[at] for at in looked_at]))
+        assert torch.equal(length.before[0], torch.cat([g[at] for at in looked_at]))
         squares = [int(x) ** 2 for at in looked_at for x in theta[at]]
         assert length.agreement.anchor == sum(squares)  # whole numbers, which doubles hold exactly
 
 
 def test_what_ranks_of_a_site_have_seen_adds_up() -> None:
-    parts = [Agreement(1.0, 4.0, 4.0, 8.0, 100.0), Agreement(-3.0, 5.0, 12.0, 1.0, 21.0)]
+    parts = [Agreement(1.0, 2.0, 4.0, 8.0, 9.0, 100.0), Agreement(-3.0, 5.0, 12.0, 1.0, 7.0, 21.0)]
     joined = Agreement.joined(parts)
-    assert joined == (-2.0, 9.0, 16.0, 9.0, 121.0)
-    assert joined.change == round(14 * (-2 / 12 + 0.08))
+    assert joined == (-2.0, 7.0, 16.0, 9.0, 16.0, 121.0)
+    assert joined.cosine == -2 / 12 + 0.06  # which is less than 7 / 16
+    assert joined._replace(last=12.0).cosine == 7 / 16
+    assert joined._replace(whole_last=0.0).cosine == 7 / 16
 
 
-@pytest.mark.parametrize("found", [(0.0, 0.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 5.0, 1.0)])
-def test_a_round_that_tells_nothing_changes_nothing(found: tuple[float, ...]) -> None:
-    assert Agreement(*found).change == 0
+@pytest.mark.parametrize("eighths", [-3, 0, 40])
+def test_a_round_that_sends_nothing_changes_nothing(eighths: int) -> None:
+    before = replace(StepLength.of(1), eighths=eighths)
+    for found in (Agreement(), Agreement(whole_last=2.0, whole_earlier=3.0, anchor=1.0)):
+        assert before.moved(found).eighths == eighths
+
+
+@pytest.mark.parametrize(("eighths", "then"), [(-3, 5), (0, 8), (10, 16), (16, 16), (40, 40)])
+def test_what_cannot_be_compared_doubles_up_to_four(eighths: int, then: int) -> None:
+    before = replace(StepLength.of(1), eighths=eighths)
+    assert before.moved(Agreement(whole=1e-9, whole_last=1.0, anchor=1.0)).eighths == then
 
 
 @pytest.mark.parametrize(
@@ -88,18 +97,18 @@ def test_a_round_that_tells_nothing_changes_nothing(found: tuple[float, ...]) ->
         {"eighths": 1.5},
         {"eighths": 1000},
         {"agreement": [1.0]},
-        {"agreement": [float("nan")] * 5},
-        {"agreement": [1.0, 1.0, -1.0, 1.0, 1.0]},
-        {"eighths": 10**6, "last": None},
-        {"last": torch.full((10,), float("nan"))},
-        {"last": torch.zeros(3)},
-        {"last": "x"},
-        {"last": torch.zeros(10, dtype=torch.float64)},
+        {"agreement": [float("nan")] * 6},
+        {"agreement": [1.0, 1.0, -1.0, 1.0, 1.0, 1.0]},
+        {"eighths": 10**6, "before": None},
+        {"before": torch.full((2, 10), float("nan"))},
+        {"before": torch.zeros(10)},
+        {"before": "x"},
+        {"before": torch.zeros(2, 10, dtype=torch.float64)},
     ],
 )
 def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
     whole = StepLength.of(10).state()
-    assert StepLength.from_state(whole, 10).eighths == -22
+    assert StepLength.from_state(whole, 10).eighths == 0
     with pytest.raises(ValueError, match="does not say how long the outer step is: it is damaged"):
         StepLength.from_state(whole | damage, 10)
     with pytest.raises(ValueError, match="does not say how long the outer step is: it is damaged"):
@@ -110,7 +119,7 @@ def test_a_step_that_finds_its_length_has_no_momentum(single_site: Any) -> None:
     def build(**options: Any) -> loco.PulseLoCo:
         return loco.PulseLoCo(Scripted(parameters(0, 300), 0, 0), **options)
 
-    assert build(saving=0.25).outer_state.outer_lr == PLAIN
+    assert build(saving=0.25).outer_state.outer_lr == 1.0
     with pytest.raises(
         ValueError, match=r"has no momentum, .* leave out outer_momentum \(got 0.9\), or give outer"
     ):
@@ -124,24 +133,45 @@ def test_weights_from_outside_begin_anew(single_site: Any) -> None:
     for _ in range(6):
         optimizer.step()
     state = optimizer.outer_state
-    assert state.outer_lr not in (PLAIN, 7.0)
+    assert state.outer_lr > 1
     assert optimizer.last_report is not None
     assert optimizer.last_report.outer_lr == state.outer_lr
     optimizer.adopt_weights()
-    assert state.outer_lr == PLAIN
+    assert state.outer_lr == 1.0
     assert state.step_length is not None
-    assert not state.step_length.last.any()
+    assert not state.step_length.before.any()
 
 
-def test_the_first_round_that_sends_anything_is_plain_averaging() -> None:
+def test_it_begins_with_plain_averaging_and_doubles_twice() -> None:
     length, theta, found = StepLength.of(300), torch.ones(300), []
-    nothing = torch.zeros(300)
-    for g in (nothing, nothing, torch.full((300,), 0.01), nothing):
+    nothing, update = torch.zeros(300), torch.full((300,), 0.0005)
+    for g in (nothing, nothing, update, update, update, nothing, 10 * update, nothing):
         length = length.moved(length.agreement).having_seen([sparse(g)], 1.0, theta)
         found.append(length.outer_lr)
-    assert found[:3] == [PLAIN] * 3
-    assert 1 < PLAIN < 1.05
-    assert found[3] * 0.01 <= 0.005 < found[3] * 0.011  # how long a g is, is known now
+    assert found[:5] == [1.0, 1.0, 1.0, 2.0, 4.0]
+    assert found[5] == found[6] == pytest.approx(4 * 2**0.5)
+    assert found[7] * 0.005 <= 0.005 < found[7] * 0.0055  # as far as α·|g| may go
+
+
+def test_the_limit_is_raised_where_it_alone_keeps_rounds_that_agree_from_growing() -> None:
+    length = StepLength.of(1)
+    agreed = Agreement(whole=1e-4, whole_last=1e-4, whole_earlier=1e-4, anchor=1.0)
+    for cosine, held in ((0.1, 1), (0.02, 1), *((0.1, k) for k in range(2, 23)), (0.1, 22)):
+        length = length.moved(agreed._replace(last=1e-4, earlier=cosine * 1e-4))
+        assert length.held == held
+        longest = 0.005 * 2 ** (max(0, held - 7) / 8) if held < 22 else 0.02
+        assert length.outer_lr * 0.01 <= longest * (1 + 1e-9)
+    assert length.outer_lr * 0.01 > 0.018
+
+
+def test_where_rounds_have_undone_each_other_it_grows_slowly() -> None:
+    length = replace(StepLength.of(1), eighths=40)
+    agreed = Agreement(whole=1e-9, whole_last=1e-9, whole_earlier=1e-9, anchor=1.0)
+    changes = []
+    for cosine in (0.5, 0.1, 0.03, -0.01, 0.1, -0.02, 0.1, 0.001, -0.2):
+        before, length = length.eighths, length.moved(agreed._replace(last=1e-9, earlier=cosine * 1e-9))
+        changes.append(length.eighths - before)
+    assert changes == [8, 4, 2, -1, 4, -2, 1, 0, -8]  # α·|g| is a fifth of the limit at the start
 
 
 @pytest.mark.parametrize("begins_as", [0.0, 1e-3])
@@ -151,14 +181,14 @@ def test_weights_that_begin_as_zeros_set_no_limit(begins_as: float) -> None:
         seen = sent_at(0, 300, undone=False)
         length = length.moved(length.agreement).having_seen([sparse(seen)], 1.0, theta)
         theta = theta - length.outer_lr * seen
-    assert (length.eighths == 24) == (begins_as == 0)
+    assert (length.eighths == 36) == (begins_as == 0)
 
 
-def test_l_is_fp32_in_host_memory_whatever_torchs_defaults_are() -> None:
+def test_what_is_kept_is_fp32_in_host_memory_whatever_torchs_defaults_are() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            last = StepLength.of(300).last
+            before = StepLength.of(300).before
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (last.dtype, last.device.type) == (torch.float32, "cpu")
+    assert (before.dtype, before.device.type) == (torch.float32, "cpu")

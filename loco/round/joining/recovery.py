@@ -32,7 +32,7 @@ class Head:
     round: rounds done.
     digests: of θ and of m.
     took_part: the last round that each site took part in, by name.
-    step_length: of the outer step, if it finds it itself, without l.
+    step_length: of the outer step, if it finds it itself, without g and p.
     """
 
     round: int
@@ -108,7 +108,7 @@ def hand_over_state(state: OuterState, handover: Handover) -> None:
     if not handover.receivers:
         return
     digests = [digest_of(tensor) for tensor in state.shared]
-    length = None if state.step_length is None else state.step_length.state() | {"last": None}
+    length = None if state.step_length is None else state.step_length.state() | {"before": None}
     head = Head(round=state.rounds_done, digests=digests, took_part=state.took_part, step_length=length)
     handover.announce()
     for receiver in handover.receivers:
@@ -187,7 +187,7 @@ def _step_length(state: OuterState, head: Head) -> StepLength | None:
         return None
     told = head.step_length or {}
     try:
-        return StepLength.from_state(told | {"last": state.step_length.last}, state.numel)
+        return StepLength.from_state(told | {"before": state.step_length.before}, state.numel)
     except ValueError as error:
         raise WireError(f"taking round {head.round}: {error}") from error
 

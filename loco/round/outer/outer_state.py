@@ -138,7 +138,7 @@ class OuterState:
     @property
     def shared(self) -> list[Tensor]:
         """What all sites hold alike."""
-        looked_at = None if self.step_length is None else self.step_length.last
+        looked_at = None if self.step_length is None else self.step_length.before
         return [tensor for tensor in (self.anchor, self.momentum, looked_at) if tensor is not None]
 
     @property

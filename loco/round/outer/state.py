@@ -28,7 +28,7 @@ def digest_of(tensor: Tensor) -> str:
 def standing_of(outer: OuterState) -> str:
     """Identifies what all sites must hold alike to go on together."""
     anchor, length = digest_of(outer.anchor), outer.step_length
-    return anchor if length is None else f"{anchor}-{length.mark:016x}-{digest_of(length.last)}"
+    return anchor if length is None else f"{anchor}-{length.mark:016x}-{digest_of(length.before)}"
 
 
 def state_of(outer: OuterState, *, undecided_round: int | None) -> dict[str, Any]:

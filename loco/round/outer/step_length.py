@@ -1,16 +1,19 @@
 """An outer step that finds its own length: `saving=0.25`.
 
-Where an outer step is too long, rounds undo each other: what is sent of an element points against what was
-sent of it before. All sites add up the same g, so all find the same α, and none has to tell it.
+Where an outer step is too long, rounds undo each other: what is sent points against what was sent before. All
+sites add up the same g, so all find the same α, and none has to tell it.
 
-    l: of each element, the last g_i that was not 0
-    c = ⟨g, l⟩ / (|g|·|l|)             over the elements of which both are not 0
-    α of the next round = α·2^(k/8)    k = 14·(c + 0.08), rounded, from −2 to 4
-    l_i = g_i, where that is not 0
+    p = g₋₂ + g₋₃/2 + g₋₄/4 + …        of the rounds before the last one
+    n² = |g₋₂|² + |g₋₃|²/4 + …
+    c = ⟨g, p⟩ / (|g|·n), or ⟨g, g₋₁⟩ / (|g|·|g₋₁|) + 0.06 if that is less
+    α of the next round = α·2^(k/8)    k = 50·c, at most 4, where c > 0; 100·c, at least −8, where it is not
 
-As in a line search, a step along g has its right length where the next g is at a right angle to it. The
-first round that sends anything is plain averaging, and the next one begins at FIRST_OUTER_LR. And α is
-shortened until α·|g| is at most 1/200 of |θ|, since c tells some rounds late.
+As in a line search, a step along g has its right length where later g are at a right angle to it. The first
+round is plain averaging, α = 1; α doubles while there is nothing to compare with, which is up to 4. α is
+shortened until α·|g| is at most |θ|/200, since c tells some rounds late; k may be 8 where α·|g| is less than
+a quarter of that, and once a k was below −1, later ones are at most 1. If only the limit keeps α from
+growing, by a k of 2 or more, in more than six rounds, each further one raises it by an eighth of an octave,
+up to |θ|/50.
 
 Of a large vector a part of the elements is looked at. Sums are folded, one half on the other, and all else is
 plain arithmetic of doubles, so that every processor finds the same bits.
@@ -28,13 +31,17 @@ from torch import Tensor
 
 from loco.kernels import BLOCK, Entries
 
-from ...config import FIRST_OUTER_LR
-
-_GAIN, _UNDONE = 14, 0.08
-_LONGER, _SHORTER = 4, 2  # at most: a sum of several rounds tells late that a step is too long
+_GAIN, _LOSS = 50, 100
+_TAKEN_BACK = 0.06  # coarse values overshoot what an element is to move, and the next round takes that back
+_DOUBLED, _LONGER, _SHORTER = 8, 4, -8
+_TURN, _GOES_ON = (
+    -2,
+    2,
+)  # from which on rounds undo each other, or go on in one direction, beyond what is chance
+_UNKNOWN = 16  # α = 4, up to which it doubles before anything can be compared
 _LONGEST = 0.005  # of |θ| as it was at the start
-_LOWEST, _HIGHEST = -40, 88  # 7/32 and 14,336: what nobody needs
-_FIRST = -22  # 1.04, nearly the sites' mean: nothing is known of how long a g is before the first one
+_HELD, _MOST_HELD = 6, 22  # rounds in which that alone keeps α from growing
+_LOWEST, _HIGHEST = -16, 112  # 1/4 and 16,384: what nobody needs
 _EIGHTH = math.sqrt(math.sqrt(math.sqrt(2.0)))  # roots are rounded alike everywhere, and powers are not
 _LOOKED_AT = 1 << 20  # elements
 _NO_WEIGHTS = 2.0**-1000  # |θ|² of weights that begin as zeros, which limit nothing
@@ -43,10 +50,11 @@ _NO_WEIGHTS = 2.0**-1000  # |θ|² of weights that begin as zeros, which limit n
 class Agreement(NamedTuple):
     """Of a round with those before it: sums over what this rank looks at, or over all ranks of a site."""
 
-    both: float = 0.0  # ⟨g, l⟩
-    now: float = 0.0  # ⟨g, g⟩ where l is not 0
-    last: float = 0.0  # ⟨l, l⟩ where g is not 0
+    last: float = 0.0  # ⟨g, g₋₁⟩
+    earlier: float = 0.0  # ⟨g, p⟩
     whole: float = 0.0  # ⟨g, g⟩
+    whole_last: float = 0.0  # ⟨g₋₁, g₋₁⟩
+    whole_earlier: float = 0.0  # n²
     anchor: float = 0.0  # ⟨θ, θ⟩ at the start; 0: not known yet
 
     @staticmethod
@@ -54,39 +62,44 @@ class Agreement(NamedTuple):
         return Agreement(*(math.fsum(column) for column in zip(*parts, strict=True)))
 
     @property
-    def change(self) -> int:
-        """Of α, in eighths of an octave."""
-        if not self.now or not self.last:
-            return 0
-        cosine = self.both / math.sqrt(self.now * self.last)
-        return round(min(max(_GAIN * (cosine + _UNDONE), -_SHORTER), _LONGER))
+    def cosine(self) -> float | None:
+        """c. None: nothing was sent, or nothing before it that it can be compared with."""
+        if not self.whole or not self.whole_earlier:
+            return None
+        cosine = self.earlier / math.sqrt(self.whole * self.whole_earlier)
+        if not self.whole_last:
+            return cosine
+        return min(cosine, self.last / math.sqrt(self.whole * self.whole_last) + _TAKEN_BACK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLength:
     """
     Attributes:
-        eighths: α = FIRST_OUTER_LR · 2^(eighths / 8), of the round that was applied last.
+        eighths: α = 2^(eighths / 8), of the round that was applied last.
+        held: rounds in which only the limit of α·|g| kept α from growing; from _MOST_HELD on all the same.
+        turned: whether rounds have undone each other before.
         agreement: of that round, by what this rank looks at.
-        last: l, of what this rank looks at. It is written in place.
+        before: that round's g and p, of what this rank looks at. They are written in place.
     """
 
-    eighths: int = _FIRST
+    eighths: int = 0
+    held: int = 0
+    turned: bool = False
     agreement: Agreement = field(default_factory=Agreement)
-    last: Tensor
+    before: Tensor
 
     @staticmethod
     def of(numel: int) -> "StepLength":
         """Before the first round. `numel`: of this rank's part."""
         stride = BLOCK * _stride(numel)
         looked_at = sum(min(BLOCK, numel - first) for first in range(0, numel, stride))
-        return StepLength(last=torch.zeros(looked_at, dtype=torch.float32, device="cpu"))
+        return StepLength(before=torch.zeros(2, looked_at, dtype=torch.float32, device="cpu"))
 
     @property
     def outer_lr(self) -> float:
         """α."""
-        octaves, rest = divmod(self.eighths, 8)
-        return math.ldexp(math.prod([FIRST_OUTER_LR] + [_EIGHTH] * rest), octaves)
+        return _two_to(self.eighths)
 
     def moved(self, agreement: Agreement) -> "StepLength":
         """That of the next round.
@@ -94,45 +107,61 @@ class StepLength:
         Args:
             agreement: of the last one, by all ranks of this site.
         """
-        has_begun = self.eighths != _FIRST or not agreement.whole or agreement.now > 0
-        begun = self.eighths if has_begun else 0
-        found = replace(self, eighths=min(max(begun + agreement.change, _LOWEST), _HIGHEST))
-        longest = _LONGEST * math.sqrt(agreement.anchor) if agreement.anchor > _NO_WEIGHTS else math.inf
-        while found.eighths > _LOWEST and found.outer_lr * math.sqrt(agreement.whole) > longest:
+        if not agreement.whole:
+            return self
+        size, cosine, longest = math.sqrt(agreement.whole), agreement.cosine, math.inf
+        if agreement.anchor > _NO_WEIGHTS:
+            longest = _LONGEST * math.sqrt(agreement.anchor) * _two_to(max(0, self.held - _HELD))
+        if cosine is None:
+            change = max(0, min(_DOUBLED, _UNKNOWN - self.eighths))
+        else:
+            is_short = self.outer_lr * size < longest / 4 < math.inf
+            most = 1 if self.turned else _DOUBLED if is_short else _LONGER
+            change = min(round(max((_GAIN if cosine > 0 else _LOSS) * cosine, _SHORTER)), most)
+        eighths = min(max(self.eighths + change, _LOWEST), _HIGHEST)
+        found = replace(self, eighths=eighths, turned=self.turned or change <= _TURN)
+        while found.eighths > _LOWEST and found.outer_lr * size > longest:
             found = replace(found, eighths=found.eighths - 1)
+        if found.eighths < eighths and change >= _GOES_ON:
+            found = replace(found, held=min(self.held + 1, _MOST_HELD))
         return found
 
     def having_seen(self, contributions: Sequence[Entries], divisor: float, anchor: Tensor) -> "StepLength":
         """As it is after a round that adds this up, at θ."""
-        g = torch.zeros_like(self.last)
+        last, earlier = self.before
+        g = torch.zeros_like(last)
         for entries in contributions:
             _every(_stride(anchor.numel()), entries).add_to(g)
         g /= divisor
         at = g.nonzero().flatten()
-        new, old = g[at].double(), self.last[at].double()
-        products = (new * old, new * new * (old != 0), old * old, new * new)
-        size = self.agreement.anchor
+        now = g[at].double()
+        along_last, along_earlier, whole = (_sum(now * other[at].double()) for other in (last, earlier, g))
+        known = self.agreement
+        size = known.anchor
         if not size:
             theta = _every(_stride(anchor.numel()), Entries.whole(anchor)).values.double()
             size = max(_sum(theta * theta), _NO_WEIGHTS)
-        self.last[at] = g[at]
-        return replace(self, agreement=Agreement(*map(_sum, products), anchor=size))
+        whole_earlier = known.whole_earlier / 4 + known.whole_last
+        agreement = Agreement(along_last, along_earlier, whole, known.whole, whole_earlier, size)
+        earlier.mul_(0.5).add_(last)
+        last.copy_(g)
+        return replace(self, agreement=agreement)
 
     @property
     def mark(self) -> int:
         """64 bits that tell sites apart which would go on with different lengths."""
-        told = repr((self.eighths, *self.agreement)).encode()
+        told = repr((self.eighths, self.held, self.turned, *self.agreement)).encode()
         return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")
 
     def state(self) -> dict[str, Any]:
         """As plain data."""
-        return {"eighths": self.eighths, "agreement": list(self.agreement), "last": self.last}
+        return vars(self) | {"agreement": list(self.agreement)}
 
     @staticmethod
     def from_state(state: Any, numel: int) -> "StepLength":
         """
         Args:
-            state: its "last" may be None, where another rank's part was looked at.
+            state: its "before" may be None, where another rank's part was looked at.
             numel: of this rank's part.
 
         Raises:
@@ -140,21 +169,28 @@ class StepLength:
         """
         fresh, damaged = StepLength.of(numel), "this state does not say how long the outer step is"
         try:
-            eighths, last = operator.index(state["eighths"]), state["last"]
+            eighths, held = operator.index(state["eighths"]), operator.index(state["held"])
+            turned, before = bool(state["turned"]), state["before"]
             agreement = Agreement._make(map(float, state["agreement"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{damaged}: it is damaged") from error
-        is_one = all(map(math.isfinite, agreement)) and min(agreement[1:]) >= 0
-        is_one = is_one and _LOWEST <= eighths <= _HIGHEST
-        if last is not None:
-            is_one = is_one and isinstance(last, Tensor) and last.shape == fresh.last.shape
-            is_one = is_one and last.dtype == torch.float32 and bool(last.isfinite().all())
+        is_one = all(map(math.isfinite, agreement)) and min(agreement[2:]) >= 0
+        is_one = is_one and _LOWEST <= eighths <= _HIGHEST and 0 <= held <= _MOST_HELD
+        if before is not None:
+            is_one = is_one and isinstance(before, Tensor) and before.shape == fresh.before.shape
+            is_one = is_one and before.dtype == torch.float32 and bool(before.isfinite().all())
         if not is_one:
             raise ValueError(f"{damaged}: it is damaged")
-        if last is None:
-            return StepLength(eighths=eighths, last=fresh.last)
-        fresh.last.copy_(last)  # which may have been loaded onto another device
-        return StepLength(eighths=eighths, agreement=agreement, last=fresh.last)
+        found = replace(fresh, eighths=eighths, held=held, turned=turned)
+        if before is None:
+            return found
+        fresh.before.copy_(before)  # which may have been loaded onto another device
+        return replace(found, agreement=agreement)
+
+
+def _two_to(eighths: int) -> float:
+    octaves, rest = divmod(eighths, 8)
+    return math.ldexp(math.prod([_EIGHTH] * rest), octaves)
 
 
 def _stride(numel: int) -> int:

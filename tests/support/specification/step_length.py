@@ -11,36 +11,51 @@ import numpy as np
 class StepLength:
     """All elements are looked at, as in vectors of up to 2²⁰."""
 
-    eighths: int = -22
-    last: dict[int, Fraction] = field(default_factory=dict)
+    eighths: int = 0
+    held: int = 0
+    turned: bool = False
+    rounds: list[dict[int, Fraction]] = field(default_factory=list)  # each round's g, where it is not 0
     size: Fraction = Fraction(0)  # |θ|² at the start
-    change: int = 0
-    compared: bool = False  # in the latest round
-    square: Fraction = Fraction(0)  # |g|² of the latest round
 
     @property
     def lr(self) -> float:
-        return 7.0 * 2.0 ** (self.eighths / 8)
+        return 2.0 ** (self.eighths / 8)
 
     def of_round(self, g: np.ndarray, theta: np.ndarray) -> float:
         """α of this round, which earlier ones have decided."""
         if not self.size:
             self.size = _square(map(Fraction, theta.tolist()))
-        if self.eighths == -22 and self.square and not self.compared:
-            self.eighths = 0
-        self.eighths = min(max(self.eighths + self.change, -40), 88)
-        while self.eighths > -40 and self.lr * float(self.square) ** 0.5 > 0.005 * float(self.size) ** 0.5:
-            self.eighths -= 1
-        new = {i: Fraction(x) for i, x in enumerate(g.tolist()) if x}
-        both = new.keys() & self.last.keys()
-        dot = sum((new[i] * self.last[i] for i in both), Fraction(0))
-        self.compared = bool(both)
-        squares = _square(new[i] for i in both) * _square(self.last[i] for i in both)
-        cosine = float(dot) / float(squares) ** 0.5 if squares else None
-        self.change = 0 if cosine is None else round(min(max(14 * (cosine + 0.08), -2), 4))
-        self.square = _square(new.values())
-        self.last |= new
+        if self.rounds and self.rounds[-1]:
+            self._move()
+        self.rounds.append({i: Fraction(x) for i, x in enumerate(g.tolist()) if x})
         return self.lr
+
+    def _move(self) -> None:
+        latest, last, *earlier = [*self.rounds[::-1], {}]
+        square = _square(latest.values())
+        spread = sum((_square(one.values()) / 4**age for age, one in enumerate(earlier)), Fraction(0))
+        longest = 0.005 * float(self.size) ** 0.5 * 2 ** (max(0, self.held - 6) / 8)
+        if spread:
+            along = sum((_dot(latest, one) / 2**age for age, one in enumerate(earlier)), Fraction(0))
+            cosine = float(along) / float(square * spread) ** 0.5
+            if last:
+                beside = float(_dot(latest, last)) / float(square * _square(last.values())) ** 0.5
+                cosine = min(cosine, beside + 0.06)
+            most = 8 if self.lr * float(square) ** 0.5 < longest / 4 else 4
+            most = 1 if self.turned else most
+            k = min(round(50 * cosine), most) if cosine > 0 else max(round(100 * cosine), -8)
+        else:
+            k = min(8, 16 - self.eighths) if self.eighths < 16 else 0
+        self.turned = self.turned or k < -1
+        self.eighths = wanted = min(max(self.eighths + k, -16), 112)
+        while self.eighths > -16 and self.lr * float(square) ** 0.5 > longest:
+            self.eighths -= 1
+        if k > 1 and self.eighths < wanted:
+            self.held = min(self.held + 1, 22)
+
+
+def _dot(one: dict[int, Fraction], other: dict[int, Fraction]) -> Fraction:
+    return sum((one[i] * other[i] for i in one.keys() & other.keys()), Fraction(0))
 
 
 def _square(values) -> Fraction:
