@@ -156,7 +156,7 @@ def test_it_begins_with_plain_averaging_and_doubles_twice() -> None:
 def test_the_limit_is_raised_where_it_alone_keeps_rounds_that_agree_from_growing() -> None:
     length = StepLength.of(1)
     agreed = Agreement(whole=1e-4, whole_last=1e-4, whole_earlier=1e-4, anchor=1.0)
-    for cosine, held in ((0.1, 1), (0.02, 1), *((0.1, k) for k in range(2, 23)), (0.1, 22)):
+    for cosine, held in ((0.1, 1), (0.009, 1), *((0.1, k) for k in range(2, 23)), (0.1, 22)):
         length = length.moved(agreed._replace(last=1e-4, earlier=cosine * 1e-4))
         assert length.held == held
         longest = 0.005 * 2 ** (max(0, held - 7) / 8) if held < 22 else 0.02

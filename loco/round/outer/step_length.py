@@ -12,8 +12,7 @@ As in a line search, a step along g has its right length where later g are at a 
 round is plain averaging, α = 1; α doubles while there is nothing to compare with, which is up to 4. α is
 shortened until α·|g| is at most |θ|/200, since c tells some rounds late; k may be 8 where α·|g| is less than
 a quarter of that, and once a k was below −1, later ones are at most 1. If only the limit keeps α from
-growing, by a k of 2 or more, in more than six rounds, each further one raises it by an eighth of an octave,
-up to |θ|/50.
+growing in more than six rounds, each further one raises it by an eighth of an octave, up to |θ|/50.
 
 Of a large vector a part of the elements is looked at. Sums are folded, one half on the other, and all else is
 plain arithmetic of doubles, so that every processor finds the same bits.
@@ -34,10 +33,7 @@ from loco.kernels import BLOCK, Entries
 _GAIN, _LOSS = 50, 100
 _TAKEN_BACK = 0.06  # coarse values overshoot what an element is to move, and the next round takes that back
 _DOUBLED, _LONGER, _SHORTER = 8, 4, -8
-_TURN, _GOES_ON = (
-    -2,
-    2,
-)  # from which on rounds undo each other, or go on in one direction, beyond what is chance
+_TURN = -2  # from which on rounds undo each other beyond what is chance
 _UNKNOWN = 16  # α = 4, up to which it doubles before anything can be compared
 _LONGEST = 0.005  # of |θ| as it was at the start
 _HELD, _MOST_HELD = 6, 22  # rounds in which that alone keeps α from growing
@@ -122,7 +118,7 @@ class StepLength:
         found = replace(self, eighths=eighths, turned=self.turned or change <= _TURN)
         while found.eighths > _LOWEST and found.outer_lr * size > longest:
             found = replace(found, eighths=found.eighths - 1)
-        if found.eighths < eighths and change >= _GOES_ON:
+        if found.eighths < eighths and change > 0:
             found = replace(found, held=min(self.held + 1, _MOST_HELD))
         return found
 

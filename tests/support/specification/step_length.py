@@ -50,7 +50,7 @@ class StepLength:
         self.eighths = wanted = min(max(self.eighths + k, -16), 112)
         while self.eighths > -16 and self.lr * float(square) ** 0.5 > longest:
             self.eighths -= 1
-        if k > 1 and self.eighths < wanted:
+        if k > 0 and self.eighths < wanted:
             self.held = min(self.held + 1, 22)
 
 
