@@ -85,6 +85,19 @@ def test_a_round_that_sends_nothing_changes_nothing(eighths: int) -> None:
         assert before.moved(found).eighths == eighths
 
 
+def test_what_was_sent_long_ago_fades_to_nothing() -> None:
+    length, theta, smallest = StepLength.of(300), torch.ones(300), []
+    for round in range(300):
+        g = sent_at(0, 300, undone=False) if round < 2 else torch.zeros(300)
+        length = length.moved(length.agreement).having_seen([sparse(g)], 1.0, theta)
+        left = length.before[1][length.before[1] != 0].abs()
+        smallest.append(float(left.min()) if left.numel() else 1.0)
+    assert not length.before.any()
+    assert min(smallest) >= 2.0**-120 > torch.finfo(torch.float32).smallest_normal
+    tiny = Agreement(last=1e-90, earlier=1e-208, whole=1e-90, whole_last=1e-90, whole_earlier=5e-324)
+    assert tiny.cosine == pytest.approx(1e-208 / 1e-45 / 5e-324**0.5)
+
+
 @pytest.mark.parametrize(("eighths", "then"), [(-3, 5), (0, 8), (10, 16), (16, 16), (40, 40)])
 def test_what_cannot_be_compared_doubles_up_to_four(eighths: int, then: int) -> None:
     before = replace(StepLength.of(1), eighths=eighths)
@@ -168,7 +181,7 @@ def test_where_rounds_have_undone_each_other_it_grows_slowly() -> None:
     length = replace(StepLength.of(1), eighths=40)
     agreed = Agreement(whole=1e-9, whole_last=1e-9, whole_earlier=1e-9, anchor=1.0)
     changes = []
-    for cosine in (0.5, 0.1, 0.03, -0.01, 0.1, -0.02, 0.1, 0.001, -0.2):
+    for cosine in (0.5, 0.1, 0.035, -0.01, 0.1, -0.02, 0.1, 0.001, -0.2):
         before, length = length.eighths, length.moved(agreed._replace(last=1e-9, earlier=cosine * 1e-9))
         changes.append(length.eighths - before)
     assert changes == [8, 4, 2, -1, 4, -2, 1, 0, -8]  # α·|g| is a fifth of the limit at the start

@@ -40,6 +40,7 @@ _HELD, _MOST_HELD = 6, 22  # rounds in which that alone keeps α from growing
 _LOWEST, _HIGHEST = -16, 112  # 1/4 and 16,384: what nobody needs
 _EIGHTH = math.sqrt(math.sqrt(math.sqrt(2.0)))  # roots are rounded alike everywhere, and powers are not
 _LOOKED_AT = 1 << 20  # elements
+_FADED = 2.0**-90  # x + this − this is 0 where x is so small that processors become slow with it
 _NO_WEIGHTS = 2.0**-1000  # |θ|² of weights that begin as zeros, which limit nothing
 
 
@@ -62,10 +63,11 @@ class Agreement(NamedTuple):
         """c. None: nothing was sent, or nothing before it that it can be compared with."""
         if not self.whole or not self.whole_earlier:
             return None
-        cosine = self.earlier / math.sqrt(self.whole * self.whole_earlier)
+        # A product of the squares may be too small for a number.
+        cosine = self.earlier / math.sqrt(self.whole) / math.sqrt(self.whole_earlier)
         if not self.whole_last:
             return cosine
-        return min(cosine, self.last / math.sqrt(self.whole * self.whole_last) + _TAKEN_BACK)
+        return min(cosine, self.last / math.sqrt(self.whole) / math.sqrt(self.whole_last) + _TAKEN_BACK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ class StepLength:
             size = max(_sum(theta * theta), _NO_WEIGHTS)
         whole_earlier = known.whole_earlier / 4 + known.whole_last
         agreement = Agreement(along_last, along_earlier, whole, known.whole, whole_earlier, size)
-        earlier.mul_(0.5).add_(last)
+        earlier.mul_(0.5).add_(_FADED).sub_(_FADED).add_(last)
         last.copy_(g)
         return replace(self, agreement=agreement)
 
