@@ -137,8 +137,8 @@ class OuterState:
 
     @property
     def shared(self) -> list[Tensor]:
-        """What all sites hold alike."""
-        looked_at = None if self.step_length is None else self.step_length.before
+        """What all sites hold alike, as vectors."""
+        looked_at = None if self.step_length is None else self.step_length.before.view(-1)
         return [tensor for tensor in (self.anchor, self.momentum, looked_at) if tensor is not None]
 
     @property
