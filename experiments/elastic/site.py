@@ -21,10 +21,9 @@ import torch
 
 import loco
 from experiments.errors import ExperimentError
-from experiments.methods.methods import Trainee
+from experiments.methods.methods import Trainee, in_rounds
 from experiments.settings.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, require
 from experiments.settings.merging import load
-from experiments.settings.rounds import outer_options
 from experiments.tasks.registry import task_of
 from experiments.tasks.task import Seat
 from experiments.training.loop import evaluate, take_step
@@ -84,7 +83,7 @@ def train(config: ElasticConfig) -> None:
         dead_after=DEAD_AFTER,
     )
     inner = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas)
-    optimizer = loco.PulseLoCo(inner, topology=topology, **outer_options(config))
+    optimizer = in_rounds(inner, topology, config)
 
     trainee, meter = Trainee(model, optimizer, None, None), Meter(cpu, computed_bytes_per_step=0)
 
