@@ -278,7 +278,7 @@ def load_together(optimizer: Saveable, position: Position, make: Callable[[], An
         note["position"] = list(Position.of(own))
         note["digest"] = digest_of(own["anchor"])
         if own.get("step_length") is not None:
-            note["outer step"] = {k: value for k, value in own["step_length"].items() if k != "before"}
+            note["outer step"] = own["step_length"] | {"before": None}
         optimizer.load_state_dict(tree["optimizer"], agree=agree)
     except Exception as error:
         if not is_asked:

@@ -109,6 +109,8 @@ def test_what_cannot_be_compared_doubles_up_to_four(eighths: int, then: int) -> 
     [
         {"eighths": 1.5},
         {"eighths": 1000},
+        {"held": -1},
+        {"held": 23},
         {"agreement": [1.0]},
         {"agreement": [float("nan")] * 6},
         {"agreement": [1.0, 1.0, -1.0, 1.0, 1.0, 1.0]},

@@ -75,10 +75,10 @@ class StepLength:
     """
     Attributes:
         eighths: α = 2^(eighths / 8), of the round that was applied last.
-        held: rounds in which only the limit of α·|g| kept α from growing; from _MOST_HELD on all the same.
-        turned: whether rounds have undone each other before.
         agreement: of that round, by what this rank looks at.
         before: that round's g and p, of what this rank looks at. They are written in place.
+        held: rounds in which only the limit of α·|g| kept α from growing; from _MOST_HELD on all the same.
+        turned: whether rounds have undone each other before.
     """
 
     eighths: int = 0
@@ -133,7 +133,9 @@ class StepLength:
         g /= divisor
         at = g.nonzero().flatten()
         now = g[at].double()
-        along_last, along_earlier, whole = (_sum(now * other[at].double()) for other in (last, earlier, g))
+        along_last, along_earlier, whole = (
+            _sum(now * x) for x in (last[at].double(), earlier[at].double(), now)
+        )
         known = self.agreement
         size = known.anchor
         if not size:
