@@ -1,6 +1,7 @@
 """The trainer's end: publishes versions of its weights, each as little more than what changed."""
 
 import logging
+import math
 import os
 import threading
 import uuid
@@ -38,12 +39,10 @@ class Publisher:
         publisher = loco.sync.Publisher(model, "file:///shared/weights")
         publisher.publish()                       # after a step or a round
 
-    A subscriber that has the last version reads what changed. One that missed n versions reads about
-    2·log2(n) patches over 2, 4, 8 … versions; a new one all weights (an anchor) and the patches since. The
-    weights of a subscriber are those of the publisher, bit for bit.
-
-    It keeps a copy of the weights as they were published last, in host memory, and at most half a byte a
-    weight beside it.
+    A subscriber that has the last version reads what changed; one that missed some their patches, or patches
+    over 8, 16, 32 … versions; a new one all weights (an anchor) and the patches since. The weights of a
+    subscriber are those of the publisher, bit for bit. The publisher keeps a copy of the weights as they were
+    published last, in host memory, and at most half a byte a weight beside it.
 
     Args:
         source: a model, tensors by name, or a function that returns them (`fp8_checkpoint`); read anew for
@@ -62,6 +61,7 @@ class Publisher:
         key: shared with the subscribers, at least 16 bytes: what anybody else writes is then refused.
         keep: versions after which a subscriber that stays behind may have to begin with an anchor.
         anchor_every: versions. None: when a newcomer would have to read half as much again beside the anchor.
+        skips: bytes of patches over eight versions and more, as a share of the bytes of all others.
         token: that the HTTP server asks for. None: the environment variable LOCO_SYNC_TOKEN.
 
     Raises:
@@ -79,13 +79,16 @@ class Publisher:
         key: str | bytes | None = None,
         keep: int = 128,
         anchor_every: int | None = None,
+        skips: float = 0.25,
         token: str | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         if anchor_every is not None and anchor_every < 1:
             raise ValueError(f"anchor_every must be >= 1, or None, got {anchor_every}")
-        self._keep, self._anchor_every = keep, anchor_every
+        if not 0 <= skips < math.inf:
+            raise ValueError(f"skips must be >= 0 and finite, got {skips}")
+        self._keep, self._anchor_every, self._skips = keep, anchor_every, skips
         self._source = Source(source, dtype, stream)
         self.stream = self._source.share.stream
         self._source.read()  # refuses now what can't be published
@@ -94,7 +97,7 @@ class Publisher:
         )
         self._run = uuid.uuid4().hex
         self._weights: Vectors | None = None  # as they were published last
-        self._history = History(0)
+        self._history = History(0, 0.0)
         self._manifests: dict[int, Manifest] = {}  # of the versions of this run that are there
         self._since_anchor = 0  # versions
         self._last: Published | None = None
@@ -211,7 +214,7 @@ class Publisher:
             )
             self._weights = None  # so that there are never two copies
             weights = self._weights = Vectors(layout, source.pieces)
-            self._history = History(int(HISTORY_BYTES * layout.numel))
+            self._history = History(int(HISTORY_BYTES * layout.numel), self._skips)
             changes, patch, found = ChangesOf(), None, perf_counter()
         else:
             assert self._weights is not None
@@ -302,7 +305,7 @@ class Publisher:
         if patch is not None:
             assert last is not None
             patches.append((last.version, last.digest, patch))
-            patches += self._history.add(weights, undo, last.version, last.digest, version)
+            patches += self._history.add(weights, undo, last, version, patch.bytes)
             if patch.bytes > DENSE_SHARE * weights.layout.nbytes and _anchor_bytes(weights) <= patch.bytes:
                 patches.clear()  # nobody is better off with them
         files = []

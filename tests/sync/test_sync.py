@@ -9,7 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-from faulty_store import MemoryStore, held_of, publisher_at, step, subscriber_at, zeros
+from faulty_store import (
+    MemoryStore,
+    held_of,
+    publisher_at,
+    step,
+    subscriber_at,
+    zeros,
+)
 from published import blank, chain, held, model, publish, same_bits, train, weights_of
 from selection import CHECKPOINTS, SCHEDULES
 
@@ -38,11 +45,11 @@ def test_every_version_arrives_bit_for_bit(tmp_path: Path, generator: torch.Gene
             train(trained, generator)
 
 
-@pytest.mark.check(CHECKPOINTS, sample="130")
-@pytest.mark.parametrize("versions", [130, 400])
-def test_a_chain_with_random_misses_ends_bitwise_equal(tmp_path: Path, versions: int) -> None:
+@pytest.mark.check(CHECKPOINTS, sample="130-10.0")
+@pytest.mark.parametrize(("versions", "skips"), [(130, 10.0), (130, 0.25), (400, 10.0), (400, 0.0)])
+def test_a_chain_with_random_misses_ends_bitwise_equal(tmp_path: Path, versions: int, skips: float) -> None:
     """Subscribers that look now and then, forwards only, and some that begin in between."""
-    trained, _publisher, were = chain(tmp_path, versions)
+    trained, _publisher, were = chain(tmp_path, versions, skips=skips)
     rng = random.Random(2)
     for _ in range(6):
         engine, version, files = blank(trained), 0, []
@@ -54,12 +61,14 @@ def test_a_chain_with_random_misses_ends_bitwise_equal(tmp_path: Path, versions:
             same_bits(engine, were[version])
             files.append((missed, updated.files))
         subscriber.verify()
-        # About 2·log2 n files lead over n versions, and one more is the anchor that it began with.
-        assert all(count <= 2 * max(missed, 1).bit_length() + 1 for missed, count in files), files
+        # With all patches over 8, 16, … versions: up to seven single ones at each end, about 2·log2 of the
+        # eights between them, and the anchor that it began with.
+        if skips > 1:
+            assert all(count <= 14 + 2 * (missed // 8).bit_length() + 1 for missed, count in files), files
 
 
 def test_who_missed_many_reads_far_less_than_every_patch(tmp_path: Path) -> None:
-    trained, _publisher, were = chain(tmp_path, 65)
+    trained, _publisher, were = chain(tmp_path, 65, skips=10.0)
     engine = blank(trained)
     subscriber = Subscriber(engine, tmp_path)
     subscriber.update(1)
@@ -71,6 +80,26 @@ def test_who_missed_many_reads_far_less_than_every_patch(tmp_path: Path) -> None
     same_bits(engine, were[65])
     assert updated.files <= 3
     assert updated.bytes < singly / 2
+
+
+@pytest.mark.parametrize("skips", [0.0, 0.25, 1.0])
+def test_patches_over_several_versions_keep_to_their_budget(generator: torch.Generator, skips: float) -> None:
+    """They had made what is uploaded four times as much as the patches that everybody reads."""
+    store, trained = MemoryStore(), {"a": torch.randn(100_003, generator=generator) * 0.02}
+    publisher = publisher_at(store, trained, skips=skips, anchor_every=1000)
+    singles, over, said = 0, 0, 0
+    for version in range(1, 130):
+        step(trained, generator, 0.01)
+        published = publisher.publish()
+        said += len(published.skips)
+        assert all((version - base) % 8 == 0 for base in published.skips)
+        if not published.reason:
+            singles += published.patch_bytes
+            files = [(name, data) for name, data in store.files.items() if f"/{version:012d}." in name]
+            over += sum(len(d) for n, d in files if any(f"from-{base:012d}" in n for base in published.skips))
+            assert over <= skips * singles
+    assert (said > 4) == (skips > 0)
+    assert skips == 0 or over > 0.1 * singles  # and it is used
 
 
 @contextmanager
@@ -230,12 +259,12 @@ def test_vectors_of_several_slices_are_joined_and_decoded_slice_by_slice(
     monkeypatch.setattr("loco.sync.decoding.SLICE", kernels.PART)
     numel = 2 * kernels.PART + 1003
     trained = {"a": torch.randn(numel, generator=generator) * 0.02, "b": torch.ones(5)}
-    publisher = Publisher(trained, tmp_path)
+    publisher = Publisher(trained, tmp_path, skips=10.0)
     engine = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in trained.items()}
     subscriber = Subscriber(engine, tmp_path)
-    for version in range(1, 10):
+    for version in range(1, 18):
         publisher.publish()
-        if version in (1, 5, 9):
+        if version in (1, 9, 17):
             assert subscriber.update().files == 1
             same_bits(
                 engine, {name: kernels.reference.cast(t, torch.bfloat16) for name, t in trained.items()}
@@ -244,5 +273,5 @@ def test_vectors_of_several_slices_are_joined_and_decoded_slice_by_slice(
         where = torch.randint(numel, (3000,), generator=generator)
         trained["a"][where] *= 1.01
         trained["a"][[0, kernels.PART - 1, kernels.PART, numel - 1]] += 1.0
-    assert subscriber.rollback() == 5
+    assert subscriber.rollback() == 9
     subscriber.verify()

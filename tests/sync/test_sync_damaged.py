@@ -34,20 +34,20 @@ def test_a_damaged_patch_is_named_and_another_way_is_found(
     tmp_path: Path, generator: torch.Generator, told: str, damage: Callable[[Path], object]
 ) -> None:
     trained = model()
-    publisher, engine = Publisher(trained, tmp_path), blank(trained)
+    publisher, engine = Publisher(trained, tmp_path, skips=10.0), blank(trained)
     subscriber = Subscriber(engine, tmp_path)
-    publish(publisher, trained, generator, 5)
+    publish(publisher, trained, generator, 1)
     subscriber.update()
     before = {name: tensor.clone() for name, tensor in engine.items()}
-    publish(publisher, trained, generator, 4)
-    (patch,) = (tmp_path / "weights").glob("000000000009.*.from-000000000005")
+    publish(publisher, trained, generator, 8)
+    (patch,) = (tmp_path / "weights").glob("000000000009.*.from-000000000001")
     damaged = str(patch.relative_to(tmp_path))
     damage(patch)
     with pytest.raises(DamagedError, match=told) as error:
         subscriber.update()
     assert error.value.path == damaged
     same_bits(engine, before)
-    assert subscriber.version == 5
+    assert subscriber.version == 1
     assert subscriber.update().version == 9
     same_bits(engine, held(trained))
 
@@ -122,18 +122,18 @@ def test_a_file_of_another_version_under_this_ones_name_is_refused(
 
 def test_a_version_that_is_removed_while_it_is_read_is_no_harm(tmp_path: Path) -> None:
     """The publisher keeps one version; a slow reader has seen the list, and comes too late."""
-    trained, _publisher, were = chain(tmp_path, 5)
+    trained, _publisher, were = chain(tmp_path, 9, skips=10.0)
     engine = blank(trained)
     subscriber = Subscriber(engine, tmp_path)
-    subscriber.update(2)
+    subscriber.update(1)
     names = subscriber._reader._store.names("versions")
-    for path in [*(tmp_path / "versions").glob("*3.0-of-1.json"), *weights_of(tmp_path, 3)]:
+    for path in [*(tmp_path / "versions").glob("*2.0-of-1.json"), *weights_of(tmp_path, 2)]:
         path.unlink()
     with (
         mock.patch.object(subscriber._reader._store, "names", return_value=names),
         pytest.raises(DamagedError, match="was removed"),
     ):
-        subscriber.update(3)
-    same_bits(engine, were[2])
+        subscriber.update(2)
+    same_bits(engine, were[1])
     subscriber.update()
-    same_bits(engine, were[5])
+    same_bits(engine, were[9])

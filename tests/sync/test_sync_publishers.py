@@ -1,5 +1,6 @@
 """Several publishers of one version, one that comes back, two of one name, one that follows an optimizer."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +198,8 @@ def test_a_share_that_nobody_completes_is_told_at_both_ends(
         ({"stream": (2, 2)}, r"stream must be \(k, n\) with 0 <= k < n, got \(2, 2\)"),
         ({"keep": 0}, "keep must be >= 1, got 0"),
         ({"anchor_every": 0}, "anchor_every must be >= 1, or None, got 0"),
+        ({"skips": -0.1}, "skips must be >= 0 and finite, got -0.1"),
+        ({"skips": math.inf}, "skips must be >= 0 and finite, got inf"),
         ({"key": b"short"}, "key must have at least 16 bytes, got 5"),
         ({"dtype": torch.float8_e4m3fn}, "dtype must be torch.bfloat16, torch.float16 or torch.float32 for"),
     ],

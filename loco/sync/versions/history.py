@@ -1,8 +1,9 @@
-"""Patches over 2, 4, 8 … versions, for subscribers that missed some.
+"""Patches over 8, 16, 32 … versions, for subscribers that missed some.
 
 A publisher keeps patches in reverse, which take its weights back over 1, 2, 4 … versions, at most one of each
 length. Two neighbours of one length are joined into one of twice that length, and also into a forward
-patch over both. So a version has one patch for each power of two that divides its position in the chain.
+patch over both, from eight versions on: who missed fewer reads them one by one. They are published as far
+as a budget allows.
 """
 
 from typing import NamedTuple
@@ -14,10 +15,12 @@ from loco import kernels
 from loco.kernels import Changes
 from loco.kernels.reserve import give_back
 
+from .manifest import Manifest
 from .vectors import ChangesOf, Vectors
 
 SLICE = 4 * kernels.PART  # elements
 CHUNK = 1 << 20  # bytes
+_SHORTEST = 2  # blocks before the one from which on a join is published; it spans 2³ versions
 
 
 class Packed(NamedTuple):
@@ -59,11 +62,13 @@ def packed(weights: Vectors, changes: ChangesOf) -> Packed:
 class History:
     """
     Args:
-        room: bytes that it may keep. Longer skips are left out when it is full.
+        room: bytes that it may keep. The longest skips are left out when it is full.
+        share: bytes of skips for each byte of patches from one version to the next.
     """
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, room: int, share: float) -> None:
+        self._room, self._share = room, share
+        self._spare = 0.0  # bytes of skips that may still be published
         self._steps = 0
         self._back: dict[int, _Back] = {}  # by the power of two
 
@@ -71,20 +76,25 @@ class History:
     def bytes(self) -> int:
         return sum(back.patch.bytes for back in self._back.values())
 
-    def add(self, weights: Vectors, undo: ChangesOf, base: int, digest: str, version: int) -> list[Skip]:
-        """The patches over several steps that end here.
+    def add(self, weights: Vectors, undo: ChangesOf, last: Manifest, version: int, size: int) -> list[Skip]:
+        """The patches over several steps that end here, as far as the budget allows.
 
-        It was a step from version `base`, whose weights have this digest, to `version`, which `weights` hold.
+        It was a step from version `last` to `version`, which `weights` hold.
 
         Args:
             undo: what takes this step back.
+            size: of its patch, in bytes.
         """
+        if not self._share:
+            return []
         self._steps += 1
+        self._spare += self._share * size
+        base, digest = last.version, last.digest
         blocks: list[_Back] = []  # that end one after the other, the last one where this step begins
         while self._steps % (2 << len(blocks)) == 0:
             earlier = self._back.pop(len(blocks), None)
             if earlier is None or earlier.end != base:
-                break  # there was no room for the block before this one
+                break  # there is no room for the block before this one
             blocks.append(earlier)
             base, digest = earlier.version, earlier.digest
         *over, back = _join(weights, undo, [block.patch for block in blocks])
@@ -92,18 +102,25 @@ class History:
             self._back.pop(ended, None)
         if blocks:
             give_back()
-        if self.bytes + back.bytes <= self._room:
+        while self._back and self.bytes + back.bytes > self._room:
+            del self._back[max(self._back)]  # what would be used last
+        if back.bytes <= self._room:
             self._back[len(blocks)] = _Back(base, digest, version, back)
-        return [Skip(b.version, b.digest, patch) for b, patch in zip(blocks, over, strict=True)]
+        skips = []
+        for block, patch in zip(reversed(blocks), reversed(over), strict=False):  # the longest first
+            if patch.bytes <= self._spare:
+                self._spare -= patch.bytes
+                skips.append(Skip(block.version, block.digest, patch))
+        return skips
 
 
 def _join(weights: Vectors, undo: ChangesOf, blocks: list[Packed]) -> list[Packed]:
-    """The patches that lead over one block and this step, over two blocks, and so on; at last the patch that
-    leads back over all of them.
+    """The patches that lead over the last blocks and this step, from _SHORTEST + 1 blocks on; at last the one
+    that leads back over all of them.
 
     The weights are taken back and forth slice by slice, so that this takes memory for one slice's changes.
     """
-    made = [Packed({}, {}) for _ in range(len(blocks) + 1)]
+    made = [Packed({}, {}) for _ in range(max(0, len(blocks) - _SHORTEST) + 1)]
     for format, whole in weights.whole.items():
         patches: list[list[Tensor]] = [[] for _ in made]
         entries = [0] * len(made)
@@ -118,8 +135,9 @@ def _join(weights: Vectors, undo: ChangesOf, blocks: list[Packed]) -> list[Packe
                 older = _slice_of(block, format, held, whole.numel(), first)
                 kernels.swap_bits([held], older)
                 part = kernels.merge_changes([held], older, part)
-                patches[j].append(kernels.pack_patch([held], part))
-                entries[j] += part.positions.numel()
+                if j >= _SHORTEST:
+                    patches[j - _SHORTEST].append(kernels.pack_patch([held], part))
+                    entries[j - _SHORTEST] += part.positions.numel()
                 kernels.swap_bits([held], part)
             patches[-1].append(kernels.pack_patch([held], part))
             entries[-1] += part.positions.numel()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +82,11 @@ def publish(publisher: Publisher, trained: nn.Module, generator: torch.Generator
 
 
 def chain(
-    tmp_path: Path, versions: int, keep: int = 10_000
+    tmp_path: Path, versions: int, keep: int = 10_000, **settings: Any
 ) -> tuple[nn.Module, Publisher, dict[int, dict[str, Tensor]]]:
     """A chain of versions, and what each of them was."""
     trained, generator, were = model(width=9), torch.Generator().manual_seed(1), {}
-    publisher = Publisher(trained, tmp_path, keep=keep)
+    publisher = Publisher(trained, tmp_path, keep=keep, **settings)
     for version in range(1, versions + 1):
         train(trained, generator)
         publisher.publish(wait=False)
