@@ -9,10 +9,11 @@ sites add up the same g, so all find the same α, and none has to tell it.
     α of the next round = α·2^(k/8)    k = 50·c, at most 4, where c > 0; 100·c, at least −8, where it is not
 
 As in a line search, a step along g has its right length where later g are at a right angle to it. The first
-round is plain averaging, α = 1; α doubles while there is nothing to compare with, which is up to 4. α is
-shortened until α·|g| is at most |θ|/200, since c tells some rounds late; k may be 8 where α·|g| is less than
-a quarter of that, and once a k was below −1, later ones are at most 1. If only the limit keeps α from
-growing in more than six rounds, each further one raises it by an eighth of an octave, up to |θ|/50.
+round is plain averaging, α = 1; in the next ones, for which there is nothing to compare with, α is as long as
+α·|g| ≤ |θ|/3200 allows, and at least 1. From then on α is shortened until α·|g| is at most |θ|/200, since c
+tells some rounds late; k may be 8 where α·|g| is less than a quarter of that, and once a k was below −1,
+later ones are at most 1. If only the limit keeps α from growing in more than six rounds, each further one
+raises it by an eighth of an octave, up to |θ|/50.
 
 Of a large vector a part of the elements is looked at. Sums are folded, one half on the other, and all else is
 plain arithmetic of doubles, so that every processor finds the same bits.
@@ -34,8 +35,9 @@ _GAIN, _LOSS = 50, 100
 _TAKEN_BACK = 0.06  # coarse values overshoot what an element is to move, and the next round takes that back
 _DOUBLED, _LONGER, _SHORTER = 8, 4, -8
 _TURN = -2  # from which on rounds undo each other beyond what is chance
-_UNKNOWN = 16  # α = 4, up to which it doubles before anything can be compared
 _LONGEST = 0.005  # of |θ| as it was at the start
+_FIRST = 1 / 16  # of that, before anything can be compared
+_FIRST_OF_ZEROS = 16  # α = 4
 _HELD, _MOST_HELD = 6, 22  # rounds in which that alone keeps α from growing
 _LOWEST, _HIGHEST = -16, 112  # 1/4 and 16,384: what nobody needs
 _EIGHTH = math.sqrt(math.sqrt(math.sqrt(2.0)))  # roots are rounded alike everywhere, and powers are not
@@ -78,11 +80,13 @@ class StepLength:
         agreement: of that round, by what this rank looks at.
         before: that round's g and p, of what this rank looks at. They are written in place.
         held: rounds in which only the limit of α·|g| kept α from growing; from _MOST_HELD on all the same.
-        turned: whether rounds have undone each other before.
+        compared: whether rounds could be compared before.
+        turned: whether they have undone each other before.
     """
 
     eighths: int = 0
     held: int = 0
+    compared: bool = False
     turned: bool = False
     agreement: Agreement = field(default_factory=Agreement)
     before: Tensor
@@ -111,18 +115,19 @@ class StepLength:
         if agreement.anchor > _NO_WEIGHTS:
             longest = _LONGEST * math.sqrt(agreement.anchor) * _two_to(max(0, self.held - _HELD))
         if cosine is None:
-            change = max(0, min(_DOUBLED, _UNKNOWN - self.eighths))
-        else:
-            is_short = self.outer_lr * size < longest / 4 < math.inf
-            most = 1 if self.turned else _DOUBLED if is_short else _LONGER
-            change = min(round(max((_GAIN if cosine > 0 else _LOSS) * cosine, _SHORTER)), most)
-        eighths = min(max(self.eighths + change, _LOWEST), _HIGHEST)
-        found = replace(self, eighths=eighths, turned=self.turned or change <= _TURN)
-        while found.eighths > _LOWEST and found.outer_lr * size > longest:
-            found = replace(found, eighths=found.eighths - 1)
-        if found.eighths < eighths and change > 0:
-            found = replace(found, held=min(self.held + 1, _MOST_HELD))
-        return found
+            if self.compared:  # what it was compared with is lost
+                return replace(self, eighths=_shortened(self.eighths, size, longest))
+            most = _HIGHEST if longest < math.inf else _FIRST_OF_ZEROS
+            first = max(0, _shortened(most, size, longest * _FIRST))
+            return replace(self, eighths=_shortened(first, size, longest))
+        is_short = self.outer_lr * size < longest / 4 < math.inf
+        most = 1 if self.turned else _DOUBLED if is_short else _LONGER
+        change = min(round(max((_GAIN if cosine > 0 else _LOSS) * cosine, _SHORTER)), most)
+        wanted = min(max(self.eighths + change, _LOWEST), _HIGHEST)
+        eighths = _shortened(wanted, size, longest)
+        held = self.held + 1 if change > 0 and eighths < wanted else self.held
+        turned = self.turned or change <= _TURN
+        return replace(self, eighths=eighths, held=min(held, _MOST_HELD), compared=True, turned=turned)
 
     def having_seen(self, contributions: Sequence[Entries], divisor: float, anchor: Tensor) -> "StepLength":
         """As it is after a round that adds this up, at θ."""
@@ -150,7 +155,7 @@ class StepLength:
     @property
     def mark(self) -> int:
         """64 bits that tell sites apart which would go on with different lengths."""
-        told = repr((self.eighths, self.held, self.turned, *self.agreement)).encode()
+        told = repr((self.eighths, self.held, self.compared, self.turned, *self.agreement)).encode()
         return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")
 
     def state(self) -> dict[str, Any]:
@@ -170,7 +175,7 @@ class StepLength:
         fresh, damaged = StepLength.of(numel), "this state does not say how long the outer step is"
         try:
             eighths, held = operator.index(state["eighths"]), operator.index(state["held"])
-            turned, before = bool(state["turned"]), state["before"]
+            compared, turned, before = bool(state["compared"]), bool(state["turned"]), state["before"]
             agreement = Agreement._make(map(float, state["agreement"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{damaged}: it is damaged") from error
@@ -181,7 +186,7 @@ class StepLength:
             is_one = is_one and before.dtype == torch.float32 and bool(before.isfinite().all())
         if not is_one:
             raise ValueError(f"{damaged}: it is damaged")
-        found = replace(fresh, eighths=eighths, held=held, turned=turned)
+        found = replace(fresh, eighths=eighths, held=held, compared=compared, turned=turned)
         if before is None:
             return found
         fresh.before.copy_(before)  # which may have been loaded onto another device
@@ -191,6 +196,13 @@ class StepLength:
 def _two_to(eighths: int) -> float:
     octaves, rest = divmod(eighths, 8)
     return math.ldexp(math.prod([_EIGHTH] * rest), octaves)
+
+
+def _shortened(eighths: int, size: float, longest: float) -> int:
+    """The largest up to this one with which a g of this size moves θ by at most so much."""
+    while eighths > _LOWEST and _two_to(eighths) * size > longest:
+        eighths -= 1
+    return eighths
 
 
 def _stride(numel: int) -> int:

@@ -13,6 +13,7 @@ class StepLength:
 
     eighths: int = 0
     held: int = 0
+    compared: bool = False
     turned: bool = False
     rounds: list[dict[int, Fraction]] = field(default_factory=list)  # each round's g, where it is not 0
     size: Fraction = Fraction(0)  # |θ|² at the start
@@ -35,22 +36,24 @@ class StepLength:
         square = _square(latest.values())
         spread = sum((_square(one.values()) / 4**age for age, one in enumerate(earlier)), Fraction(0))
         longest = 0.005 * float(self.size) ** 0.5 * 2 ** (max(0, self.held - 6) / 8)
+        size = float(square) ** 0.5
         if spread:
             along = sum((_dot(latest, one) / 2**age for age, one in enumerate(earlier)), Fraction(0))
             cosine = float(along) / float(square * spread) ** 0.5
             if last:
                 beside = float(_dot(latest, last)) / float(square * _square(last.values())) ** 0.5
                 cosine = min(cosine, beside + 0.06)
-            most = 8 if self.lr * float(square) ** 0.5 < longest / 4 else 4
+            most = 8 if self.lr * size < longest / 4 else 4
             most = 1 if self.turned else most
             k = min(round(50 * cosine), most) if cosine > 0 else max(round(100 * cosine), -8)
-        else:
-            k = min(8, 16 - self.eighths) if self.eighths < 16 else 0
-        self.turned = self.turned or k < -1
-        self.eighths = wanted = min(max(self.eighths + k, -16), 112)
-        while self.eighths > -16 and self.lr * float(square) ** 0.5 > longest:
+            self.compared, self.turned = True, self.turned or k < -1
+            self.eighths = wanted = min(max(self.eighths + k, -16), 112)
+        elif not self.compared:
+            fitting = [e for e in range(113) if 2 ** (e / 8) * size <= longest / 16]
+            self.eighths = wanted = max(fitting, default=0)
+        while self.eighths > -16 and self.lr * size > longest:
             self.eighths -= 1
-        if k > 0 and self.eighths < wanted:
+        if spread and k > 0 and self.eighths < wanted:
             self.held = min(self.held + 1, 22)
 
 
