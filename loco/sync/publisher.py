@@ -13,10 +13,10 @@ from typing import Any, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .reports import Published
+from .reports import Published, warned_of_many_changes
 from .share import SitePosition
 from .storage.stores import open_store
-from .versions.anchors import pack_anchor
+from .versions.anchors import anchor_bytes, pack_anchor
 from .versions.history import History, Packed, packed
 from .versions.layout import Layout
 from .versions.manifest import Manifest, checked_key
@@ -101,6 +101,7 @@ class Publisher:
         self._manifests: dict[int, Manifest] = {}  # of the versions of this run that are there
         self._since_anchor = 0  # versions
         self._last: Published | None = None
+        self._has_warned = False
         self._turn = threading.RLock()
         self._writing: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -234,6 +235,7 @@ class Publisher:
             dense_bytes=layout.nbytes,
             seconds={"find": found - begun, "pack": coded - found},
         )
+        self._has_warned = self._has_warned or warned_of_many_changes(report)
         if wait:
             return self._write(report, weights, ties, last, patch, changes)
         arguments = (report, weights, ties, last, patch, changes)
@@ -306,7 +308,10 @@ class Publisher:
             assert last is not None
             patches.append((last.version, last.digest, patch))
             patches += self._history.add(weights, undo, last, version, patch.bytes)
-            if patch.bytes > DENSE_SHARE * weights.layout.nbytes and _anchor_bytes(weights) <= patch.bytes:
+            if (
+                patch.bytes > DENSE_SHARE * weights.layout.nbytes
+                and anchor_bytes(weights.whole.values()) <= patch.bytes
+            ):
                 patches.clear()  # nobody is better off with them
         files = []
         has_anchor = not patches or self._is_anchor_due(last, patches)
@@ -344,7 +349,3 @@ class Publisher:
             return True
         beside = bytes_of(route) - route[0].file.bytes + patches[0][2].bytes
         return beside > ANCHOR_SHARE * route[0].file.bytes
-
-
-def _anchor_bytes(weights: Vectors) -> int:
-    return sum(len(chunk) for whole in weights.whole.values() for chunk in pack_anchor(whole))

@@ -1,6 +1,10 @@
 """The reports of `publish` and `update`."""
 
+import logging
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+_MANY = 0.3  # of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,22 @@ class Published:
     seconds: dict[str, float]
     bytes: int = 0
     skips: tuple[int, ...] = ()
+
+
+def warned_of_many_changes(published: Published) -> bool:
+    """Warn of a patch from which nobody has much. -> whether there was reason to"""
+    share = published.entries / max(1, published.numel)
+    is_dense = not published.reason and share > _MANY
+    if is_dense:
+        logger.warning(
+            "version %d changes %.0f%% of the weights, so that its patch takes %.0f%% of their bytes: is the "
+            "learning rate far above 1e-5, are there many steps between two versions, or does the training "
+            "keep no FP32 weights, so that each of its steps rounds?",
+            published.version,
+            100 * share,
+            100 * published.patch_bytes / published.dense_bytes,
+        )
+    return is_dense
 
 
 @dataclass(frozen=True, kw_only=True)

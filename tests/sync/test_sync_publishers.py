@@ -68,6 +68,20 @@ def test_a_publisher_that_comes_back_goes_on_with_an_anchor(
     subscriber.verify()
 
 
+def test_who_changes_most_weights_in_each_version_is_told_once_why_that_may_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, generator: torch.Generator
+) -> None:
+    trained = {"a": torch.randn(1000, generator=generator)}
+    publisher = Publisher(trained, tmp_path)
+    for share, told in ((1.0, 0), (0.25, 0), (0.35, 1), (1.0, 1)):
+        trained["a"][: int(1000 * share)] *= 1.5
+        publisher.publish()
+        texts = [text for text in caplog.messages if "of the weights, so that its patch takes" in text]
+        assert len(texts) == told
+    assert "version 3 changes 35% of the weights" in texts[0]
+    assert "does the training keep no FP32 weights" in texts[0]
+
+
 def test_two_publishers_of_one_name_are_told(tmp_path: Path, generator: torch.Generator) -> None:
     trained = model()
     first, second = Publisher(trained, tmp_path), Publisher(trained, tmp_path)
