@@ -133,7 +133,9 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         # Of tensors that the ranks have divided each must know the whole: at first, what it has loaded.
         divided = any(isinstance(one, list) for one in self._weights.values())
         loaded = checkpoint_of(self.vllm_config) if divided else None
-        self._subscriber = Subscriber(self._weights, url, training=init_info.training, key=key, loaded=loaded)
+        subscriber = Subscriber(self._weights, url, training=init_info.training, key=key, loaded=loaded)
+        subscriber.check()
+        self._subscriber = subscriber
 
     @property
     def subscriber(self) -> Subscriber:

@@ -99,9 +99,8 @@ class Publisher:
         self._weights: Vectors | None = None  # as they were published last
         self._history = History(0, 0.0)
         self._manifests: dict[int, Manifest] = {}  # of the versions of this run that are there
-        self._since_anchor = 0  # versions
+        self._since_anchor, self._has_warned = 0, False
         self._last: Published | None = None
-        self._has_warned = False
         self._turn = threading.RLock()
         self._writing: threading.Thread | None = None
         self._failed: BaseException | None = None

@@ -131,6 +131,19 @@ class Subscriber:
         """
         return self.apply(self.prepare(version, wait=wait))
 
+    def check(self) -> int | None:
+        """See whether what is published are the tensors that are here; raises as `update`. Reads no weights.
+
+        -> the newest version; None if there is none yet
+        """
+        try:
+            manifests = self._reader.choose(None, None, 0, 0.0)
+        except NoVersionError:
+            return None
+        with self._turn:
+            self._find_memories(manifests)
+        return manifests[0].version
+
     def prepare(self, version: int | None = None, *, wait: float = 0.0) -> Prepared:
         """Download, check and decode an update. Writes nothing: the weights may be used meanwhile, but not
         changed.

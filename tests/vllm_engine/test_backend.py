@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import save
+from models import save, trainer
 from plain_engine import build, generate, keep_weights_plain, same_bits, weights
 from torch import Tensor
 from trained import NoisyTrainer, publish
@@ -17,7 +17,7 @@ from vllm import LLM
 from vllm import _custom_ops as ops
 from vllm.config import WeightTransferConfig
 
-from loco.sync import NoVersionError, Prepared, Subscriber
+from loco.sync import LayoutError, NoVersionError, Prepared, Publisher, Subscriber
 
 CODE = (type, FunctionType, ModuleType)  # through which everything is reached
 
@@ -115,6 +115,29 @@ def kept_bytes(subscriber: Subscriber, engine: LLM) -> int:
             elif isinstance(one, bytes | bytearray):
                 sizes[id(one)] = len(one)
     return sum(size for address, size in sizes.items() if address not in own)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_model_whose_experts_are_fused_in_memory_is_published_as_the_engine_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It was refused, and at the first update only."""
+    keep_weights_plain(monkeypatch)
+    trained = trainer(kind)
+    trained.save_pretrained(tmp_path / "1")
+    Publisher(dict(trained.named_parameters()), tmp_path / "other").publish()
+    with Publisher(trained, tmp_path / "url") as publisher:
+        publisher.publish()
+        engine = follow(tmp_path)
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.view(-1)[::5] *= 1.5
+        publisher.publish()
+    update(engine)
+    trained.save_pretrained(tmp_path / "2")
+    assert same(known(engine), known(build(tmp_path / "2")))
+    with pytest.raises(LayoutError, match="is published, and there is no such tensor here"):
+        engine.init_weight_transfer_engine({"init_info": {"url": str(tmp_path / "other")}})
 
 
 def test_the_engine_generates_while_a_version_is_fetched(

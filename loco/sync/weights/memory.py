@@ -167,7 +167,8 @@ class Memory:
         if held is None:
             near = ", ".join([*self._tensors, *self._slices][:3])
             raise LayoutError(
-                f"{region.name} is published, and there is no such tensor here (there are {near}, …)"
+                f"{region.name} is published, and there is no such tensor here (there are {near}, …). A "
+                f"Publisher of a transformers model, rather than of its tensors, has its checkpoint's names"
             )
         if tuple(held.shape) != region.shape or held.dtype != region.dtype:
             raise LayoutError(f"what is published is {region}; here it is {_kind(held)}")

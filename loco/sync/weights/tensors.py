@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..versions.layout import Region
+from .checkpoint import as_in_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -32,14 +33,17 @@ class EngineSlice:
 
 
 def tensors_of(source: Named) -> dict[str, Tensor]:
-    """Parameters and the buffers that are saved, by all their names. DTensors stay what they are."""
+    """Parameters and the buffers that are saved, by all their names; of a transformers model by those of its
+    checkpoint. DTensors stay what they are."""
+    model = source if isinstance(source, nn.Module) else None
     if isinstance(source, nn.Module):
         source = source.state_dict(keep_vars=True)
     elif callable(source):
         source = source()
     found = dict(source)
     # What is no tensor is a module's extra state.
-    return {name: tensor.detach() for name, tensor in found.items() if isinstance(tensor, Tensor)}
+    tensors = {name: tensor.detach() for name, tensor in found.items() if isinstance(tensor, Tensor)}
+    return tensors if model is None else as_in_checkpoint(model, tensors)
 
 
 def without_aliases(named: dict[str, Tensor]) -> dict[str, Tensor]:
