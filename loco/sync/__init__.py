@@ -11,9 +11,10 @@ from .errors import (
     SyncError,
     TakenOverError,
 )
+from .prepared import Prepared
 from .publisher import Publisher
 from .reports import Published, Updated
-from .subscriber import Prepared, Subscriber
+from .subscriber import Subscriber
 from .weights.fp8 import fp8_checkpoint
 from .weights.tensors import EngineSlice
 

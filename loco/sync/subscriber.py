@@ -3,48 +3,25 @@
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from time import perf_counter
 from types import MappingProxyType
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from loco.kernels import Changes
-
+from ..errors import AuthenticationError
 from .decoding import decoded, decoded_slices
-from .errors import DamagedError, NotThisVersionError, NoVersionError, SyncError
+from .errors import DamagedError, NotThisVersionError, NoVersionError, OtherTrainingError, SyncError
 from .journal import Journal
+from .prepared import Part, Prepared
 from .reports import Updated
 from .storage.stores import open_store
 from .versions.manifest import Manifest, Stream, checked_key
-from .versions.reader import Download, Reader
+from .versions.reader import Reader
 from .versions.route import Held, find_route
 from .versions.training import checked_training
 from .weights.memory import Memory, Target
 from .weights.publisher_memory import PublisherMemory
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What is to be written for one publisher."""
-
-    stream: Stream
-    memory: PublisherMemory
-    manifest: Manifest  # of the version that it leads to
-    downloads: list[Download]
-    changes: list[tuple[torch.dtype, Changes]] | None  # None: all elements are written
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """An update that is downloaded, checked and decoded, for `Subscriber.apply`."""
-
-    version: int
-    state: int
-    parts: list[_Part]
-    seconds: float
 
 
 class _Standing(NamedTuple):
@@ -132,16 +109,21 @@ class Subscriber:
         return self.apply(self.prepare(version, wait=wait))
 
     def check(self) -> int | None:
-        """See whether what is published are the tensors that are here; raises as `update`. Reads no weights.
+        """See whether what is published are the tensors that are here. Reads no weights.
 
-        -> the newest version; None if there is none yet
+        -> the newest version; None if there is none that can be used: `update` tells of that
+
+        Raises:
+            LayoutError, OSError: as of `update`.
         """
+        avoided = set(self._reader.avoid)
         try:
             manifests = self._reader.choose(None, None, 0, 0.0)
-        except NoVersionError:
+            with self._turn:
+                self._find_memories(manifests)
+        except (NoVersionError, DamagedError, OtherTrainingError, AuthenticationError):
+            self._reader.avoid = avoided
             return None
-        with self._turn:
-            self._find_memories(manifests)
         return manifests[0].version
 
     def prepare(self, version: int | None = None, *, wait: float = 0.0) -> Prepared:
@@ -248,7 +230,7 @@ class Subscriber:
         self._now = self._now._replace(held=held)
         self._memories = memories
 
-    def _prepare(self, manifest: Manifest, memory: PublisherMemory) -> _Part:
+    def _prepare(self, manifest: Manifest, memory: PublisherMemory) -> Part:
         held = self._now.held.get(manifest.stream)
         read = {manifest.version: manifest}
 
@@ -266,13 +248,13 @@ class Subscriber:
             raise NoVersionError(f"no way leads to version {manifest.version} of {self._reader.url}{lost}")
         downloads = [self._reader.download(step) for step in route]
         if held is None and self.version is None:
-            return _Part(manifest.stream, memory, manifest, downloads, None)
+            return Part(memory, manifest, downloads, None)
         try:
             changes = decoded(memory, downloads)
         except DamagedError as error:
             self._blame(error)
             raise
-        return _Part(manifest.stream, memory, manifest, downloads, changes)
+        return Part(memory, manifest, downloads, changes)
 
     # ---- the steps of `apply` ----
 
@@ -285,8 +267,9 @@ class Subscriber:
             self._now = _Standing(before.number, before.least)
             entries = sum(self._write_part(part, journal) for part in prepared.parts)
             journal.complete()
-            self._memories = {part.stream: part.memory for part in prepared.parts}
-            held = {part.stream: Held(prepared.version, part.manifest.digest) for part in prepared.parts}
+            manifests = [part.manifest for part in prepared.parts]
+            self._memories = {part.manifest.stream: part.memory for part in prepared.parts}
+            held = {manifest.stream: Held(prepared.version, manifest.digest) for manifest in manifests}
             undo = _Undo(before, memories, journal) if can_be_restored else None
             self._now = _Standing(before.number, prepared.version, prepared.version, held, undo)
         except BaseException as error:
@@ -302,7 +285,7 @@ class Subscriber:
             raise
         return entries
 
-    def _write_part(self, part: _Part, journal: Journal) -> int:
+    def _write_part(self, part: Part, journal: Journal) -> int:
         memory, entries = part.memory, 0
         if part.changes is None:
             for format, first, fresh in decoded_slices(memory, part.downloads):

@@ -9,6 +9,7 @@ import torch
 from published import same_bits
 from safetensors.torch import load_file
 
+import loco
 from loco.sync import LayoutError, Publisher, Subscriber
 from loco.sync.weights.checkpoint import _tell
 from loco.sync.weights.tensors import tensors_of, without_aliases
@@ -95,3 +96,12 @@ def test_an_engine_of_other_names_is_told_before_the_first_update(tmp_path: Path
     Publisher(dict(model.named_parameters()), tmp_path).publish()
     with pytest.raises(LayoutError, match=r"experts\.\w+ is published, and there is no such tensor here"):
         subscriber.check()
+
+
+def test_what_else_is_wrong_the_update_tells(tmp_path: Path) -> None:
+    model = family("Llama")
+    Publisher(model, tmp_path).publish()
+    subscriber = Subscriber(model, tmp_path, key=b"a key of some length")
+    assert subscriber.check() is None
+    with pytest.raises(loco.AuthenticationError):
+        subscriber.update()

@@ -15,8 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from vllm import LLM, SamplingParams
+from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    Fp8BlockScaledMMLinearKernel,
+)
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.platforms import current_platform
 
 from loco.sync import Prepared, Subscriber, Updated
 
@@ -27,6 +32,7 @@ PROMPTS = ([5, 6, 7], [200, 3, 9, 27, 81, 243], [11])
 def keep_weights_plain(patch: pytest.MonkeyPatch | None = None, *, experts: bool = True) -> None:
     put = patch.setattr if patch else setattr
     put(utils, "dispatch_cpu_unquantized_gemm", _plain_linear)
+    put(kernels, "_POSSIBLE_FP8_BLOCK_KERNELS", {current_platform._enum: [PlainBlocks]})
     if not experts:
         return
     put(CPUUnquantizedExperts, "process_weights_after_loading", lambda experts, layer: None)
@@ -46,6 +52,23 @@ def fail_when_told() -> None:
         return apply(subscriber, prepared)
 
     Subscriber.apply = failing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class PlainBlocks(Fp8BlockScaledMMLinearKernel):
+    """Of vLLM's kernels for FP8 in blocks those for CPUs need AMX. What is done after loading is the base
+    class's, as for Cutlass and Triton."""
+
+    apply_input_quant = False
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    def apply_block_scaled_mm(self, **given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight, scales = given["B"], given["Bs"]
+        rows, columns = weight.shape
+        scales = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        return linear(given["A"], (weight.float() * scales).to(given["A"].dtype))
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:
@@ -92,7 +115,7 @@ def generate(
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        torch.equal(one[name].view(torch.int16), other[name].view(torch.int16)) for name in one
+        torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one
     )
 
 

@@ -11,7 +11,7 @@ Nothing here is of one engine: vLLM and SGLang load their models by the same con
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,9 @@ COPIES = (aten.clone.default, aten._to_copy.default)
 CONSTANTS = (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 
 
-def learn(model: nn.Module, checkpoint: Mapping[str, Tensor]) -> dict[str, list[EngineSlice]]:
+def learn(
+    model: nn.Module, checkpoint: Mapping[str, Tensor], *, spare: Collection[str] = ()
+) -> dict[str, list[EngineSlice]]:
     """Where `model` keeps each tensor of `checkpoint`; changes nothing in the model.
 
     A tensor that is not loaded, or not on this rank, has no places.
@@ -37,6 +39,7 @@ def learn(model: nn.Module, checkpoint: Mapping[str, Tensor]) -> dict[str, list[
     Args:
         model: has `load_weights(iterable of (name, tensor))`.
         checkpoint: meta tensors will do, since only names, shapes and dtypes are looked at.
+        spare: parameters to which nothing need be loaded.
 
     Raises:
         ValueError: the loader computes with a weight instead of copying it; or it copies an element to two
@@ -46,7 +49,7 @@ def learn(model: nn.Module, checkpoint: Mapping[str, Tensor]) -> dict[str, list[
         if not parameter.numel():
             raise ValueError(f"{name} is empty: the engine has packed this weight, and none can be written")
     shapes = {name: whole.to("meta") for name, whole in checkpoint.items()}
-    recorder = _Recorder(model, shapes)
+    recorder = _Recorder(model, shapes, spare)
     engine: Any = model  # an nn.Module has no load_weights
     with torch.no_grad(), recorder:
         engine.load_weights(iter(shapes.items()))
@@ -99,7 +102,7 @@ class _Target:
 
     name: str
     tensor: Tensor
-    is_parameter: bool
+    is_needed: bool
     written: list[tuple[str, Box]] = field(default_factory=list)  # from which checkpoint tensor
     padded: list[Box] = field(default_factory=list)  # a constant is written, perhaps before the weights
 
@@ -108,7 +111,7 @@ class _Target:
         if pair := first_overlap(boxes):
             one, other = (self.written[index][0] for index in pair)
             raise ValueError(f"{one} and {other} are both loaded to the same elements of {self.name}")
-        missing = elements_outside(boxes + self.padded, self.tensor.shape) if self.is_parameter else 0
+        missing = elements_outside(boxes + self.padded, self.tensor.shape) if self.is_needed else 0
         if missing:
             raise ValueError(f"nothing is loaded to {missing:,} elements of the engine's {self.name}")
 
@@ -116,10 +119,12 @@ class _Target:
 class _Recorder(TorchDispatchMode):
     """Sees each operation of a loader: follows views of the checkpoint, and records what is copied where."""
 
-    def __init__(self, model: nn.Module, checkpoint: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, checkpoint: Mapping[str, Tensor], spare: Collection[str]) -> None:
         super().__init__()
         self.places: dict[str, list[EngineSlice]] = {name: [] for name in checkpoint}
-        self.targets = [_Target(name, one.detach(), True) for name, one in model.named_parameters()]
+        self.targets = [
+            _Target(name, one.detach(), name not in spare) for name, one in model.named_parameters()
+        ]
         self.targets += [_Target(name, one, False) for name, one in model.named_buffers()]
         self._sources = {_memory(whole): (name, whole) for name, whole in checkpoint.items()}
         self._targets: defaultdict[int, list[_Target]] = defaultdict(list)

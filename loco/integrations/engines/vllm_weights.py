@@ -2,12 +2,16 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
 from .engine_weights import EngineSlice, first_difference, joined, learn, require_whole
 
@@ -21,11 +25,12 @@ def weights_of(model: nn.Module, vllm_config: VllmConfig) -> Weights:
     Raises:
         ValueError: the engine keeps some weight in another form than the checkpoint, or a second time.
     """
-    config = vllm_config.model_config
-    if config.quantization is not None:
-        raise ValueError(f"the engine's weights are quantized ({config.quantization}), those sent are not")
+    was_loaded = vllm_config.load_config.load_format != "dummy"
+    kind = vllm_config.model_config.quantization
+    if kind is not None and not was_loaded:
+        raise ValueError(f"of weights that are quantized ({kind}) the checkpoint must be loaded, to compare")
     checkpoint = checkpoint_of(vllm_config)
-    places = learn(model, checkpoint)
+    places = learn(model, checkpoint) if kind is None else _learn_quantized(model, checkpoint)
     if vllm_config.parallel_config.world_size_across_dp == 1:
         left_out = [name for name, pieces in places.items() if not pieces]
         if left_out:
@@ -35,10 +40,74 @@ def weights_of(model: nn.Module, vllm_config: VllmConfig) -> Weights:
         require_whole(places, checkpoint)
     if name := second_copy(model):
         raise ValueError(f"{name} seems to be computed from weights, and would not change with them")
-    was_loaded = vllm_config.load_config.load_format != "dummy"
     if was_loaded and (name := first_difference(places, checkpoint)):
         raise ValueError(f"{name} was rearranged or changed after the engine had loaded it")
     return joined(places, checkpoint)
+
+
+def _learn_quantized(model: nn.Module, checkpoint: dict[str, Tensor]) -> dict[str, list[EngineSlice]]:
+    """As `learn`, of a model on whose weights vLLM has worked after loading: it has lost their loaders then.
+
+    They are kept with meta tensors of what was loaded, for vLLM's own reloading. What is learned there holds
+    of a weight that has kept its form.
+
+    Raises:
+        ValueError: one has another form now.
+    """
+    live = {name: one.detach() for name, one in (*model.named_parameters(), *model.named_buffers())}
+    with _as_when_it_was_loaded(model):
+        spare = {name for name, _ in model.named_parameters() if name not in live}  # vLLM has let go of them
+        places = learn(model, checkpoint, spare=spare)
+        loaded = {name: one.detach() for name, one in (*model.named_parameters(), *model.named_buffers())}
+        names = {one.untyped_storage()._cdata: name for name, one in loaded.items()}
+        homes = {name: [names[p.view.untyped_storage()._cdata] for p in of] for name, of in places.items()}
+    for name in {home for of in homes.values() for home in of}:
+        one, other = loaded[name], live.get(name)
+        if other is None or (one.shape, one.stride(), one.dtype) != (
+            other.shape,
+            other.stride(),
+            other.dtype,
+        ):
+            raise ValueError(
+                f"{name} was loaded as {list(one.shape)} of {one.dtype}, and is kept in another form: vLLM "
+                f"has packed or rearranged it, and no change can be written there"
+            )
+    return {
+        name: [_moved(piece, loaded[home], live[home]) for piece, home in zip(of, homes[name], strict=True)]
+        for name, of in places.items()
+    }
+
+
+def _moved(piece: EngineSlice, loaded: Tensor, live: Tensor) -> EngineSlice:
+    """The same place in a tensor of the same form."""
+    offset = piece.view.storage_offset() - loaded.storage_offset() + live.storage_offset()
+    return EngineSlice(piece.region, live.as_strided(piece.view.shape, piece.view.stride(), offset))
+
+
+@contextmanager
+def _as_when_it_was_loaded(model: nn.Module) -> Iterator[None]:
+    """With the meta tensors, and their loaders, that vLLM keeps for its own reloading."""
+    layers = list(model.modules())
+    kept = [
+        (dict(one._parameters), dict(one._buffers), set(one._non_persistent_buffers_set)) for one in layers
+    ]
+    shared = dict[int, nn.Parameter]()  # tied weights stay tied
+    try:
+        for layer, (parameters, _, _) in zip(layers, kept, strict=True):
+            restore_layer_on_meta(layer, get_layerwise_info(layer))
+            for name, one in parameters.items():
+                restored = layer._parameters.get(name)
+                if one is not None and restored is not None:
+                    layer._parameters[name] = shared.setdefault(id(one), restored)
+        yield
+    finally:
+        for layer, (parameters, buffers, not_saved) in zip(layers, kept, strict=True):
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+            layer._buffers.clear()
+            layer._buffers.update(buffers)
+            layer._non_persistent_buffers_set.clear()
+            layer._non_persistent_buffers_set.update(not_saved)
 
 
 def checkpoint_of(vllm_config: VllmConfig) -> dict[str, Tensor]:

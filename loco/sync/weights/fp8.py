@@ -10,6 +10,7 @@ from .tensors import SCALE, Named, tensors_of
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
 LEAST = 1e-4  # a block of zeros has a scale, too
+NOT_QUANTISED = ("embed", "lm_head", "norm", "gate.weight")  # the last are routers to experts
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -35,7 +36,7 @@ def fp8_checkpoint(
     source: Named,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    skip: Callable[[str], bool] = lambda name: "embed" in name or "lm_head" in name or "norm" in name,
+    skip: Callable[[str], bool] = lambda name: any(part in name for part in NOT_QUANTISED),
     quantise: Quantise = quantise_blocks,
 ) -> Callable[[], dict[str, Tensor]]:
     """A source for `Publisher` whose receivers hold FP8: every matrix is quantised at each version, as they

@@ -1,0 +1,124 @@
+"""An engine that serves FP8 in blocks follows what a trainer publishes in FP8: in place, as a fresh load."""
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from models import KINDS, SIZES
+from plain_engine import PlainBlocks, build, generate, keep_weights_plain, same_bits, weights
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from vllm import LLM
+from vllm.config import WeightTransferConfig
+
+from loco.sync import Publisher, fp8_checkpoint
+
+VERSIONS = 50
+# Of blocks: what vLLM fuses must be whole ones.
+WHOLE_BLOCKS = {"num_key_value_heads": 4, "torch_dtype": "bfloat16"}
+QUANTISED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+QUANTISED |= {"activation_scheme": "dynamic"}
+
+
+class Trainer:
+    """FP32 weights under Adam, whose gradients are noise. Each step changes some of the FP8 ones."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        config, model, more = KINDS[kind]
+        sizes: dict[str, Any] = SIZES | more | WHOLE_BLOCKS
+        torch.manual_seed(0)
+        self.folder = folder
+        self.model: PreTrainedModel = model(config(**sizes))
+        self.source = fp8_checkpoint(self.model)
+        self._adam = torch.optim.Adam(self.model.parameters(), lr=1e-5)
+        self.save("1")
+        self.publisher = Publisher(self.source, folder / "url")
+        self.publisher.publish()
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn(parameter.shape)
+        self._adam.step()
+        self.publisher.publish()
+
+    def save(self, name: str) -> None:
+        (self.folder / name).mkdir()
+        found = self.source().items()
+        rest = {k: t.bfloat16() for k, t in found if t.dtype == torch.float32 and "scale" not in k}
+        save_file(dict(found) | rest, self.folder / name / "model.safetensors", metadata={"format": "pt"})
+        config = self.model.config.to_dict() | {"quantization_config": QUANTISED}
+        (self.folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+
+
+def follow(folder: Path, **options: Any) -> LLM:
+    engine = build(folder / "1", weight_transfer_config=WeightTransferConfig(backend="loco"), **options)
+    engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url")}})
+    return engine
+
+
+def update(engine: LLM) -> None:
+    engine.start_weight_update()
+    engine.update_weights({"update_info": {"version": None}})
+    engine.finish_weight_update("newest")
+    engine.reset_prefix_cache()
+
+
+def test_after_50_versions_an_fp8_engine_is_a_fresh_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_weights_plain(monkeypatch)
+    trainer, random, version = Trainer("llama", tmp_path), Random(0), 1
+    engine = follow(tmp_path)
+    first = weights(engine), generate(engine)
+    held = [first[0]["model.layers.0.mlp.down_proj.weight"].dtype]
+    assert held == [torch.float8_e4m3fn]
+    while version < VERSIONS:
+        for _ in range(apart := min(random.randint(1, 8), VERSIONS - version)):
+            trainer.step()
+        update(engine)
+        version += apart
+    before = weights(engine)
+    trainer.save("last")
+    fresh = build(tmp_path / "last")
+    assert same_bits(weights(engine), weights(fresh))
+    assert generate(engine) == generate(fresh) != first[1]
+    trainer.step()
+    update(engine)
+    assert not same_bits(weights(engine), before)
+    (subscriber,) = engine.collective_rpc(lambda worker: worker.weight_transfer_engine.subscriber)
+    assert subscriber.rollback() == VERSIONS
+    assert same_bits(weights(engine), before)
+
+
+@pytest.mark.parametrize(
+    ("transposed", "said"),
+    [
+        ((384, 128), r"qkv_proj.weight was loaded as \[384, 128\] .*, and is kept in another form"),
+        ((128, 128), r"o_proj.weight was rearranged or changed after the engine had loaded it"),
+    ],
+)
+def test_a_layout_in_which_nothing_can_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transposed: tuple[int, int], said: str
+) -> None:
+    keep_weights_plain(monkeypatch)
+
+    def rearranged(_: object, layer: Any) -> None:
+        if layer.weight.shape == transposed:
+            layer.weight = torch.nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+
+    monkeypatch.setattr(PlainBlocks, "process_weights_after_loading", rearranged)
+    Trainer("llama", tmp_path)
+    with pytest.raises(ValueError, match=said):
+        follow(tmp_path)
+
+
+def test_quantized_weights_that_were_not_loaded_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_weights_plain(monkeypatch)
+    Trainer("llama", tmp_path)
+    with pytest.raises(ValueError, match=r"quantized \(fp8\) the checkpoint must be loaded, to compare"):
+        follow(tmp_path, load_format="dummy")
