@@ -49,6 +49,6 @@ METHODS = (
     Method(name="DiLoCo", is_dense=True, density=1.0, payload=4.0, sums=4.0),
     Method(name="PulseLoCo", density=0.110, payload=0.225, sums=0.372),
     Method(name="PAPER", settings=PAPER, density=0.0461, payload=0.105, sums=0.127),
-    Method(name="saving 0.25", settings={"saving": 0.25}, density=0.043, payload=0.0169, sums=0.0238),
-    Method(name="saving 1", settings={"saving": 1}, density=0.00804, payload=0.00343, sums=0.00867),
+    Method(name="saving 0.25", settings={"saving": 0.25}, density=0.0388, payload=0.0157, sums=0.0187),
+    Method(name="saving 1", settings={"saving": 1}, density=0.00594, payload=0.00243, sums=0.00516),
 )
