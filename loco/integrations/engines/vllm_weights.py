@@ -62,12 +62,8 @@ def _learn_quantized(model: nn.Module, checkpoint: dict[str, Tensor]) -> dict[st
         names = {one.untyped_storage()._cdata: name for name, one in loaded.items()}
         homes = {name: [names[p.view.untyped_storage()._cdata] for p in of] for name, of in places.items()}
     for name in {home for of in homes.values() for home in of}:
-        one, other = loaded[name], live.get(name)
-        if other is None or (one.shape, one.stride(), one.dtype) != (
-            other.shape,
-            other.stride(),
-            other.dtype,
-        ):
+        one = loaded[name]
+        if name not in live or _form(live[name]) != _form(one):
             raise ValueError(
                 f"{name} was loaded as {list(one.shape)} of {one.dtype}, and is kept in another form: vLLM "
                 f"has packed or rearranged it, and no change can be written there"
@@ -76,6 +72,10 @@ def _learn_quantized(model: nn.Module, checkpoint: dict[str, Tensor]) -> dict[st
         name: [_moved(piece, loaded[home], live[home]) for piece, home in zip(of, homes[name], strict=True)]
         for name, of in places.items()
     }
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _moved(piece: EngineSlice, loaded: Tensor, live: Tensor) -> EngineSlice:
