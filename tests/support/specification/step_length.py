@@ -36,7 +36,7 @@ class StepLength:
         square = _square(latest.values())
         spread = sum((_square(one.values()) / 4**age for age, one in enumerate(earlier)), Fraction(0))
         longest = 0.005 * float(self.size) ** 0.5 * 2 ** (max(0, self.held - 6) / 8)
-        size = float(square) ** 0.5
+        size, wanted, k = float(square) ** 0.5, self.eighths, 0
         if spread:
             along = sum((_dot(latest, one) / 2**age for age, one in enumerate(earlier)), Fraction(0))
             cosine = float(along) / float(square * spread) ** 0.5
@@ -47,13 +47,14 @@ class StepLength:
             most = 1 if self.turned else most
             k = min(round(50 * cosine), most) if cosine > 0 else max(round(100 * cosine), -8)
             self.compared, self.turned = True, self.turned or k < -1
-            self.eighths = wanted = min(max(self.eighths + k, -16), 112)
+            wanted = min(max(self.eighths + k, -16), 112)
         elif not self.compared:
             fitting = [e for e in range(113) if 2 ** (e / 8) * size <= longest / 16]
-            self.eighths = wanted = max(fitting, default=0)
+            wanted = max(fitting, default=0)
+        self.eighths = wanted
         while self.eighths > -16 and self.lr * size > longest:
             self.eighths -= 1
-        if spread and k > 0 and self.eighths < wanted:
+        if k > 0 and self.eighths < wanted:
             self.held = min(self.held + 1, 22)
 
 
