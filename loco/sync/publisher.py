@@ -99,7 +99,8 @@ class Publisher:
         self._weights: Vectors | None = None  # as they were published last
         self._history = History(0, 0.0)
         self._manifests: dict[int, Manifest] = {}  # of the versions of this run that are there
-        self._since_anchor, self._has_warned = 0, False
+        self._since_anchor = 0  # versions
+        self._has_warned = False
         self._last: Published | None = None
         self._turn = threading.RLock()
         self._writing: threading.Thread | None = None
@@ -307,10 +308,8 @@ class Publisher:
             assert last is not None
             patches.append((last.version, last.digest, patch))
             patches += self._history.add(weights, undo, last, version, patch.bytes)
-            if (
-                patch.bytes > DENSE_SHARE * weights.layout.nbytes
-                and anchor_bytes(weights.whole.values()) <= patch.bytes
-            ):
+            dense = DENSE_SHARE * weights.layout.nbytes
+            if patch.bytes > dense and anchor_bytes(weights.whole.values()) <= patch.bytes:
                 patches.clear()  # nobody is better off with them
         files = []
         has_anchor = not patches or self._is_anchor_due(last, patches)

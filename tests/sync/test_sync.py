@@ -9,14 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from faulty_store import (
-    MemoryStore,
-    held_of,
-    publisher_at,
-    step,
-    subscriber_at,
-    zeros,
-)
+from faulty_store import MemoryStore, held_of, publisher_at, step, subscriber_at, zeros
 from published import blank, chain, held, model, publish, same_bits, train, weights_of
 from selection import CHECKPOINTS, SCHEDULES
 

@@ -31,13 +31,11 @@ class _Views(TorchDispatchMode):
 
 def as_in_checkpoint(model: nn.Module, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`held`, which are the model's tensors, as its checkpoint has them; as they are if it is no model of
-    transformers, its shards are in several processes, or they can't be views of the memory.
+    transformers, or they can't be views of the memory. `held` must be whole: no DTensors.
     """
     same, modeling = dict(held), sys.modules.get("transformers.modeling_utils")
     of_transformers: Any = model
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
-        return same
-    if any(hasattr(tensor, "_local_tensor") for tensor in held.values()):
         return same
     try:
         from transformers.core_model_loading import revert_weight_conversion

@@ -27,17 +27,15 @@ class RegionMemory:
 
     def __init__(self, region: Region, box: Tensor) -> None:
         box = box if box.dim() else box.view(1)
-        if region.format.itemsize == region.dtype.itemsize:
-            box = box.view(region.format)  # also of FP8, which is published as bytes
         self.region, self._box = region, box
         self.numel = region.nbytes // region.format.itemsize
-        self._bits = box.view(kernels.FORMATS[box.dtype].bits) if box.dtype == region.format else None
+        self._bits = box.view(kernels.FORMATS[region.dtype].bits) if region.dtype in kernels.FORMATS else None
         # Elements that lie in a row in host memory are worked on where they are.
         row = box.is_contiguous() and box.device.type == "cpu"
         self.direct = self._formatted(box.view(-1)[region.start : region.stop]) if row else None
 
     def _formatted(self, flat: Tensor) -> Tensor:
-        return flat if self.region.format == flat.dtype else flat.contiguous().view(BYTES)
+        return flat if self.region.format == self.region.dtype else flat.contiguous().view(BYTES)
 
     def read(self, first: int = 0, last: int | None = None) -> Tensor:
         """Elements of the region in host memory, perhaps without a copy."""

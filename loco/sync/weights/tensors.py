@@ -35,15 +35,15 @@ class EngineSlice:
 def tensors_of(source: Named) -> dict[str, Tensor]:
     """Parameters and the buffers that are saved, by all their names; of a transformers model by those of its
     checkpoint. DTensors stay what they are."""
-    model = source if isinstance(source, nn.Module) else None
     if isinstance(source, nn.Module):
-        source = source.state_dict(keep_vars=True)
-    elif callable(source):
-        source = source()
-    found = dict(source)
-    # What is no tensor is a module's extra state.
-    tensors = {name: tensor.detach() for name, tensor in found.items() if isinstance(tensor, Tensor)}
-    return tensors if model is None else as_in_checkpoint(model, tensors)
+        held = _tensors(source.state_dict(keep_vars=True))
+        return held if any(map(is_sharded, held.values())) else as_in_checkpoint(source, held)
+    return _tensors(dict(source() if callable(source) else source))
+
+
+def _tensors(named: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What is no tensor is a module's extra state."""
+    return {name: one.detach() for name, one in named.items() if isinstance(one, Tensor)}
 
 
 def without_aliases(named: dict[str, Tensor]) -> dict[str, Tensor]:
