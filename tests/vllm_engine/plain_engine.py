@@ -5,8 +5,9 @@ change can be written. In vLLM's own processes this is a plugin, see `plugins`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
@@ -92,6 +94,20 @@ def build(folder: Path, **options: Any) -> LLM:
     fixed = {"dtype": "bfloat16", "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True}
     BUILT.append(LLM(str(folder), **fixed, kv_cache_memory_bytes=16 << 20, **options))
     return BUILT[-1]
+
+
+def follow(folder: Path, options: Mapping[str, Any] = MappingProxyType({}), **init_info: Any) -> LLM:
+    """An engine on the checkpoint in folder `1`, that follows what is published under `url`."""
+    engine = build(folder / "1", weight_transfer_config=WeightTransferConfig(backend="loco"), **options)
+    engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url"), **init_info}})
+    return engine
+
+
+def update(engine: LLM, version: int | None = None) -> None:
+    engine.start_weight_update()
+    engine.update_weights({"update_info": {"version": version}})
+    engine.finish_weight_update(f"version {version}")
+    engine.reset_prefix_cache()
 
 
 def weights(engine: LLM) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import save, trainer
-from plain_engine import build, generate, keep_weights_plain, same_bits, weights
+from plain_engine import build, follow, generate, keep_weights_plain, same_bits, update, weights
 from torch import Tensor
 from trained import NoisyTrainer, publish
 from vllm import LLM
@@ -28,19 +28,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     keep_weights_plain(monkeypatch)
     publish("llama", tmp_path, 3)
     return tmp_path
-
-
-def follow(folder: Path, **init_info: Any) -> LLM:
-    engine = build(folder / "1", weight_transfer_config=WeightTransferConfig(backend="loco"))
-    engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url"), **init_info}})
-    return engine
-
-
-def update(engine: LLM, version: int | None = None) -> None:
-    engine.start_weight_update()
-    engine.update_weights({"update_info": {"version": version}})
-    engine.finish_weight_update(f"version {version}")
-    engine.reset_prefix_cache()
 
 
 Known = tuple[dict[str, Tensor], Any]

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import torch
 from models import KINDS, SIZES
-from plain_engine import PlainBlocks, build, generate, keep_weights_plain, same_bits, weights
+from plain_engine import (
+    PlainBlocks,
+    build,
+    follow,
+    generate,
+    keep_weights_plain,
+    same_bits,
+    update,
+    weights,
+)
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from vllm import LLM
-from vllm.config import WeightTransferConfig
 
 from loco.sync import Publisher, fp8_checkpoint
 
@@ -53,19 +60,6 @@ class Trainer:
         (self.folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
 
 
-def follow(folder: Path, **options: Any) -> LLM:
-    engine = build(folder / "1", weight_transfer_config=WeightTransferConfig(backend="loco"), **options)
-    engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url")}})
-    return engine
-
-
-def update(engine: LLM) -> None:
-    engine.start_weight_update()
-    engine.update_weights({"update_info": {"version": None}})
-    engine.finish_weight_update("newest")
-    engine.reset_prefix_cache()
-
-
 def test_after_50_versions_an_fp8_engine_is_a_fresh_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,8 +67,7 @@ def test_after_50_versions_an_fp8_engine_is_a_fresh_one(
     trainer, random, version = Trainer("llama", tmp_path), Random(0), 1
     engine = follow(tmp_path)
     first = weights(engine), generate(engine)
-    held = [first[0]["model.layers.0.mlp.down_proj.weight"].dtype]
-    assert held == [torch.float8_e4m3fn]
+    assert first[0]["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
     while version < VERSIONS:
         for _ in range(apart := min(random.randint(1, 8), VERSIONS - version)):
             trainer.step()
@@ -121,4 +114,4 @@ def test_quantized_weights_that_were_not_loaded_are_refused(
     keep_weights_plain(monkeypatch)
     Trainer("llama", tmp_path)
     with pytest.raises(ValueError, match=r"quantized \(fp8\) the checkpoint must be loaded, to compare"):
-        follow(tmp_path, load_format="dummy")
+        follow(tmp_path, {"load_format": "dummy"})
