@@ -22,8 +22,10 @@ import torch
 import loco
 from experiments.errors import ExperimentError
 from experiments.methods.methods import Trainee, in_rounds
-from experiments.settings.config import RunConfig, TextConfig, TransformerConfig, WarmStartConfig, require
+from experiments.settings.checks import require
+from experiments.settings.config import RunConfig, TransformerConfig, WarmStartConfig
 from experiments.settings.merging import load
+from experiments.settings.tasks import TextConfig
 from experiments.tasks.registry import task_of
 from experiments.tasks.task import Seat
 from experiments.training.loop import evaluate, take_step

@@ -47,13 +47,22 @@ class HuggingFaceWords:
     """The tokenizer in the folder `path`. end: the token that ends an answer."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = _tokenizer(path)
+        self._path, self._tokenizer = path, _tokenizer(path)
         if self._tokenizer.eos_token_id is None:
             _refuse(f"{path}: the tokenizer has no token that ends an answer; save it with an eos_token")
         self.end: int = self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def chat(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt for the assistant's answer to these messages, by the tokenizer's chat template."""
+        if self._tokenizer.chat_template is None:
+            _refuse(
+                f"the tokenizer in {self._path} has no chat template, which messages need: save it with one, "
+                "or let prompts.column name a column of texts"
+            )
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of `tokens`, special ones included."""

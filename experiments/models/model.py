@@ -84,7 +84,7 @@ class ByteTransformer(nn.Module):
 
     def __init__(self, config: TransformerConfig, *, seed: int = 0) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.context = config, config.context
         self.embedding = nn.Parameter(torch.empty(VOCABULARY, config.dim))  # also the output layer
         self.position = nn.Parameter(torch.empty(config.context, config.dim))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))

@@ -47,6 +47,7 @@ def warm_start(config: RunConfig, task: Task, device: torch.device) -> dict[str,
 def kept_or_trained(config: RunConfig, task: Task, device: torch.device) -> dict[str, Tensor]:
     """On this process alone."""
     model = task.model()
+    task.check(model)
     if config.model != "transformer":
         return model.state_dict()
     name = f"{key(config, task)}.pt"

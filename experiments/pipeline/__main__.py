@@ -55,8 +55,8 @@ def _run(arguments: list[str]) -> None:
 
     with cluster.started(config, config.processes):
         found = run(config, folder)
-    last = found["evaluations"][-1]["scores"]
-    print(f"{found['seconds_per_step']:.3f} s a step, pass@1 {last['pass@1']:.4f}")
+    last = found["evaluations"][-1]["score"]
+    print(f"{found['seconds_per_step']:.3f} s a step, {found['metric']} {last:.4f}")
     print(f"staleness of tokens: {found['mean_staleness']:.2f} versions; {found['counts']}")
     for part, by in found["shares"].items():
         print(f"  {part}: " + ", ".join(f"{what} {share:.0%}" for what, share in by.items()))

@@ -24,7 +24,7 @@ from experiments.pipeline.figures import share_of_sites
 from experiments.reporting.charts import CYCLE, DASHES, LOOK, plt, saved
 from experiments.reporting.markdown import markdown
 from experiments.reporting.statistics import of_mean
-from experiments.settings.config import require
+from experiments.settings.checks import require
 from experiments.settings.merging import derive
 from experiments.settings.plan import choices, file_name, named
 
@@ -108,8 +108,8 @@ def runs_of(config: PipelineCompareConfig) -> list[Labelled]:
     return runs
 
 
-COLUMNS = ("label", "pass@1, %", "s per step", "staleness", "tokens thrown away", "training", "MB of rounds")
-_FORMS = ("{:.1f}", "{:.3f}", "{:.2f}", "{:.1f}%", "{:.0f}%", "{:.2f}")
+COLUMNS = ("label", "score", "s per step", "staleness", "tokens thrown away", "training", "MB of rounds")
+_FORMS = ("{:.3f}", "{:.3f}", "{:.2f}", "{:.1f}%", "{:.0f}%", "{:.2f}")
 
 
 def table(groups: dict[str, list[dict[str, Any]]]) -> str:
@@ -125,7 +125,7 @@ def table(groups: dict[str, list[dict[str, Any]]]) -> str:
 def row_of(found: dict[str, Any]) -> dict[str, float]:
     """A run's figures, by column."""
     figures = (
-        100 * found["evaluations"][-1]["scores"]["pass@1"],
+        found["evaluations"][-1]["score"],
         found["seconds_per_step"],
         found["mean_staleness"],
         100 * thrown_away(found),
@@ -158,17 +158,15 @@ def draw(groups: dict[str, list[dict[str, Any]]], path: Path) -> None:
             times = [[point["time"] - one["begun"] for point in one["evaluations"]] for one in found]
             scores.plot(
                 [sum(moment) / len(moment) for moment in zip(*times, strict=True)],
-                [
-                    sum(point["scores"]["pass@1"] for point in points) / len(points)
-                    for points in zip(*runs, strict=True)
-                ],
+                [sum(point["score"] for point in points) / len(points) for points in zip(*runs, strict=True)],
                 label=label,
                 **line,
             )
             values = [one["seconds_per_step"] for one in found]
             seconds.barh(k, sum(values) / len(values), color=color, alpha=0.35)
             seconds.plot(values, [k] * len(values), "o", color=color)
-        scores.set(title="Held-out problems answered rightly", xlabel="seconds", ylabel="pass@1")
+        metric = next(iter(groups.values()))[0]["metric"]
+        scores.set(title="On held-out problems", xlabel="seconds", ylabel=metric)
         seconds.set(title="Seconds per step", xlim=(0, None))
         seconds.set_yticks(range(len(groups)), list(groups))
         seconds.invert_yaxis()

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.errors import ExperimentError
-from experiments.settings.config import METHODS, ArithmeticConfig, GymConfig, RunConfig, nearest, require
+from experiments.settings.checks import nearest, require
+from experiments.settings.config import METHODS, RunConfig
+from experiments.settings.tasks import GrpoConfig
 from loco.sync.storage.stores import check_url
 
 ENGINES = ("torch", "vllm")
@@ -25,6 +27,9 @@ class PipelineConfig(RunConfig):
         "torch"  # that workers sample with: torch (the training model itself), or vllm with model=hf
     )
     vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM
+
+    reward_processes: int = 1  # of each worker, which call prompts.reward
+    reward_timeout_s: float = 60.0  # of one answer; then it is tried once more
 
     max_staleness: int = 2  # versions; 0: training and sampling take turns
     in_flight: bool = True  # workers switch weights between two tokens; False: between two leases
@@ -46,9 +51,16 @@ class PipelineConfig(RunConfig):
             f"sites train by method=pulseloco or diloco, got method={self.method}",
         )
         super().__post_init__()
-        for name, least in (("sites", 1), ("workers", 1), ("lease", 1), ("max_staleness", 0)):
+        for name, least in (
+            ("sites", 1),
+            ("workers", 1),
+            ("lease", 1),
+            ("reward_processes", 1),
+            ("max_staleness", 0),
+        ):
             value = getattr(self, name)
             require(value >= least, f"{name} must be at least {least}, got {value}")
+        require(self.reward_timeout_s > 0, f"reward_timeout_s must be > 0, got {self.reward_timeout_s}")
         require(self.engine in ENGINES, f"unknown engine '{self.engine}'{nearest(self.engine, ENGINES)}")
         require(
             self.engine != "vllm" or self.model == "hf",
@@ -61,7 +73,8 @@ class PipelineConfig(RunConfig):
             f"unknown correction '{self.correction}'{nearest(self.correction, CORRECTIONS)}",
         )
         require(
-            self.task != "text", "task=text has no verifier, which a pipeline needs: use arithmetic or gym"
+            self.task != "text",
+            "task=text has no verifier, which a pipeline needs: use prompts, gym or arithmetic",
         )
         require(
             self.device != "cuda",
@@ -89,7 +102,7 @@ class PipelineConfig(RunConfig):
         )
 
     @property
-    def grpo(self) -> ArithmeticConfig | GymConfig:
+    def grpo(self) -> GrpoConfig:
         return getattr(self, self.task)
 
     @property

@@ -25,6 +25,7 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
         spent[event["part"]][event["what"]] += max(0.0, seconds)
     evaluating = sum(by.get("evaluating", 0.0) for by in spent.values())
     evaluations = [event for event in notes.events if event["what"] == "evaluating"]
+    metric = next(iter(evaluations[0]["scores"]))
     counts = Counter(notes.counts)
     reward = counts.pop("reward of groups, in thousandths", 0) / 1000 / max(1, counts["groups"])
     used = sum(notes.staleness.values())
@@ -35,8 +36,10 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
         "seconds_per_step": (ended - begun - evaluating) / config.steps,
         "begun": begun,
         "ended": ended,
+        "metric": metric,  # the score that decides
         "evaluations": [
             {"step": event["step"], "time": event["at"], "scores": event["scores"]}
+            | {"score": event["scores"][metric]}
             for event in sorted(evaluations, key=lambda event: event["step"])
         ],
         "reward": reward,

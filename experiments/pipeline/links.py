@@ -34,7 +34,7 @@ from experiments.processes.namespaces import MBIT, Network, counters, why_not
 from experiments.processes.orphans import through
 from experiments.reporting.charts import LOOK, plt, saved, stacked
 from experiments.reporting.markdown import markdown
-from experiments.settings.config import require
+from experiments.settings.checks import require
 from experiments.settings.merging import to_yaml
 
 _RAY, _STORE = 6379, 8765  # ports, which are free in namespaces of their own
@@ -46,7 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "DiLoCo in FP32, all weights": {"patches": False, "method": "diloco", "saving": None},
 }
 COLUMNS = ("way", "s per step", "sites compute", "rounds, MB", "to the store", "to the workers", "samples")
-COLUMNS += ("all that was sent, by the kernel", "pass@1")
+COLUMNS += ("all that was sent, by the kernel", "score")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +208,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         flows = ("round bytes", "published bytes", "patch bytes", "sample bytes")
         megabytes = [f"{one['counts'].get(flow, 0) / 1e6:.2f}" for flow in flows]
         sent = sum(link["sent_bytes"] for link in one["links"].values())
-        score = one["evaluations"][-1]["scores"]["pass@1"]
+        score = one["evaluations"][-1]["score"]
         row = [name, f"{one['seconds_per_step']:.3f}", f"{share_of_sites(one, 'training'):.0%}", *megabytes]
-        rows.append([*row, f"{sent / 1e6:.1f}", f"{score:.1%}"])
+        rows.append([*row, f"{sent / 1e6:.1f}", f"{score:.3f}"])
     return markdown(COLUMNS, rows)
 
 

@@ -30,12 +30,12 @@ _FLOWS = {
 
 def page(found: dict[str, Any], plot: Path) -> str:
     config, counts = found["config"], found["counts"]
-    last = found["evaluations"][-1]["scores"]["pass@1"]
+    last = found["evaluations"][-1]["score"]
     caption = "What each part did; the age of tokens when they were learned from; what was learned."
     parts = [
         f"<p>{config['sites']} sites, {config['workers']} workers, {config['steps']} steps, at most "
         f"{config['max_staleness']} versions between sampling and training: "
-        f"{found['seconds_per_step']:.3f} s a step, pass@1 {last:.1%}.</p>",
+        f"{found['seconds_per_step']:.3f} s a step, {found['metric']} {last:.3f}.</p>",
         figure(Plot(plot, caption)),
         "<h2>Shares of the time</h2>",
         table(_shares(found), head=["part", *_doings(found)], kind="results"),
@@ -87,8 +87,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         ages.set(title="Staleness of the tokens that were learned from", xlabel="versions", ylabel="share")
         ages.xaxis.get_major_locator().set_params(integer=True)
         times = [one["time"] - found["begun"] for one in found["evaluations"]]
-        learned.plot(times, [one["scores"]["pass@1"] for one in found["evaluations"]], marker="o")
-        learned.set(title="Held-out problems answered rightly", xlabel="seconds", ylabel="pass@1")
+        learned.plot(times, [one["score"] for one in found["evaluations"]], marker="o")
+        learned.set(title="On held-out problems", xlabel="seconds", ylabel=found["metric"])
         saved(figure, path)
 
 

@@ -80,7 +80,7 @@ def document(title: str, parts: Sequence[str]) -> str:
 def summary_line(comparison: Comparison) -> str:
     """Task, size, steps, start, labels and seeds."""
     one, results = comparison.one, comparison.results
-    form = "{:.1%}" if one.metric == "pass@1" else "{:.4f} nats per byte"
+    form = {"pass@1": "{:.1%}", "loss": "{:.4f} nats per byte"}.get(one.metric, "{:.4f}")
     starts = sorted({form.format(result.first) for result in results})
     sizes = sorted({result.ranks for result in results if result.method != "single"} or {one.ranks})
     steps = sorted({result.steps for result in results})

@@ -93,7 +93,7 @@ def _scores(
     metric = comparison.one.metric
     if metric == "pass@1":
         axis.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=None))
-    axis.set_ylabel(f"{metric} on held-out {'problems' if metric == 'pass@1' else 'text (nats per byte)'}")
+    axis.set_ylabel(f"{metric} on held-out {'text (nats per byte)' if metric == 'loss' else 'problems'}")
     _legend(figure, axis)
     return figure, axis
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.errors import ExperimentError
+from experiments.settings.checks import at_least, one_of, require
+from experiments.settings.tasks import AnswerConfig, ArithmeticConfig, GymConfig, PromptsConfig, TextConfig
 from loco.config import Settings
 from loco.exchange.wire_config import WireConfig
 from loco.presets import outer_settings
@@ -21,27 +22,6 @@ TITLES = {
 METHODS = tuple(TITLES)
 # By loco, where a run does not give them.
 DECIDED = ("saving", "outer_lr", "outer_momentum", "gate_gain", "gate_margin", "value_steps", "sums_margin")
-
-
-def require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise ExperimentError(sentence)
-
-
-def _at_least(least: int, config: Any, *names: str, part: str = "") -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(value is None or value >= least, f"{part}{name} must be at least {least}, got {value}")
-
-
-def _one_of(config: Any, name: str, known: tuple[str, ...], *, part: str = "") -> None:
-    value = getattr(config, name)
-    require(value in known, f"unknown {part}{name} '{value}'{nearest(value, known)}")
-
-
-def nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(known)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,68 +39,6 @@ class TransformerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoConfig:
-    """What tasks with a verifier share."""
-
-    held_out: int = 2048  # problems that are never trained on
-    slips: float = 0.5  # share of the warm start's answers that are a careless pupil's
-    prompts: int = 8  # per trainer and step
-    group: int = 8  # answers to each prompt
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    own_problems: bool = False  # each trainer has a share of them, in the order of their prompts' letters
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArithmeticConfig(GrpoConfig):
-    largest: int = 100  # operands lie below
-
-    def __post_init__(self) -> None:
-        _at_least(1, self, "largest", "prompts", "group", "held_out", part="arithmetic.")
-        problems = self.largest * (2 * self.largest + min(self.largest, 10))
-        require(
-            self.held_out < problems,
-            f"arithmetic.held_out must leave some of {problems} problems, got {self.held_out}",
-        )
-
-    @property
-    def longest(self) -> int:
-        """Characters of the longest prompt with its answer and the answer's end."""
-        return 3 * len(str(self.largest - 1)) + 3
-
-    def recipe(self) -> list[Any]:
-        """What decides the problems, and so the warm start's weights."""
-        return [self.largest, self.held_out, self.slips]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GymConfig(GrpoConfig):
-    """A task of reasoning_gym; configs/ has some that a small model can begin to solve."""
-
-    name: str = "spell_backward"
-    options: dict[str, Any] = field(default_factory=dict)  # of the task itself, e.g. {max_word_len: 8}
-    size: int = 16384  # problems that are trained on
-
-    def __post_init__(self) -> None:
-        _at_least(1, self, "size", "prompts", "group", "held_out", part="gym.")
-
-    def recipe(self) -> list[Any]:
-        return [self.name, self.options, self.size, self.held_out, self.slips]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextConfig:
-    stdlib: str | None = None  # folder of the Python standard library's source; None: this Python's
-    adapt_on: tuple[str, ...] = ("pydoc_data",)  # its folders held out from the warm start
-    eval_share: float = 0.2  # the last part of the held-out text, never trained on
-    eval_sequences: int = 512  # fixed windows spread over it
-    batch: int = 4  # sequences per trainer and step
-
-    def __post_init__(self) -> None:
-        _at_least(1, self, "batch", part="text.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class SparseLoCoConfig:
     """See `experiments.methods.sparseloco.SparseLoCo`; outer_lr is the shared one."""
 
@@ -134,8 +52,8 @@ class SparseLoCoConfig:
     def __post_init__(self) -> None:
         require(1 <= self.k <= 4096, f"sparseloco.k must be between 1 and 4096, got {self.k}")
         require(0 <= self.decay <= 1, f"sparseloco.decay must be in [0, 1], got {self.decay}")
-        _one_of(self, "average", ("sites", "senders"), part="sparseloco.")
-        _one_of(self, "quantiser", ("uniform", "signed"), part="sparseloco.")
+        one_of(self, "average", ("sites", "senders"), part="sparseloco.")
+        one_of(self, "quantiser", ("uniform", "signed"), part="sparseloco.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +67,8 @@ class WarmStartConfig:
     folder: str = "runs/warm_start"
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "batch", part="warm_start.")
-        _at_least(0, self, "steps", part="warm_start.")
+        at_least(1, self, "batch", part="warm_start.")
+        at_least(0, self, "steps", part="warm_start.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,20 +118,22 @@ class RunConfig:
     transformer: TransformerConfig = field(default_factory=TransformerConfig)
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
     gym: GymConfig = field(default_factory=GymConfig)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    answer: AnswerConfig = field(default_factory=AnswerConfig)
     sparseloco: SparseLoCoConfig = field(default_factory=SparseLoCoConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "steps", "eval_every", "sync_every", "ranks_per_site", "nproc")
-        _at_least(0, self, "seed", "warmup")
+        at_least(1, self, "steps", "eval_every", "sync_every", "ranks_per_site", "nproc")
+        at_least(0, self, "seed", "warmup")
         for name in ("lr", "clip", "timeout_s"):
             require(getattr(self, name) > 0, f"{name} must be > 0, got {getattr(self, name)}")
-        _one_of(self, "method", METHODS)
-        _one_of(self, "task", ("arithmetic", "gym", "text"))
-        _one_of(self, "model", ("transformer", "hf"))
-        _one_of(self, "parameters", ("float32", "bfloat16"))
-        _one_of(self, "device", ("auto", "cpu", "cuda"))
+        one_of(self, "method", METHODS)
+        one_of(self, "task", ("arithmetic", "gym", "prompts", "text"))
+        one_of(self, "model", ("transformer", "hf"))
+        one_of(self, "parameters", ("float32", "bfloat16"))
+        one_of(self, "device", ("auto", "cpu", "cuda"))
         require(
             self.port is None or 0 < self.port < 65536, f"port must be between 1 and 65535, got {self.port}"
         )
@@ -223,7 +143,16 @@ class RunConfig:
         )
         require(
             self.model != "hf" or self.task != "text",
-            "the text task reads bytes: model=hf needs task=arithmetic or task=gym",
+            "the text task reads bytes: model=hf needs task=prompts, task=gym or task=arithmetic",
+        )
+        require(
+            self.task != "prompts" or self.model == "hf",
+            "prompts need a model that has been trained: set model=hf and path=<folder of the model>",
+        )
+        require(
+            (self.task == "prompts") == (self.prompts.file is not None) == (self.prompts.reward is not None),
+            "task=prompts, prompts.file=<JSONL or Parquet> and prompts.reward=<module:function> belong "
+            "together",
         )
         require(
             self.saving is None or self.method == "pulseloco",
@@ -286,7 +215,7 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(0, self, "save_every")
+        at_least(0, self, "save_every")
         require(
             not self.save_every or self.method != "sparseloco",
             "save_every needs a method that can be saved: SparseLoCo's residual is not kept",
@@ -305,7 +234,7 @@ class CompareConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(1, self, "seeds")
+        at_least(1, self, "seeds")
 
 
 def told(config: RunConfig) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import ExperimentError, missing_extra
-from experiments.settings.config import RunConfig, nearest, require
+from experiments.settings.checks import nearest, require
+from experiments.settings.config import RunConfig
 from experiments.settings.rounds import C, resolved
 
 try:

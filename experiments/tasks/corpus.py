@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from experiments.errors import ExperimentError
-from experiments.settings.config import TextConfig
+from experiments.settings.tasks import TextConfig
 
 # Installed, generated, or missing from some distributions of Python: the text should be the same
 # wherever the same Python is.

@@ -15,7 +15,8 @@ from functools import cache
 from typing import Any
 
 from experiments.errors import ExperimentError
-from experiments.settings.config import GymConfig, nearest
+from experiments.settings.checks import nearest
+from experiments.settings.tasks import GymConfig
 from experiments.tasks.problems import Problem, Problems
 
 

@@ -1,4 +1,4 @@
-"""Problems written as text, each with its right answer; and our own: sums, differences, products.
+"""Problems written as text; and our own, each with its right answer: sums, differences, products.
 
 " 47+85=" -> "132"        " 9-31=" -> "-22"        "64*7=" -> "448"
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Problem:
-    prompt: str  # as wide as every other prompt
-    answer: str
-    slip: str  # what a careless pupil answers; the answer itself where nothing is easily overlooked
+    prompt: str  # for the built-in model as wide as every other prompt
+    answer: str = ""  # where it is known
+    slip: str = ""  # what a careless pupil answers; the answer itself where nothing is easily overlooked
+    row: dict[str, Any] = field(default_factory=dict, compare=False)  # of the file that it comes from
 
 
 def is_right(problem: Problem, text: str) -> bool:
@@ -27,11 +29,13 @@ class Problems:
     """
     held_out: for evaluation, never trained on.
     reward: of an answer, by the verifier; 1 for a right one.
+    answers_known: if not, only the reward tells how good an answer is.
     """
 
     train: list[Problem]
     held_out: list[Problem]
     reward: Callable[[Problem, str], float] = is_right
+    answers_known: bool = True
 
 
 def arithmetic(*, largest: int, held_out: int) -> Problems:

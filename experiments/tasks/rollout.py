@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from experiments.errors import ExperimentError
+from experiments.settings.tasks import AnswerConfig
+
 
 class Words(Protocol):
     """Text as tokens."""
@@ -25,6 +28,8 @@ class Words(Protocol):
 
 class LanguageModel(Words, Protocol):
     """What sampling asks of a model: the built-in transformer, or a Hugging Face one."""
+
+    context: int  # tokens of the longest sequence
 
     def extend(self, tokens: Tensor, past: Any | None) -> tuple[Tensor, Any]: ...
     def repeat(self, past: Any, times: int) -> Any: ...
@@ -49,6 +54,27 @@ class Rollout:
     versions: list[Tensor] = field(default_factory=list)  # of the weights, by token, if they change
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How an answer is made of a model's probabilities."""
+
+    longest: int  # tokens
+    stops: tuple[int, ...]  # tokens that end it
+    temperature: float = 1.0  # 0: always the likeliest token
+
+    @staticmethod
+    def of(words: Words, config: AnswerConfig, longest: int) -> Decoding:
+        stops = [words.end]
+        for text in config.stop:
+            tokens = words.encode(text)
+            if len(tokens) != 1:
+                raise ExperimentError(
+                    f"answer.stop: {text!r} is {len(tokens)} tokens of this model, and must be a single one"
+                )
+            stops += tokens
+        return Decoding(longest=longest, stops=tuple(stops), temperature=config.temperature)
+
+
 @dataclass(frozen=True)
 class Weights:
     """What a model's weights are by the next token, where they change while it samples."""
@@ -63,12 +89,12 @@ def sample(
     prompts: Sequence[list[int]],
     *,
     group: int,
-    longest: int,
+    decoding: Decoding,
     uniforms: Tensor,
     device: torch.device,
     before_token: Callable[[], Weights] | None = None,
 ) -> Rollout:
-    """`group` answers of at most `longest` tokens to each prompt, at temperature 1.
+    """`group` answers to each prompt.
 
     Args:
         before_token: called before the model computes the next token; may replace its weights.
@@ -85,50 +111,61 @@ def sample(
         places = [k * group + i for k in chosen for i in range(group)]
         heads = torch.tensor([prompts[k] for k in chosen], device=device)
         answers, found, given = _sample_alike(
-            model, heads, group, longest, uniforms[places].to(device), before_token
+            model, heads, group, decoding, uniforms[places].to(device), before_token
         )
         heads, answers, found = heads.repeat_interleave(group, dim=0).cpu(), answers.cpu(), found.cpu()
-        ends = (answers == model.end).int().cumsum(dim=1)
-        lengths = ((ends - (answers == model.end).int()) == 0).sum(dim=1).tolist()
+        is_end = _among(answers, decoding.stops).int()
+        lengths = ((is_end.cumsum(dim=1) - is_end) == 0).sum(dim=1).tolist()
         for row, (place, n) in enumerate(zip(places, lengths, strict=True)):
             answer = answers[row, :n]
             tokens[place] = torch.cat([heads[row], answer])
             logp[place] = found[row, :n]
             if before_token:
                 versions[place] = torch.tensor(given[:n])
-            texts[place] = text_of(model, answer.tolist())
+            texts[place] = text_of(model, answer.tolist(), decoding)
     return Rollout(texts, tokens, logp, versions)
 
 
-def text_of(words: Words, answer: list[int]) -> str:
-    if answer and answer[-1] == words.end:
-        return words.decode(answer[:-1])
-    return words.decode(answer) + "…"  # cut off: whatever it would have become, it is no answer
+def text_of(words: Words, answer: list[int], decoding: Decoding) -> str:
+    """Without the token that ends it."""
+    return words.decode(answer if is_cut_off(answer, decoding) else answer[:-1])
+
+
+def is_cut_off(answer: list[int], decoding: Decoding) -> bool:
+    return not answer or answer[-1] not in decoding.stops
+
+
+def _among(tokens: Tensor, stops: tuple[int, ...]) -> Tensor:
+    return torch.isin(tokens, torch.tensor(stops, device=tokens.device))
 
 
 def _sample_alike(
     model: LanguageModel,
     heads: Tensor,
     group: int,
-    longest: int,
+    decoding: Decoding,
     uniforms: Tensor,
     before_token: Callable[[], Weights] | None,
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Answers and their tokens' log-probabilities, [prompts · group, longest of them] both, also behind the
     ends; and the weights' version at each place."""
+    longest, temperature = decoding.longest, decoding.temperature
     versions = [before_token().version] if before_token else []
     logits, past = model.extend(heads, None)
     logits, past = logits.repeat_interleave(group, dim=0), model.repeat(past, group)
     answers, logps = [], []
     ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for place in range(longest):
-        logp = logits.log_softmax(dim=-1)
-        # The token in whose share of [0, 1) the uniform lies; the last one takes what rounding leaves over.
-        token = (logp.double().exp().cumsum(dim=-1) <= uniforms[:, place, None]).sum(dim=-1)
-        token = token.clamp(max=logp.shape[-1] - 1)
+        logp = (logits / temperature if temperature else logits).log_softmax(dim=-1)
+        if temperature:
+            # The token in whose share of [0, 1) the uniform lies; rounding's rest goes to the last one.
+            token = (logp.double().exp().cumsum(dim=-1) <= uniforms[:, place, None]).sum(dim=-1)
+            token = token.clamp(max=logp.shape[-1] - 1)
+        else:
+            token = logp.argmax(dim=-1)
         answers.append(token)
         logps.append(logp.gather(1, token[:, None])[:, 0])
-        ended |= token == model.end
+        ended |= _among(token, decoding.stops)
         if place + 1 == longest or bool(ended.all()):
             break
         weights = before_token() if before_token else None

@@ -25,7 +25,7 @@ class Seat:
 
 
 class Task(ABC):
-    metric: ClassVar[str]  # the name of the score that decides
+    metric: str  # the name of the score that decides
     higher_is_better: ClassVar[bool]
 
     @abstractmethod
@@ -39,6 +39,14 @@ class Task(ABC):
     @abstractmethod
     def recipe(self) -> list[Any]:
         """Whatever of the task decides the warm start's weights, as plain values."""
+
+    def check(self, model: nn.Module) -> None:
+        """Called once, before a run.
+
+        Raises:
+            ExperimentError: the task and the model do not go together.
+        """
+        return
 
     def begin_round(self, model: nn.Module, round: int) -> float | None:
         """Prepare the next `sync_every` steps, from weights that all sites hold; returns the mean reward."""

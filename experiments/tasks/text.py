@@ -16,7 +16,7 @@ from experiments.tasks.task import Seat, Task
 
 
 class Text(Task):
-    metric: ClassVar[str] = "loss"
+    metric = "loss"
     higher_is_better: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, seat: Seat) -> None:

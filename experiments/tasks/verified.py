@@ -6,32 +6,40 @@ the weights that all sites hold, then learns from them step by step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from experiments.errors import ExperimentError
 from experiments.models.registry import language_model
-from experiments.settings.config import ArithmeticConfig, GymConfig, RunConfig
+from experiments.settings.config import RunConfig
+from experiments.settings.tasks import GrpoConfig
 from experiments.tasks.grpo import advantages, token_losses
 from experiments.tasks.problems import Problem, Problems, arithmetic
-from experiments.tasks.rollout import LanguageModel, Rollout, Words, pad, sample
+from experiments.tasks.prompts import prompts_of
+from experiments.tasks.rollout import Decoding, LanguageModel, Rollout, Words, is_cut_off, pad, sample
 from experiments.tasks.task import Seat, Task
 
-_ROLLOUTS, _WARM_START = 0, 1  # kinds of chance: a seed of its own for each
+_ROLLOUTS, _WARM_START, _EPOCHS = 0, 1, 3  # kinds of chance: a seed of its own for each
+
+
+Judge = Callable[[Sequence[tuple[Problem, str]]], list[float]]
+_MAX_TOKENS = 256  # of an answer, where no right one tells how long it may be
 
 
 class Verified(Task):
-    metric: ClassVar[str] = "pass@1"
     higher_is_better: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, seat: Seat) -> None:
         self._config, self._seat = config, seat
-        self._grpo: ArithmeticConfig | GymConfig = getattr(config, config.task)
+        self._grpo: GrpoConfig = getattr(config, config.task)
         self._problems = problems_of(config)
+        self.metric = "pass@1" if self._problems.answers_known else "reward"
         self._own = self._problems.train
         if self._grpo.own_problems:
             in_order = sorted(self._own, key=lambda problem: problem.prompt)
@@ -40,6 +48,7 @@ class Verified(Task):
         self._answers = {problem.answer for problem in self._problems.train}
         self._batches: list[_Batch] = []
         self._first_step = 0  # of the round
+        self._order: tuple[int, np.ndarray] | None = None  # of an epoch
         self._known: dict[str, list[int]] = {}  # texts as tokens
 
     def model(self) -> nn.Module:
@@ -47,6 +56,17 @@ class Verified(Task):
 
     def recipe(self) -> list[Any]:
         return [self._config.task, *self._grpo.recipe()]
+
+    def check(self, model: nn.Module) -> None:
+        lm, most = cast(LanguageModel, model), self.decoding(cast(LanguageModel, model)).longest
+        problems = self._problems.train + self._problems.held_out
+        lengths = [len(lm.encode(text)) for text in dict.fromkeys(problem.prompt for problem in problems)]
+        if too_long := sum(length + most > lm.context for length in lengths):
+            raise ExperimentError(
+                f"{too_long} of {len(lengths)} prompts are too long: the longest has {max(lengths)} tokens, "
+                f"an answer may have {most}, and the model reads {lm.context}. Take them out, or set "
+                "answer.max_tokens lower"
+            )
 
     def warm_start_loss(self, model: nn.Module, step: int, *, size: int) -> Tensor:
         """Supervised, on text with mistakes in it."""
@@ -64,16 +84,16 @@ class Verified(Task):
         count = every * config.prompts
         chosen = self.pick(chance, count)
         answers = count * config.group
-        longest = self.longest(lm)
+        decoding = self.decoding(lm)
         rollout = sample(
             lm,
             self.prompts(lm, chosen),
             group=config.group,
-            longest=longest,
-            uniforms=torch.from_numpy(chance.random((answers, longest))),
+            decoding=decoding,
+            uniforms=torch.from_numpy(chance.random((answers, decoding.longest))),
             device=seat.device,
         )
-        rewards = self.rewards(chosen, rollout.texts)
+        rewards = self.rewards(chosen, rollout, decoding)
         advantage = advantages(rewards.view(count, config.group)).flatten()
         size = config.prompts * config.group
         self._batches = [
@@ -86,23 +106,48 @@ class Verified(Task):
         """Problems to train on."""
         return [self._own[k] for k in chance.integers(len(self._own), size=count)]
 
-    def longest(self, words: Words) -> int:
-        """Tokens of the longest right answer, its end included: who needs more is wrong."""
-        return 1 + max(len(self._tokens(words, answer)) for answer in self._answers)
+    def of_ticket(self, ticket: int) -> Problem:
+        """Tickets 0, 1, … pass through all problems in an order that chance decides, and again in another."""
+        epoch, place = divmod(ticket, len(self._own))
+        if self._order is None or self._order[0] != epoch:
+            chance = np.random.default_rng([_EPOCHS, self._config.seed, epoch])
+            self._order = epoch, chance.permutation(len(self._own))
+        return self._own[self._order[1][place]]
+
+    def decoding(self, words: Words) -> Decoding:
+        longest = self._config.answer.max_tokens
+        if longest is None and self._problems.answers_known:
+            # With its end; longer answers are wrong.
+            longest = 1 + max(len(self._tokens(words, answer)) for answer in self._answers)
+        return Decoding.of(words, self._config.answer, longest or _MAX_TOKENS)
 
     def prompts(self, words: Words, chosen: Sequence[Problem]) -> list[list[int]]:
         return [self._tokens(words, problem.prompt) for problem in chosen]
 
-    def rewards(self, chosen: Sequence[Problem], texts: Sequence[str]) -> Tensor:
-        """Of a group of answers to each problem."""
-        group = self._grpo.group
-        judged = [self._problems.reward(chosen[k // group], text) for k, text in enumerate(texts)]
-        return torch.tensor([float(reward) for reward in judged])
+    def rewards(
+        self, chosen: Sequence[Problem], rollout: Rollout, decoding: Decoding, judge: Judge | None = None
+    ) -> Tensor:
+        """Of equally many answers to each problem.
+
+        Args:
+            judge: None: here, one after the other.
+        """
+        each = len(rollout.texts) // len(chosen)
+        answers = []
+        for k, (text, tokens) in enumerate(zip(rollout.texts, rollout.tokens, strict=True)):
+            if self._problems.answers_known and is_cut_off(tokens[-1:].tolist(), decoding):
+                text += "…"  # whatever it would have become, it is no answer
+            answers.append((chosen[k // each], text))
+        if judge is not None:
+            return torch.tensor(judge(answers))
+        return torch.tensor([float(self._problems.reward(*answer)) for answer in answers])
 
     def loss(self, module: nn.Module, step: int) -> Tensor:
         batch, config = self._batches[step - self._first_step], self._grpo
         device = self._seat.device
-        logp, counts = answer_log_probabilities(module, batch.rows, batch.heads, device)[:2]
+        logp, counts, _ = answer_log_probabilities(
+            module, batch.rows, batch.heads, device, temperature=self._config.answer.temperature
+        )
         losses = token_losses(
             logp,
             pad(batch.logp).to(device),
@@ -114,13 +159,16 @@ class Verified(Task):
 
     @torch.no_grad()
     def scores(self, model: nn.Module) -> dict[str, Tensor]:
-        """pass@1 of greedy decoding, and of a sample at temperature 1.
+        """pass@1 of greedy decoding, and of a sample at temperature 1. Where right answers are not known, the
+        mean reward of greedy decoding.
 
-        Both are exact, without decoding: greedy decoding gives the right answer if and only if each of its
-        tokens is the likeliest one after those before it; a sample does with the product of their
+        The first two are exact, without decoding: greedy decoding gives the right answer if and only if each
+        of its tokens is the likeliest one after those before it; a sample does with the product of their
         probabilities.
         """
         mine = self._problems.held_out[self._seat.rank :: self._seat.ranks]
+        if not self._problems.answers_known:
+            return {self.metric: self._reward_of_greedy(cast(LanguageModel, model), mine)}
         greedy = torch.zeros((), dtype=torch.float64, device=self._seat.device)
         sampled = greedy.clone()
         for first in range(0, len(mine), 256):
@@ -130,6 +178,18 @@ class Verified(Task):
             sampled += (logp * counts).double().sum(dim=1).exp().sum()
         size = torch.tensor(float(len(mine)), dtype=torch.float64, device=self._seat.device)
         return {"pass@1": torch.stack([greedy, size]), "sampled": torch.stack([sampled, size])}
+
+    def _reward_of_greedy(self, lm: LanguageModel, problems: Sequence[Problem]) -> Tensor:
+        """[sum, how many]."""
+        decoding = replace(self.decoding(lm), temperature=0.0)
+        total, count = 0.0, self._grpo.prompts * self._grpo.group  # as many at once as in a training step
+        for first in range(0, len(problems), count):
+            chosen = problems[first : first + count]
+            prompts = self.prompts(lm, chosen)
+            none, device = torch.empty(len(chosen), 0), self._seat.device
+            rollout = sample(lm, prompts, group=1, decoding=decoding, uniforms=none, device=device)
+            total += float(self.rewards(chosen, rollout, decoding).sum())
+        return torch.tensor([total, float(len(problems))], dtype=torch.float64, device=self._seat.device)
 
     def _of_answers(
         self, model: nn.Module, problems: Sequence[Problem], answers: Sequence[str]
@@ -151,6 +211,12 @@ def problems_of(config: RunConfig) -> Problems:
         from experiments.tasks.gym import gym_problems  # an optional dependency, slow to import
 
         return gym_problems(config.gym, longest=None if config.model == "hf" else config.transformer.context)
+    if config.task == "prompts":
+        # An optional dependency, slow to import.
+        from experiments.models.huggingface import HuggingFaceWords
+
+        assert config.path is not None
+        return prompts_of(config.prompts, HuggingFaceWords(Path(config.path)))
     return arithmetic(largest=config.arithmetic.largest, held_out=config.arithmetic.held_out)
 
 
@@ -178,7 +244,12 @@ class _Batch:
 
 
 def answer_log_probabilities(
-    module: nn.Module, rows: Sequence[Tensor], heads: Sequence[int], device: torch.device
+    module: nn.Module,
+    rows: Sequence[Tensor],
+    heads: Sequence[int],
+    device: torch.device,
+    *,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the tokens behind each row's head, all [rows, longest answer]: log-probabilities, which of them
     count (answers are of different lengths), and whether the token is the likeliest one."""
@@ -192,5 +263,5 @@ def answer_log_probabilities(
     row = torch.arange(len(rows), device=device)[:, None]
     logits = logits[row, places - 1].float()
     targets = tokens[row, places]
-    logp = logits.log_softmax(dim=-1).gather(2, targets[..., None])[..., 0]
+    logp = (logits / temperature).log_softmax(dim=-1).gather(2, targets[..., None])[..., 0]
     return logp, counts, logits.argmax(dim=-1) == targets

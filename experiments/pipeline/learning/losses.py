@@ -51,7 +51,9 @@ def loss_of(module: nn.Module, groups: Sequence[Group], config: PipelineConfig) 
                 heads.append(len(group.head))
                 old.append(logp)
                 advantage.append(float(gain))
-    logp, counts, _ = answer_log_probabilities(module, rows, heads, torch.device("cpu"))
+    logp, counts, _ = answer_log_probabilities(
+        module, rows, heads, torch.device("cpu"), temperature=config.answer.temperature
+    )
     losses = losses_of(
         config.correction,
         logp,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.pipeline.config import PipelineConfig
-from experiments.settings.config import require
+from experiments.settings.checks import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from experiments.pipeline.plan.config import PlanConfig
-from experiments.settings.config import require
+from experiments.settings.checks import require
 
 BF16 = 2  # bytes
 _TRAINING = 0.8  # share of a GPU's memory for what a site keeps; the rest is for activations

@@ -29,7 +29,7 @@ from experiments.pipeline.plan.measuring import measured
 from experiments.pipeline.plan.prediction import Layout, predict
 from experiments.pipeline.plan.rates import Rates, worked_out
 from experiments.pipeline.plan.splits import Row, draw, sentence, splits, table
-from experiments.settings.config import require
+from experiments.settings.checks import require
 from experiments.settings.merging import derive
 
 _ROUNDS = 12  # of the runs that measure

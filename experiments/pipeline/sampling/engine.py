@@ -14,7 +14,7 @@ import loco
 from experiments.models.registry import language_model
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.tasks.rollout import PublishedModel, Rollout, Weights, Words, sample
+from experiments.tasks.rollout import Decoding, PublishedModel, Rollout, Weights, Words, sample
 
 POLL = 0.5  # seconds that the controller may take to report a newer version
 Newer = Callable[[int], int]  # -> the newest published version; returns at once if it is newer
@@ -28,7 +28,9 @@ class Engine(Protocol):
         """Wait until the weights are of this version or a later one."""
         ...
 
-    def sample(self, prompts: Sequence[list[int]], *, group: int, longest: int, uniforms: Tensor) -> Rollout:
+    def sample(
+        self, prompts: Sequence[list[int]], *, group: int, decoding: Decoding, uniforms: Tensor
+    ) -> Rollout:
         """As `experiments.tasks.rollout.sample`, with the version of each token."""
         ...
 
@@ -63,7 +65,9 @@ class TorchEngine:
     def words(self) -> Words:
         return self.model
 
-    def sample(self, prompts: Sequence[list[int]], *, group: int, longest: int, uniforms: Tensor) -> Rollout:
+    def sample(
+        self, prompts: Sequence[list[int]], *, group: int, decoding: Decoding, uniforms: Tensor
+    ) -> Rollout:
         config, version = self._config, self._take()
 
         def before_token() -> Weights:
@@ -77,7 +81,7 @@ class TorchEngine:
             self.model,
             prompts,
             group=group,
-            longest=longest,
+            decoding=decoding,
             uniforms=uniforms,
             device=torch.device("cpu"),
             before_token=before_token,

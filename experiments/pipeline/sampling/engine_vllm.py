@@ -23,7 +23,7 @@ from experiments.models.huggingface import HuggingFaceWords
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
 from experiments.pipeline.sampling.engine import Newer
-from experiments.tasks.rollout import Rollout, Words, text_of
+from experiments.tasks.rollout import Decoding, Rollout, Words, text_of
 from loco.integrations.engines.vllm_source import URL_VARIABLE
 
 _PAUSE = 0.05  # seconds, while nothing but a new version is waited for
@@ -50,17 +50,19 @@ class VllmEngine:
     def words(self) -> Words:
         return self._words
 
-    def sample(self, prompts: Sequence[list[int]], *, group: int, longest: int, uniforms: Tensor) -> Rollout:
+    def sample(
+        self, prompts: Sequence[list[int]], *, group: int, decoding: Decoding, uniforms: Tensor
+    ) -> Rollout:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         core, count = self._llm.llm_engine, len(prompts) * group
         for place in range(count):
             chosen = SamplingParams(
-                temperature=1.0,
-                max_tokens=longest,
+                temperature=decoding.temperature,
+                max_tokens=decoding.longest,
                 seed=int(uniforms[place, 0] * 2**31),
-                stop_token_ids=[self._words.end],
+                stop_token_ids=list(decoding.stops),
                 logprobs=0,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
@@ -81,7 +83,7 @@ class VllmEngine:
                     logp[place].append(likely[token].logprob)
                     versions[place].append(self._version)
         return Rollout(
-            texts=[text_of(self._words, answer) for answer in tokens],
+            texts=[text_of(self._words, answer, decoding) for answer in tokens],
             tokens=[torch.tensor([*prompts[k // group], *answer]) for k, answer in enumerate(tokens)],
             logp=[torch.tensor(values) for values in logp],
             versions=[torch.tensor(values) for values in versions],
@@ -156,6 +158,7 @@ def _load(config: PipelineConfig) -> Any:
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "async_scheduling": False,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "weight_transfer_config": WeightTransferConfig(backend="loco"),
     }
     try:

@@ -11,6 +11,7 @@ from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
 from experiments.pipeline.samples import Lease, Parcel, groups_of
 from experiments.pipeline.sampling.engine import POLL, Engine, Newer, TorchEngine
+from experiments.pipeline.sampling.judging import Judges
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
 
@@ -26,6 +27,7 @@ class Worker:
         self._controller = cluster.controller()
         self._task = Verified(config, Seat(0, 1, torch.device("cpu")))
         self._diary = Diary(self._name, self._controller)
+        self._judge = Judges(config, self._diary) if config.task == "prompts" else None
 
     def run(self) -> None:
         """Answer prompts until there are no more."""
@@ -51,18 +53,18 @@ class Worker:
     @torch.no_grad()
     def _answer(self, lease: Lease) -> list[Parcel]:
         config, engine, chosen, uniforms = self._config, self._engine, [], []
-        group, longest = config.grpo.group, self._task.longest(engine.words)
+        group, decoding = config.grpo.group, self._task.decoding(engine.words)
         for ticket in lease.tickets:
             chance = np.random.default_rng([_TICKETS, config.seed, ticket])
-            chosen += self._task.pick(chance, 1)
-            uniforms.append(chance.random((group, longest)))
+            chosen.append(self._task.of_ticket(ticket))
+            uniforms.append(chance.random((group, decoding.longest)))
         rollout = engine.sample(
             self._task.prompts(engine.words, chosen),
             group=group,
-            longest=longest,
+            decoding=decoding,
             uniforms=torch.from_numpy(np.concatenate(uniforms)),
         )
-        rewards = self._task.rewards(chosen, rollout.texts)
+        rewards = self._task.rewards(chosen, rollout, decoding, self._judge)
         groups = groups_of(rollout, rewards, group)
         judged = rewards.view(-1, group).mean(dim=1).tolist()
         return [

@@ -14,7 +14,7 @@ END = ord("\n")
 class Scripted:
     """`logits_of(text so far)` are the next token's. It keeps all tokens as its past."""
 
-    end = END
+    end, context = END, 1 << 20
 
     def __init__(self, logits_of: Callable[[tuple[int, ...]], Tensor]) -> None:
         self._logits_of = cache(logits_of)

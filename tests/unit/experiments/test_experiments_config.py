@@ -86,7 +86,7 @@ def test_every_file_in_configs_loads_by_its_short_name(file: Path) -> None:
         (["path=folder"], "model=hf and path=<folder of the model> belong together"),
         (
             ["model=hf", "path=a", "task=text"],
-            "the text task reads bytes: model=hf needs task=arithmetic or task=gym",
+            "the text task reads bytes: model=hf needs task=prompts, task=gym or task=arithmetic",
         ),
     ],
 )

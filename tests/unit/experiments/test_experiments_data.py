@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments.errors import ExperimentError
-from experiments.settings.config import TextConfig
+from experiments.settings.tasks import TextConfig
 from experiments.tasks.corpus import batch, evaluation_batches, load_corpus
 
 TEXT = torch.arange(4000, dtype=torch.int32).remainder(251).to(torch.uint8)

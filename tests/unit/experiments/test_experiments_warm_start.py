@@ -9,13 +9,8 @@ import torch
 from experiments.errors import ExperimentError
 from experiments.models import warm_start as module
 from experiments.models.warm_start import train, warm_start
-from experiments.settings.config import (
-    ArithmeticConfig,
-    TextConfig,
-    TrainConfig,
-    TransformerConfig,
-    WarmStartConfig,
-)
+from experiments.settings.config import TrainConfig, TransformerConfig, WarmStartConfig
+from experiments.settings.tasks import ArithmeticConfig, TextConfig
 from experiments.tasks.registry import task_of
 from experiments.tasks.task import Seat
 

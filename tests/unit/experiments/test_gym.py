@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from experiments.errors import ExperimentError
-from experiments.settings.config import GymConfig
+from experiments.settings.tasks import GymConfig
 from experiments.tasks.gym import gym_problems
 
 pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning_gym")

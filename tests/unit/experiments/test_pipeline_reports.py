@@ -24,7 +24,7 @@ from experiments.settings.merging import load
         (["workers=0"], "workers must be at least 1, got 0"),
         (["max_staleness=-1"], "max_staleness must be at least 0, got -1"),
         (["correction=apio"], "unknown correction 'apio'; did you mean 'aipo'?"),
-        (["task=text"], "task=text has no verifier, which a pipeline needs: use arithmetic or gym"),
+        (["task=text"], "task=text has no verifier, which a pipeline needs: use prompts, gym or arithmetic"),
         (["method=ddp"], "sites train by method=pulseloco or diloco, got method=ddp"),
         (["ranks_per_site=2"], "sites of several ranks stay the same"),
         (["ratio_limit=0.5"], "ratio_limit must be at least 1, got 0.5"),
@@ -152,14 +152,14 @@ def test_the_table_of_a_comparison() -> None:
     assert rows[0] == list(COLUMNS)
     assert rows[2] == [
         "a",
-        "50.0 ± 0.0",
+        "0.500 ± 0.000",
         f"{seconds} ± 0.000",
         "0.67 ± 0.00",
         "25.0% ± 0.0",
         "30% ± 0",
         "3.00 ± 0.00",
     ]
-    assert rows[3] == ["b", "25.0", seconds, "0.67", "25.0%", "30%", "3.00"]
+    assert rows[3] == ["b", "0.250", seconds, "0.67", "25.0%", "30%", "3.00"]
 
 
 def test_the_report_of_a_run_has_its_flows_and_what_went_wrong(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from experiments.pipeline.config import CORRECTIONS
 from experiments.pipeline.learning.losses import losses_of
 from experiments.pipeline.samples import Group, groups_of
 from experiments.settings.config import TransformerConfig
-from experiments.tasks.rollout import Rollout, Weights, sample
+from experiments.tasks.rollout import Decoding, Rollout, Weights, sample
 
 LIMITS: dict[str, float] = {"ratio_limit": 4.0, "clip_low": 0.2, "clip_high": 0.28}
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8]]
@@ -44,7 +44,13 @@ def sampled(model: ByteTransformer, before_token: Callable[[], Weights] | None =
     uniforms = torch.rand(len(PROMPTS) * 2, 6, generator=torch.Generator().manual_seed(1))
     cpu = torch.device("cpu")
     return sample(
-        model, PROMPTS, group=2, longest=6, uniforms=uniforms, device=cpu, before_token=before_token
+        model,
+        PROMPTS,
+        group=2,
+        decoding=Decoding(longest=6, stops=(10,)),
+        uniforms=uniforms,
+        device=cpu,
+        before_token=before_token,
     )
 
 

@@ -5,13 +5,15 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from languages import Scripted, chance, parrot
+from languages import END, Scripted, chance, parrot
 from selection import LANGUAGES
 
 from experiments.models.model import ByteTransformer
-from experiments.settings.config import TransformerConfig
-from experiments.tasks.problems import Problem, is_right
-from experiments.tasks.rollout import Rollout, pad, sample
+from experiments.settings.config import TrainConfig, TransformerConfig
+from experiments.tasks.problems import Problem
+from experiments.tasks.rollout import Decoding, Rollout, pad, sample
+from experiments.tasks.task import Seat
+from experiments.tasks.verified import Verified
 
 CPU = torch.device("cpu")
 
@@ -19,7 +21,11 @@ CPU = torch.device("cpu")
 def draw(
     model: Scripted | ByteTransformer, prompts: list[list[int]], uniforms: torch.Tensor, *, group: int = 1
 ) -> Rollout:
-    return sample(model, prompts, group=group, longest=uniforms.shape[1], uniforms=uniforms, device=CPU)
+    return sample(model, prompts, group=group, decoding=decoding(uniforms), uniforms=uniforms, device=CPU)
+
+
+def decoding(uniforms: torch.Tensor) -> Decoding:
+    return Decoding(longest=uniforms.shape[1], stops=(END,))
 
 
 def answers(rollout: Rollout) -> list[list[int]]:
@@ -135,8 +141,10 @@ def test_an_answer_ends_with_its_first_end() -> None:
 )
 def test_only_the_answer_and_then_the_end_is_right(says: str, longest: int, right: bool) -> None:
     problem = Problem(" 9+4=", "13", "3")
-    (text,) = draw(parrot(says), [[*problem.prompt.encode()]], some_uniforms(1, longest)).texts
-    assert is_right(problem, text) == right
+    uniforms = some_uniforms(1, longest)
+    rollout = draw(parrot(says), [[*problem.prompt.encode()]], uniforms)
+    task = Verified(TrainConfig(), Seat(0, 1, CPU))
+    assert task.rewards([problem], rollout, decoding(uniforms)).tolist() == [float(right)]
 
 
 def test_padding_puts_zeros_behind_the_shorter_rows() -> None:

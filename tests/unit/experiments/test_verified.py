@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.models import warm_start
-from experiments.settings.config import ArithmeticConfig, TrainConfig, TransformerConfig, WarmStartConfig
+from experiments.settings.config import TrainConfig, TransformerConfig, WarmStartConfig
+from experiments.settings.tasks import ArithmeticConfig
 from experiments.tasks import verified
 from experiments.tasks.problems import Problem, arithmetic, is_right
-from experiments.tasks.rollout import Rollout, sample
+from experiments.tasks.rollout import Decoding, Rollout, sample
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
 
@@ -163,7 +164,12 @@ def test_sampled_is_the_probability_of_the_right_answer_and_how_often_a_sample_i
         exact += probability
         uniforms = torch.from_numpy(np.random.default_rng(len(problem.prompt) + often).random((tries, 4)))
         rollout = sample(
-            lm, [[*problem.prompt.encode()]], group=tries, longest=4, uniforms=uniforms, device=CPU
+            lm,
+            [[*problem.prompt.encode()]],
+            group=tries,
+            decoding=Decoding(longest=4, stops=(END,)),
+            uniforms=uniforms,
+            device=CPU,
         )
         often += sum(is_right(problem, answer) for answer in rollout.texts)
     total, size = it.scores(cast(nn.Module, lm))["sampled"].tolist()

@@ -1,0 +1,154 @@
+"""Prompts from a file of the user's, judged by a function of the user's.
+
+    task=prompts prompts.file=train.jsonl prompts.reward=rewards.py:exact model=hf path=models/mine
+
+A row of the file has the prompt, a text or a list of messages ({"role": …, "content": …}, which go through
+the tokenizer's chat template), and whatever else the function reads. The function is called as
+`function(prompt, completion, row)`, with the prompt as it is in the row, and returns a number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.errors import ExperimentError
+from experiments.settings.checks import nearest
+from experiments.settings.tasks import PromptsConfig
+from experiments.tasks.problems import Problem, Problems
+
+Row = dict[str, Any]
+
+
+class Chat(Protocol):
+    def chat(self, messages: list[dict[str, Any]]) -> str: ...
+
+
+def prompts_of(config: PromptsConfig, words: Chat) -> Problems:
+    """The same whatever the run's seed.
+
+    Raises:
+        ExperimentError: the file or the function can't be read, or a row has no prompt.
+    """
+    assert config.file is not None
+    assert config.reward is not None
+    judge = Reward(config.reward, config.column)
+    train = _problems(config.file, config.column, words)
+    if config.held_out_file is not None:
+        held_out = _problems(config.held_out_file, config.column, words)
+    else:
+        if config.held_out >= len(train):
+            raise ExperimentError(
+                f"{config.file} has {len(train)} rows, and {config.held_out} are to be held out: set "
+                "prompts.held_out lower, or prompts.held_out_file"
+            )
+        random.Random(0).shuffle(train)
+        train, held_out = train[config.held_out :], train[: config.held_out]
+
+    def reward(problem: Problem, text: str) -> float:
+        try:
+            return judge(problem.row, text)
+        except Exception as error:  # whatever the user's function raises
+            raise ExperimentError(f"{config.reward} failed: {type(error).__name__}: {error}") from error
+
+    return Problems(train, held_out, reward, answers_known=False)
+
+
+class Reward:
+    """A function of the user's, by its name."""
+
+    def __init__(self, name: str, column: str) -> None:
+        self._function, self._column = _function(name), column
+
+    def __call__(self, row: Row, text: str) -> float:
+        reward = float(self._function(row[self._column], text, row))
+        if not math.isfinite(reward):
+            raise ValueError(f"the reward is {reward}")
+        return reward
+
+
+@cache  # a file is not run again
+def _function(name: str) -> Callable[[Any, str, Row], Any]:
+    source, _, attribute = name.rpartition(":")
+    try:
+        if source.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    except FileNotFoundError as error:
+        raise ExperimentError(f"prompts.reward: there is no file {source}") from error
+    except Exception as error:  # whatever the user's file raises
+        raise ExperimentError(
+            f"prompts.reward: {source} can't be imported: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ExperimentError(
+            f"prompts.reward: {source} has no function '{attribute}'{nearest(attribute, known)}"
+        )
+    return function
+
+
+def _problems(file: str, column: str, words: Chat) -> list[Problem]:
+    found = [Problem(_prompt(row, column, where, words), row=row) for where, row in _rows(Path(file))]
+    if not found:
+        raise ExperimentError(f"{file} has no rows")
+    return found
+
+
+def _prompt(row: Row, column: str, where: str, words: Chat) -> str:
+    if column not in row:
+        raise ExperimentError(f"{where} has no column '{column}'{nearest(column, row)}: set prompts.column")
+    value = row[column]
+    if isinstance(value, str):
+        return value
+    messages = isinstance(value, list) and value
+    if not messages or not all(isinstance(one, dict) and "role" in one for one in value):
+        raise ExperimentError(f"{where}: {column} must be a text or a list of messages, each with a role")
+    return words.chat(value)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Each with where it is, for messages."""
+    if not path.is_file():
+        raise ExperimentError(f"there is no file {path}")
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ExperimentError(f"{where} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ExperimentError(f"{where} is not an object with columns")
+            yield where, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ExperimentError(f"{path} needs pyarrow ({error}): pip install pyarrow, or use JSONL") from error
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise ExperimentError(f"{path} is not Parquet: {str(error).splitlines()[0]}") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", row
