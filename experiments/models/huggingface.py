@@ -30,10 +30,9 @@ class Past:
     bearable to sample from only if its weights are rounded once per answer, not once per token.
     """
 
-    def __init__(self, cache: Any, weights: dict[str, Tensor], sequences: int) -> None:
+    def __init__(self, cache: Any, weights: dict[str, Tensor]) -> None:
         self.cache = cache
         self.weights = weights
-        self.sequences = sequences
 
     def take(self) -> Any:
         """The keys and values, once: whoever takes them changes them in place."""
@@ -131,21 +130,20 @@ class HuggingFaceModel(nn.Module):
         weights = self._rounded() if past is None else past.weights
         cache = None if past is None else past.take()
         output = self._run(tokens, weights, use_cache=True, past_key_values=cache, **self._only_last)
-        kept = Past(output.get("past_key_values"), weights, len(tokens))
+        kept = Past(output.get("past_key_values"), weights)
         return output.logits[:, -1].float(), kept
 
     @torch.no_grad()
-    def repeat(self, past: Past, times: int) -> Past:
-        """`past` with each of its sequences `times` times in place; `past` is used up."""
+    def select(self, past: Past, rows: Tensor) -> Past:
+        """These sequences of the batch, each as often as it is named; `past` is used up."""
         cache = past.take()
-        # batch_repeat_interleave would say it in one word, but layers of linear attention lack it.
-        cache.reorder_cache(torch.arange(past.sequences).repeat_interleave(times))
-        return Past(cache, past.weights, past.sequences * times)
+        cache.reorder_cache(rows)
+        return Past(cache, past.weights)
 
     @torch.no_grad()
     def renewed(self, past: Past) -> Past:
         """`past` with the weights as they are now; `past` is used up."""
-        return Past(past.take(), self._rounded(), past.sequences)
+        return Past(past.take(), self._rounded())
 
     @property
     def checkpoint(self) -> nn.Module:

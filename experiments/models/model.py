@@ -115,9 +115,9 @@ class ByteTransformer(nn.Module):
         logits, past = self._run(tokens, past)
         return logits[:, -1].float(), past
 
-    def repeat(self, past: Past, times: int) -> Past:
-        """Every sequence `times` times, side by side."""
-        return [(k.repeat_interleave(times, dim=0), v.repeat_interleave(times, dim=0)) for k, v in past]
+    def select(self, past: Past, rows: Tensor) -> Past:
+        """These sequences of the batch, each as often as it is named."""
+        return [(k[rows], v[rows]) for k, v in past]
 
     def renewed(self, past: Past) -> Past:
         return past  # every call reads the weights

@@ -29,8 +29,8 @@ class Scripted:
         tokens = tokens if past is None else torch.cat([past, tokens], dim=1)
         return torch.stack([self._logits_of(tuple(row)) for row in tokens.tolist()]), tokens
 
-    def repeat(self, past: Tensor, times: int) -> Tensor:
-        return past.repeat_interleave(times, dim=0)
+    def select(self, past: Tensor, rows: Tensor) -> Tensor:
+        return past[rows]
 
     def renewed(self, past: Tensor) -> Tensor:
         return past

@@ -89,14 +89,15 @@ def test_tokens_one_at_a_time_get_the_logits_of_a_whole_forward_pass(at_once: in
         assert (whole[:, 1:] - whole[:, :-1]).abs().max() > 0.1  # another place's would not do
 
 
-def test_a_past_is_repeated_side_by_side_and_each_copy_goes_its_own_way() -> None:
+def test_sequences_of_a_past_are_selected_and_each_copy_goes_its_own_way() -> None:
     model = on_the_grid()
-    following = torch.arange(6)[:, None] + 40  # another one behind each copy
+    rows = torch.tensor([0, 0, 2, 2, 2])
+    following = torch.arange(5)[:, None] + 40  # another one behind each copy
     with torch.no_grad():
         _, past = model.extend(TOKENS[:, :4], None)
-        logits, _ = model.extend(following, model.repeat(past, 2))
-        rows = torch.cat([TOKENS[[0, 0, 1, 1, 2, 2], :4], following], dim=1)
-        torch.testing.assert_close(logits, model(rows)[:, -1], **ROUNDING)
+        logits, _ = model.extend(following, model.select(past, rows))
+        whole = torch.cat([TOKENS[rows, :4], following], dim=1)
+        torch.testing.assert_close(logits, model(whole)[:, -1], **ROUNDING)
 
 
 def test_several_tokens_behind_a_past_are_refused() -> None:

@@ -199,9 +199,9 @@ def test_what_stands_on_the_right_changes_nothing_before_it(model: HuggingFaceMo
         assert torch.equal(model(padded)[:, :8], model(TOKENS)[:, :8])
 
 
-def test_a_repeated_past_equals_a_repeated_batch(model: HuggingFaceModel) -> None:
+def test_a_past_of_selected_sequences_equals_their_batch(model: HuggingFaceModel) -> None:
     _, past = model.extend(TOKENS[:, :6], None)
-    past = model.repeat(past, 3)
+    past = model.select(past, torch.arange(2).repeat_interleave(3))
     batch = TOKENS.repeat_interleave(3, 0)  # [6, 12]
     batch[:, 6:] = torch.randint(END, (6, 6))  # the six go different ways
     with torch.no_grad():
@@ -209,12 +209,17 @@ def test_a_repeated_past_equals_a_repeated_batch(model: HuggingFaceModel) -> Non
     for time in range(6, 12):
         logits, past = model.extend(batch[:, time : time + 1], past)
         assert close(logits, whole[:, time]), time
-    past = model.repeat(past, 2)  # and again, mid-answer
-    logits, _ = model.extend(torch.zeros(12, 1, dtype=torch.long), past)
+    past = model.select(past, torch.arange(6).repeat_interleave(2))  # and again, mid-answer
+    zero = torch.zeros(12, 1, dtype=torch.long)
+    logits, past = model.extend(zero, past)
     assert torch.equal(logits[::2], logits[1::2])
+    past = model.select(past, torch.tensor([1, 6, 11]))  # the others have ended
+    with torch.no_grad():
+        fewer = model(torch.cat([batch[[0, 3, 5]], zero[:3], zero[:3]], dim=1))
+    assert close(model.extend(zero[:3], past)[0], fewer[:, -1])
 
 
-def test_a_linear_attention_past_can_be_repeated(hub: Any, tmp_path: Path) -> None:
+def test_sequences_of_a_linear_attention_past_can_be_selected(hub: Any, tmp_path: Path) -> None:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     hybrid = Qwen3NextForCausalLM(
@@ -237,7 +242,7 @@ def test_a_linear_attention_past_can_be_repeated(hub: Any, tmp_path: Path) -> No
     )
     hybrid.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    test_a_repeated_past_equals_a_repeated_batch(HuggingFaceModel(tmp_path))
+    test_a_past_of_selected_sequences_equals_their_batch(HuggingFaceModel(tmp_path))
 
 
 def test_an_answer_keeps_the_weights_it_began_with(model: HuggingFaceModel) -> None:
@@ -261,7 +266,7 @@ def test_a_past_that_is_renewed_goes_on_with_the_weights_of_today(model: Hugging
         before = model.extend(TOKENS[:, -1:], same)[0]
     renewed = model.renewed(past)
     with pytest.raises(ValueError, match="used up"):
-        model.repeat(past, 2)
+        model.select(past, torch.tensor([0, 0]))
     assert not close(model.extend(TOKENS[:, -1:], renewed)[0], before)
     _, past = model.extend(TOKENS[:, :-1], None)
     assert torch.equal(
@@ -273,7 +278,10 @@ def test_a_past_that_is_renewed_goes_on_with_the_weights_of_today(model: Hugging
 @pytest.mark.parametrize("source", [llama], indirect=True)
 def test_a_past_serves_once(model: HuggingFaceModel) -> None:
     """Its keys and values change in place: going on from it twice would read the first answer's tokens."""
-    for use in (lambda past: model.extend(TOKENS[:, :1], past), lambda past: model.repeat(past, 2)):
+    for use in (
+        lambda past: model.extend(TOKENS[:, :1], past),
+        lambda past: model.select(past, torch.tensor([0, 0])),
+    ):
         _, past = model.extend(TOKENS, None)
         use(past)
         with pytest.raises(ValueError, match="this past is used up"):
