@@ -37,7 +37,6 @@ class PipelineConfig(RunConfig):
     correction: str = "aipo"  # for samples from older weights
     ratio_limit: float = 4.0  # AIPO's ρ
 
-    evaluate_last: bool = False  # evaluate copies of the weights after the last round, for timed runs
     weights: str | None = None  # URL under which versions are published; None: the run's folder
     patches: bool = True  # publish what changed; False: all weights, as a baseline
     address: str | None = None  # of a Ray cluster; None: start one on this machine

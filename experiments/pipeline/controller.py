@@ -1,9 +1,13 @@
 """The controller decides how many prompts may be leased, which samples a trainer gets, and which are too old.
 
 With max_staleness = η, the prompts that are leased or answered but not yet used never exceed what the
-trainers need for this round and the next η. So a sample is begun at most η versions before it is used:
-workers that run ahead wait, and so do trainers that run ahead. A sample that is too old all the same, because
-its worker was slow, is dropped and its prompt is asked again. With η = 0 training and sampling take turns.
+trainers need for this round and the next η. So workers that are ahead wait, and so do trainers that are.
+A sample is to be used η versions after it was begun at the latest: in each round, room is kept for samples of
+that age that are still under way, and trainers wait for them rather than leave out what takes long. A sample
+that is too old all the same, because a part was lost, is dropped and its prompt is asked again.
+
+With η = 0 training and sampling take turns, and each trainer gets the samples of its own tickets: what is
+learned depends on nothing but the seed, as far as sampling does.
 
 All state is in memory. If the controller is lost, its samples are lost too; its successor learns from the
 trainers how far the run is.
@@ -14,7 +18,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.pipeline.config import PipelineConfig
@@ -22,6 +29,15 @@ from experiments.pipeline.diary import Notes
 from experiments.pipeline.samples import Lease, Parcel
 
 _UNPUBLISHED = 10.0  # seconds that a trainer waits for another site to publish the current version
+
+
+@dataclass
+class _Holder:
+    """A worker's process, and what it has been given."""
+
+    life: str
+    tickets: dict[int, int | None] = field(default_factory=dict)  # and by which version they were begun
+    evaluates: int | None = None  # a version
 
 
 class Controller:
@@ -33,48 +49,92 @@ class Controller:
         self._version = self._published = 0  # of the trainers, and the newest in the store; 0: none yet
         self._taken = self._taken_before = 0  # groups given to trainers: so far, and before this version
         self._tickets = 0  # handed out so far
-        self._again: list[int] = []  # tickets of lost workers, to be handed out again
-        self._out: dict[str, Lease] = {}  # current lease of each worker
-        self._ready: list[tuple[int, int, Parcel]] = []  # a heap, by ticket and lease
-        self._turns: dict[str, object] = {}  # the latest `take` of each trainer
+        self._again: deque[int] = deque()  # tickets to be handed out again
+        self._out: dict[str, _Holder] = {}  # by worker
+        self._ready: list[tuple[int, Parcel]] = []  # a heap, by ticket
+        self._turns: dict[int, object] = {}  # the latest `take` of each trainer
+        self._takes: dict[int, tuple[int, int]] = {}  # of each trainer: how many in which version
+        self._to_evaluate: deque[int] = deque()  # versions
+        self._evaluated = 0  # the newest version that was put there
         self._notes = Notes()
         self._ended = False
 
     # ---- workers ----
 
-    async def lease(self, worker: str) -> Lease | None:
-        """Prompts for a worker, as soon as more may be leased; None when the run has ended."""
+    async def lease(self, worker: str, life: str, count: int) -> Lease | None:
+        """At most so many prompts for a worker, as soon as more may be leased, or a version to be scored.
+        None: the run has ended.
+
+        Args:
+            life: of the worker's process; with another one it has lost all that it was given.
+        """
         async with self._changed:
-            if worker in self._out:  # it was restarted and has lost its lease
-                lost = self._out.pop(worker)
-                self._again += lost.tickets
-                self._notes.counts["prompts of lost workers"] += len(lost.tickets)
-                self._notes.said.append(f"{worker} was lost with {len(lost.tickets)} prompts, and is back")
-            await self._changed.wait_for(lambda: self._ended or self._room() > 0)
+            holder = self._holder(worker, life)
+
+            def may_go_on() -> bool:
+                return self._ended or bool(self._to_evaluate) or self._room() > 0
+
+            await self._changed.wait_for(lambda: may_go_on() or self._out[worker] is not holder)
+            if self._out[worker] is not holder:
+                return None  # nobody hears it
+            if self._to_evaluate:
+                holder.evaluates = self._to_evaluate.popleft()
+                return Lease(evaluate=holder.evaluates)
             if self._ended:
                 return None
-            count = min(self._config.lease, self._room())
+            count = min(count, self._room())
             ahead = self._taken - self._taken_before + self._waiting() + count - 1
             used = self._version + ahead // self._config.quota  # version that will use the last of them
-            tickets, self._again = self._again[:count], self._again[count:]
+            tickets = [self._again.popleft() for _ in range(min(count, len(self._again)))]
             fresh = count - len(tickets)
             tickets += range(self._tickets, self._tickets + fresh)
             self._tickets += fresh
-            lease = Lease(time.time_ns(), tickets, max(1, used - self._config.max_staleness))
-            self._out[worker] = lease
-            return lease
+            holder.tickets |= dict.fromkeys(tickets)
+            return Lease(tickets=tickets, version=max(1, used - self._config.max_staleness))
 
-    async def give(self, worker: str, lease: Lease, parcels: list[Parcel]) -> None:
+    def _holder(self, worker: str, life: str) -> _Holder:
+        found = self._out.get(worker)
+        if found is not None and found.life == life:
+            return found
+        if found is not None:  # its process was lost
+            self._again += sorted(found.tickets)
+            if found.evaluates is not None:
+                self._to_evaluate.appendleft(found.evaluates)
+            self._notes.counts["prompts of lost workers"] += len(found.tickets)
+            self._notes.said.append(f"{worker} was lost with {len(found.tickets)} prompts, and is back")
+            self._changed.notify_all()
+        holder = self._out[worker] = _Holder(life)
+        return holder
+
+    def _of(self, worker: str, life: str) -> _Holder:
+        """An empty one, if its tickets count as lost and have been handed out again."""
+        holder = self._out.get(worker)
+        return holder if holder is not None and holder.life == life else _Holder(life)
+
+    async def began(self, worker: str, life: str, tickets: Sequence[int], version: int) -> None:
+        """The worker has begun to answer these."""
+        holder = self._of(worker, life)
+        for ticket in tickets:
+            if ticket in holder.tickets:
+                holder.tickets[ticket] = version
+
+    async def give(self, worker: str, life: str, parcels: list[Parcel]) -> None:
         async with self._changed:
-            if self._out.get(worker) != lease:
-                return  # the lease counts as lost and has been handed out again
-            del self._out[worker]
+            holder = self._of(worker, life)
             for one in parcels:
-                heapq.heappush(self._ready, (one.ticket, lease.number, one))
+                if one.ticket not in holder.tickets:
+                    continue
+                del holder.tickets[one.ticket]
+                heapq.heappush(self._ready, (one.ticket, one))
                 self._notes.counts["groups"] += 1
                 self._notes.counts["tokens"] += one.tokens
                 self._notes.counts["sample bytes"] += len(one.group)
                 self._notes.counts["reward of groups, in thousandths"] += round(1000 * one.reward)
+            self._changed.notify_all()
+
+    async def scored(self, worker: str, life: str) -> None:
+        async with self._changed:
+            self._of(worker, life).evaluates = None
             self._changed.notify_all()
 
     def _room(self) -> int:
@@ -85,18 +145,19 @@ class Controller:
 
     def _waiting(self) -> int:
         """Prompts that are leased, and groups that no trainer has taken yet."""
-        return len(self._ready) + sum(len(lease.tickets) for lease in self._out.values())
+        return len(self._ready) + sum(len(holder.tickets) for holder in self._out.values())
 
     # ---- trainers ----
 
-    async def take(self, trainer: str, version: int, count: int) -> list[bytes] | None:
+    async def take(self, trainer: int, version: int, count: int) -> list[bytes] | None:
         """`count` groups for a trainer whose round began with this version. None: the version is still not
         published after a while, and without it no more samples may be begun."""
-        batch: list[tuple[int, int, Parcel]] = []
+        batch: list[tuple[int, Parcel]] = []
         until = time.monotonic() + _UNPUBLISHED
         async with self._changed:
             self._learn(version)
             turn = self._turns[trainer] = object()
+            own = self._own_tickets(trainer, version, count)
             while len(batch) < count:
                 lost = self._turns[trainer] is not turn  # the trainer was restarted and has asked again
                 if lost or (not self._ready and version > self._published and time.monotonic() >= until):
@@ -105,20 +166,66 @@ class Controller:
                     self._taken -= len(batch)
                     self._changed.notify_all()
                     return None
-                if not self._ready:
+                found = self._next(version, own)
+                if found is None:
                     await self._some_time()
-                    continue
-                found = heapq.heappop(self._ready)
-                parcel = found[-1]
-                if version - parcel.oldest > self._config.max_staleness:
-                    self._notes.counts["groups dropped, too old"] += 1
-                    self._notes.counts["tokens dropped, too old"] += parcel.tokens
-                    self._changed.notify_all()
                     continue
                 self._taken += 1
                 batch.append(found)
+            before, takes = self._takes.get(trainer, (version, 0))
+            self._takes[trainer] = version, 1 + (takes if before == version else 0)
             self._changed.notify_all()
-        return [parcel.group for *_, parcel in batch]
+        return [parcel.group for _, parcel in batch]
+
+    def _next(self, version: int, own: set[int]) -> tuple[int, Parcel] | None:
+        """What a trainer may have now."""
+        self._drop_old(version)
+        if own:
+            mine = [one for one in self._ready if one[0] in own]
+            if mine:
+                self._ready.remove(mine[0])
+                heapq.heapify(self._ready)
+                own.discard(mine[0][0])
+            return mine[0] if mine else None
+        if not self._ready:
+            return None
+        oldest_allowed = version - self._config.max_staleness
+        to_wait_for = [
+            begun
+            for holder in self._out.values()
+            for begun in holder.tickets.values()
+            if begun is not None and begun <= oldest_allowed
+        ]
+        left = self._taken_before + self._config.quota - self._taken  # of this round
+        if left <= len(to_wait_for) and min(one.oldest for _, one in self._ready) > oldest_allowed:
+            return None
+        return heapq.heappop(self._ready)
+
+    def _own_tickets(self, trainer: int, version: int, count: int) -> set[int]:
+        """Without staleness, those of this trainer's step; none if some are gone because a part was lost."""
+        if self._config.max_staleness:
+            return set()
+        before, takes = self._takes.get(trainer, (version, 0))
+        takes = takes if before == version else 0
+        first = (version - 1) * self._config.quota + (takes * self._config.trainers + trainer) * count
+        own = set(range(first, first + count))
+        there = {ticket for ticket, _ in self._ready} | set(self._again)
+        there = there.union(*(holder.tickets for holder in self._out.values()))
+        return own if all(ticket in there or ticket >= self._tickets for ticket in own) else set()
+
+    def _drop_old(self, version: int) -> None:
+        too_old = [one for _, one in self._ready if version - one.oldest > self._config.max_staleness]
+        if not too_old:
+            return
+        self._ready = [(ticket, one) for ticket, one in self._ready if one not in too_old]
+        heapq.heapify(self._ready)
+        for one in too_old:
+            self._notes.counts["groups dropped, too old"] += 1
+            self._notes.counts["tokens dropped, too old"] += one.tokens
+        # Without staleness each round has tickets of its own.
+        first = 0 if self._config.max_staleness else (version - 1) * self._config.quota
+        self._again += [one.ticket for one in too_old if one.ticket >= first]
+        self._changed.notify_all()
 
     async def _some_time(self) -> None:
         """Wait for a change, but wake up now and then to check the time limit."""
@@ -127,6 +234,10 @@ class Controller:
 
     async def published(self, version: int) -> None:
         async with self._changed:
+            for one in range(self._published + 1, version + 1):
+                if (one - 1) * self._config.sync_every % self._config.eval_every == 0:
+                    self._evaluated = one
+                    self._to_evaluate.append(one)
             self._published = max(self._published, version)
             self._learn(version)
             self._changed.notify_all()
@@ -165,8 +276,15 @@ class Controller:
             "notes": notes,
         }
 
-    async def end(self) -> None:
-        """No more prompts."""
+    async def finish(self) -> None:
+        """Training is done: score the last version, and hand out no more prompts."""
         async with self._changed:
+            if self._evaluated < self._published:
+                self._evaluated = self._published
+                self._to_evaluate.append(self._published)
+            self._changed.notify_all()
+            await self._changed.wait_for(
+                lambda: not self._to_evaluate and all(one.evaluates is None for one in self._out.values())
+            )
             self._ended = True
             self._changed.notify_all()

@@ -14,7 +14,7 @@ from experiments.reporting import machine
 def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[str, Any]:
     """
     begun, ended: when the first version was in the store, and when the last round was done.
-    seconds: between the two, without evaluations.
+    seconds: between the two.
     shares: of the time between the two, by part and by what it did.
     """
     begun = min(event["to"] for event in notes.events if event["what"] == "writing")
@@ -23,7 +23,6 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
     for event in notes.events:
         seconds = min(event["to"], ended) - max(event["from"], begun)
         spent[event["part"]][event["what"]] += max(0.0, seconds)
-    evaluating = sum(by.get("evaluating", 0.0) for by in spent.values())
     evaluations = [event for event in notes.events if event["what"] == "evaluating"]
     metric = next(iter(evaluations[0]["scores"]))
     counts = Counter(notes.counts)
@@ -32,8 +31,8 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
     return {
         "config": dataclasses.asdict(config),
         "machine": machine.describe(),
-        "seconds": ended - begun - evaluating,
-        "seconds_per_step": (ended - begun - evaluating) / config.steps,
+        "seconds": ended - begun,
+        "seconds_per_step": (ended - begun) / config.steps,
         "begun": begun,
         "ended": ended,
         "metric": metric,  # the score that decides

@@ -97,8 +97,11 @@ def _run(
         ended, _ = ray.wait(sampling, num_returns=len(sampling), timeout=0)
         answer_of(ended)
         look()
-    answer_of(controller.end.remote())
-    answer_of(sampling)
+    finishing = controller.finish.remote()
+    while not ray.wait([finishing], timeout=_EVERY)[0]:
+        ended, _ = ray.wait(sampling, num_returns=len(sampling), timeout=0)
+        answer_of(ended)
+    answer_of([finishing, *sampling])
     look()
     return figures(config, answer_of(training), notes)
 

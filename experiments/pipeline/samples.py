@@ -94,13 +94,17 @@ def _joined(parts: Sequence[Tensor]) -> np.ndarray:
     return torch.cat(list(parts)).numpy()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lease:
-    """Prompts that a worker is to answer. Each ticket is a seed that decides the prompt and the sampling."""
+    """Prompts that a worker is to answer. Each ticket is a seed that decides the prompt and the sampling.
 
-    number: int
-    tickets: list[int]
-    version: int  # the oldest version whose answers will still be young enough when they are used
+    version: the oldest one whose answers will still be young enough when they are used.
+    evaluate: instead of tickets: score this version, or a newer one.
+    """
+
+    tickets: Sequence[int] = ()
+    version: int = 0
+    evaluate: int | None = None
 
 
 @dataclass(frozen=True)

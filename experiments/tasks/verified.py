@@ -6,7 +6,7 @@ the weights that all sites hold, then learns from them step by step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -28,7 +28,6 @@ from experiments.tasks.task import Seat, Task
 _ROLLOUTS, _WARM_START, _EPOCHS = 0, 1, 3  # kinds of chance: a seed of its own for each
 
 
-Judge = Callable[[Sequence[tuple[Problem, str]]], list[float]]
 _MAX_TOKENS = 256  # of an answer, where no right one tells how long it may be
 
 
@@ -39,7 +38,8 @@ class Verified(Task):
         self._config, self._seat = config, seat
         self._grpo: GrpoConfig = getattr(config, config.task)
         self._problems = problems_of(config)
-        self.metric = "pass@1" if self._problems.answers_known else "reward"
+        self.answers_known = self._problems.answers_known
+        self.metric = "pass@1" if self.answers_known else "reward"
         self._own = self._problems.train
         if self._grpo.own_problems:
             in_order = sorted(self._own, key=lambda problem: problem.prompt)
@@ -93,7 +93,7 @@ class Verified(Task):
             uniforms=torch.from_numpy(chance.random((answers, decoding.longest))),
             device=seat.device,
         )
-        rewards = self.rewards(chosen, rollout, decoding)
+        rewards = torch.tensor(self.rewards(self.answers(chosen, rollout, decoding)))
         advantage = advantages(rewards.view(count, config.group)).flatten()
         size = config.prompts * config.group
         self._batches = [
@@ -106,6 +106,10 @@ class Verified(Task):
         """Problems to train on."""
         return [self._own[k] for k in chance.integers(len(self._own), size=count)]
 
+    @property
+    def held_out(self) -> list[Problem]:
+        return self._problems.held_out
+
     def of_ticket(self, ticket: int) -> Problem:
         """Tickets 0, 1, … pass through all problems in an order that chance decides, and again in another."""
         epoch, place = divmod(ticket, len(self._own))
@@ -116,7 +120,7 @@ class Verified(Task):
 
     def decoding(self, words: Words) -> Decoding:
         longest = self._config.answer.max_tokens
-        if longest is None and self._problems.answers_known:
+        if longest is None and self.answers_known:
             # With its end; longer answers are wrong.
             longest = 1 + max(len(self._tokens(words, answer)) for answer in self._answers)
         return Decoding.of(words, self._config.answer, longest or _MAX_TOKENS)
@@ -124,23 +128,20 @@ class Verified(Task):
     def prompts(self, words: Words, chosen: Sequence[Problem]) -> list[list[int]]:
         return [self._tokens(words, problem.prompt) for problem in chosen]
 
-    def rewards(
-        self, chosen: Sequence[Problem], rollout: Rollout, decoding: Decoding, judge: Judge | None = None
-    ) -> Tensor:
-        """Of equally many answers to each problem.
-
-        Args:
-            judge: None: here, one after the other.
-        """
+    def answers(
+        self, chosen: Sequence[Problem], rollout: Rollout, decoding: Decoding
+    ) -> list[tuple[Problem, str]]:
+        """What is to be judged: equally many answers to each problem."""
         each = len(rollout.texts) // len(chosen)
-        answers = []
+        found = []
         for k, (text, tokens) in enumerate(zip(rollout.texts, rollout.tokens, strict=True)):
-            if self._problems.answers_known and is_cut_off(tokens[-1:].tolist(), decoding):
+            if self.answers_known and is_cut_off(tokens[-1:].tolist(), decoding):
                 text += "…"  # whatever it would have become, it is no answer
-            answers.append((chosen[k // each], text))
-        if judge is not None:
-            return torch.tensor(judge(answers))
-        return torch.tensor([float(self._problems.reward(*answer)) for answer in answers])
+            found.append((chosen[k // each], text))
+        return found
+
+    def rewards(self, answers: Sequence[tuple[Problem, str]]) -> list[float]:
+        return [float(self._problems.reward(problem, text)) for problem, text in answers]
 
     def loss(self, module: nn.Module, step: int) -> Tensor:
         batch, config = self._batches[step - self._first_step], self._grpo
@@ -167,7 +168,7 @@ class Verified(Task):
         probabilities.
         """
         mine = self._problems.held_out[self._seat.rank :: self._seat.ranks]
-        if not self._problems.answers_known:
+        if not self.answers_known:
             return {self.metric: self._reward_of_greedy(cast(LanguageModel, model), mine)}
         greedy = torch.zeros((), dtype=torch.float64, device=self._seat.device)
         sampled = greedy.clone()
@@ -188,7 +189,7 @@ class Verified(Task):
             prompts = self.prompts(lm, chosen)
             none, device = torch.empty(len(chosen), 0), self._seat.device
             rollout = sample(lm, prompts, group=1, decoding=decoding, uniforms=none, device=device)
-            total += float(self.rewards(chosen, rollout, decoding).sum())
+            total += sum(self.rewards(self.answers(chosen, rollout, decoding)))
         return torch.tensor([total, float(len(problems))], dtype=torch.float64, device=self._seat.device)
 
     def _of_answers(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from typing import cast
 
 import torch
@@ -24,7 +23,7 @@ from experiments.pipeline.samples import Group
 from experiments.tasks.rollout import PublishedModel
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
-from experiments.training.loop import bf16_weights, evaluate, warm_up
+from experiments.training.loop import bf16_weights, warm_up
 
 _ALONE = Seat(0, 1, torch.device("cpu"))
 
@@ -40,7 +39,6 @@ class Trainer:
         self._name = f"site {site}" + (f", rank {rank}" if config.ranks_per_site > 1 else "")
         self._diary = Diary(self._name, self._controller)
         self._task = Verified(config, _ALONE)
-        self._unscored: list[tuple[int, float, dict[str, Tensor]]] = []  # steps, when, and the weights then
 
     def address(self) -> str:
         """An address at which others can reach this process: a port that is free now."""
@@ -61,18 +59,16 @@ class Trainer:
         checkpoint = cast(PublishedModel, self._model).checkpoint
         self._publishing = Publishing(checkpoint, url, config, self._controller, self._diary)
         if self._optimizer.round == 0:
-            self._after_round(0)
+            self._publish()
         else:
             self._diary.say(f"is back after round {self._optimizer.round}")
         while self._optimizer.round < config.rounds:
             self._train_round()
+        if self._publishes:
+            self._publishing.until_there(self._version)  # to be scored
         self._publishing.close()
-        digest = int(bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item())
-        for step, moment, weights in self._unscored:
-            self._model.load_state_dict(weights)
-            self._evaluate(step, moment)
         answer_of(self._diary.send())
-        return digest
+        return int(bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item())
 
     def _build(self, start: dict[str, Tensor], *, at: str, world: str | None) -> None:
         """Build the optimizer together with all other trainers; a site that returns receives θ."""
@@ -125,25 +121,22 @@ class Trainer:
         assert report is not None
         self._diary.notes.counts["round bytes"] += report.sent_bytes
         if report.exchange != "rejoin":
-            self._after_round(last)
+            self._publish()
 
-    def _after_round(self, step: int) -> None:
-        """All sites hold the same weights now, so the first one that took part publishes and evaluates."""
-        if self._topology.site == 0 and self._rank == 0:
+    @property
+    def _publishes(self) -> bool:
+        """All sites hold the same weights after a round, and the first one that took part publishes them."""
+        return self._topology.site == 0 and self._rank == 0
+
+    def _publish(self) -> None:
+        if self._publishes:
             with self._diary.doing("publishing", version=self._version):
                 self._publishing.begin(self._version)
-            if step % self._config.eval_every:
-                return
-            now = time.time()
-            if self._config.evaluate_last:
-                weights = self._model.state_dict()
-                self._unscored.append((step, now, {name: one.clone() for name, one in weights.items()}))
-            else:
-                self._evaluate(step, now)
 
     def _take(self) -> list[Group]:
         ask, count = self._controller.take, self._config.grpo.prompts
-        while (parcels := answer_of(ask.remote(self._name, self._version, count))) is None:
+        number = self._site * self._config.ranks_per_site + self._rank
+        while (parcels := answer_of(ask.remote(number, self._version, count))) is None:
             self._optimizer.eval()  # show θ: within a round the weights are this site's own
             with self._diary.doing("publishing", version=self._version):
                 self._publishing.until_there(self._version)  # the publishing site or the store was lost
@@ -157,11 +150,3 @@ class Trainer:
     def _version(self) -> int:
         """The version of the weights after the last round; versions begin with 1."""
         return int(self._optimizer.round) + 1
-
-    def _evaluate(self, step: int, moment: float) -> None:
-        """
-        Args:
-            moment: the time at which the model had these weights.
-        """
-        with self._diary.doing("evaluating", step=step, at=moment) as found:
-            found["scores"] = evaluate(self._task, self._model, _ALONE)

@@ -23,16 +23,16 @@ def measured(runs: Sequence[tuple[Layout, dict[str, Any]]]) -> Rates:
     config, counts = many["config"], many["counts"]
     group = config[config["task"]]["group"]
     longest = max(event["longest"] for event in _of(many, "sampling"))
-    batch_s, in_batch_s = _line([_cost(run, "sampling") for run in (few, many)])
+    token_s, sequence_s = _line([_token_cost(run, group) for run in (few, many)])
     step_s, answer_s = _line([_cost(run, "training") for run in (few, many)])
     rounds = config["steps"] // config["sync_every"]
     taking = [e["to"] - e["from"] for e in _of(many, "waiting") if e["part"].startswith("site")]
     rates = Rates(
         answer_tokens=counts["tokens"] / (counts["groups"] * group),
         longest_tokens=longest,
-        slot_tokens=longest,
-        token_s=batch_s / longest,
-        sequence_s=in_batch_s / longest,
+        slot_tokens=_slot_tokens(many, group),
+        token_s=token_s,
+        sequence_s=sequence_s,
         step_s=step_s,
         answer_s=answer_s,
         round_s=_median(many, "exchanging", "cpu"),
@@ -101,6 +101,20 @@ def _median(run: dict[str, Any], what: str, about: str) -> float:
 def _cost(run: dict[str, Any], what: str) -> tuple[float, float]:
     """Answers at once, and seconds."""
     return _median(run, what, "answers"), _median(run, what, "cpu")
+
+
+def _token_cost(run: dict[str, Any], group: int) -> tuple[float, float]:
+    """Answers that are sampled at once, and seconds in which each of them gets a token."""
+    events = _of(run, "sampling")
+    at_once = median(event["prompts"] for event in events)
+    return group * at_once, median(event["cpu"] / event["steps"] for event in events)
+
+
+def _slot_tokens(run: dict[str, Any], group: int) -> float:
+    """Steps for which a prompt has its place among those that are answered, the mean."""
+    events = [event for event in run["events"] if event["what"] == "sampling"]
+    held = sum(event["steps"] * event["prompts"] for event in events)
+    return held * group / sum(event["answers"] for event in events)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -87,7 +87,6 @@ def measure(config: PlanConfig, folder: Path) -> Rates:
             "max_staleness": 2,
             "steps": _ROUNDS * config.sync_every,
             "eval_every": _ROUNDS * config.sync_every,
-            "evaluate_last": True,
         },
         where="the run that measures",
     )

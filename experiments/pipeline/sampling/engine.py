@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,24 +15,63 @@ import loco
 from experiments.models.registry import language_model
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.tasks.rollout import Decoding, PublishedModel, Rollout, Weights, Words, sample
+from experiments.tasks.rollout import Cohort, Decoding, PublishedModel, Rollout, Weights, Words
 
 POLL = 0.5  # seconds that the controller may take to report a newer version
 Newer = Callable[[int], int]  # -> the newest published version; returns at once if it is newer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """
+    group: how many answers are wanted.
+    uniforms: [group, longest], see `experiments.tasks.rollout.sample`.
+    """
+
+    key: Hashable
+    prompt: list[int]
+    group: int
+    decoding: Decoding
+    uniforms: Tensor
+
+    @property
+    def kind(self) -> tuple[int, int, Decoding]:
+        """Those of one kind can be answered in one cohort."""
+        return len(self.prompt), self.group, self.decoding
+
+
 class Engine(Protocol):
+    """
+    version: of the weights, 0 before the first.
+    hold: do not take newer weights for now.
+    """
+
+    version: int
+    hold: bool
+
     @property
     def words(self) -> Words: ...
+
+    @property
+    def model(self) -> PublishedModel | None:
+        """The model, if this engine has the one that trains."""
+        ...
+
+    @property
+    def active(self) -> int:
+        """Questions to which not all answers have ended."""
+        ...
 
     def wait_for(self, version: int) -> None:
         """Wait until the weights are of this version or a later one."""
         ...
 
-    def sample(
-        self, prompts: Sequence[list[int]], *, group: int, decoding: Decoding, uniforms: Tensor
-    ) -> Rollout:
-        """As `experiments.tasks.rollout.sample`, with the version of each token."""
+    def add(self, question: Question) -> None:
+        """Answer it, too, from the next step on."""
+        ...
+
+    def step(self) -> list[tuple[Hashable, Rollout]]:
+        """A token more of each answer -> those whose whole group has ended, by their keys."""
         ...
 
     def close(self) -> None: ...
@@ -52,7 +92,10 @@ class TorchEngine:
         parameters = self.model.checkpoint.named_parameters()
         self._held = {name: parameter.detach().bfloat16() for name, parameter in parameters}
         self._subscriber = loco.sync.Subscriber(self._held, url)
-        self._version = 0
+        self.version, self.hold = 0, False
+        self._new: list[Question] = []
+        self._open = 0
+        self._cohorts: list[tuple[Cohort, list[Question]]] = []
         self._prepared: Any = None
         self._failed: Exception | None = None  # the thread's last error
         self._wanted, self._ended = threading.Event(), False
@@ -65,31 +108,48 @@ class TorchEngine:
     def words(self) -> Words:
         return self.model
 
-    def sample(
-        self, prompts: Sequence[list[int]], *, group: int, decoding: Decoding, uniforms: Tensor
-    ) -> Rollout:
-        config, version = self._config, self._take()
+    @property
+    def active(self) -> int:
+        return self._open
 
-        def before_token() -> Weights:
-            nonlocal version
-            before = version
-            if config.in_flight:
-                version = self._take()
-            return Weights(version, config.recompute_cache and version != before)
+    def add(self, question: Question) -> None:
+        self._new.append(question)
+        self._open += 1
 
-        return sample(
-            self.model,
-            prompts,
-            group=group,
-            decoding=decoding,
-            uniforms=uniforms,
-            device=torch.device("cpu"),
-            before_token=before_token,
-        )
+    def step(self) -> list[tuple[Hashable, Rollout]]:
+        if not self._cohorts and not self.hold:
+            self._take()
+        self._begin()
+        ended = []
+        for cohort, questions in self._cohorts:
+            ended += [(questions[k].key, cohort.answers_to(k)) for k in cohort.step()]
+        self._cohorts = [(cohort, asked) for cohort, asked in self._cohorts if not cohort.is_done]
+        self._open -= len(ended)
+        return ended
+
+    def _begin(self) -> None:
+        new, self._new = self._new, []
+        for kind in dict.fromkeys(one.kind for one in new):
+            alike = [one for one in new if one.kind == kind]
+            cohort = Cohort(
+                self.model,
+                [one.prompt for one in alike],
+                group=alike[0].group,
+                decoding=alike[0].decoding,
+                uniforms=torch.cat([one.uniforms for one in alike]),
+                device=torch.device("cpu"),
+                before_token=self._before_token,
+            )
+            self._cohorts.append((cohort, alike))
+
+    def _before_token(self) -> Weights:
+        if self._config.in_flight and not self.hold:
+            self._take()
+        return Weights(self.version, self._config.recompute_cache)
 
     def wait_for(self, version: int) -> None:
         told = False
-        while self._version < version:
+        while self.version < version:
             self._there.wait(POLL)
             self._take()
             if self._failed is not None and not told:
@@ -102,11 +162,11 @@ class TorchEngine:
         self._thread.join()
         self._received.send()
 
-    def _take(self) -> int:
-        """Switch to the version that has been fetched, if any -> the version of the weights."""
+    def _take(self) -> None:
+        """Switch to the version that has been fetched, if any."""
         if self._there.is_set():
             updated = self._subscriber.apply(self._prepared)
-            self._version = updated.version
+            self.version = updated.version
             self._there.clear()
             self._wanted.set()
             with torch.no_grad():
@@ -114,11 +174,10 @@ class TorchEngine:
                     parameter.copy_(self._held[name])
             self._diary.notes.counts["patch bytes"] += updated.bytes
             self._diary.notes.counts["updates"] += 1
-        return self._version
 
     def _prepare(self, published: int) -> loco.sync.Prepared:
         if not self._config.patches:
-            if published <= self._version:
+            if published <= self.version:
                 raise loco.sync.NoVersionError(f"version {published} is the newest")
             self._subscriber = loco.sync.Subscriber(self._held, whole(self._url, published))
         return self._subscriber.prepare()
@@ -127,17 +186,17 @@ class TorchEngine:
         while not self._ended:
             self._wanted.wait()
             # A restarted controller does not know what is published, so the store is asked in any case.
-            published = self._newer(self._version)
+            published = self._newer(self.version)
             begun = time.time()
             try:
                 prepared = self._prepare(published)
             except (loco.sync.SyncError, OSError) as error:
-                if not isinstance(error, loco.sync.NoVersionError) or published > self._version:
+                if not isinstance(error, loco.sync.NoVersionError) or published > self.version:
                     self._failed = error
                 time.sleep(POLL / 10)
                 continue
             self._failed = None
-            if prepared.version > self._version:
+            if prepared.version > self.version:
                 self._received.did("receiving", begun, version=prepared.version)
                 self._prepared = prepared
                 self._wanted.clear()

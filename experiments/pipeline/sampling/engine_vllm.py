@@ -9,25 +9,47 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import loco
 from experiments.errors import ExperimentError
 from experiments.models.huggingface import HuggingFaceWords
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.sampling.engine import Newer
-from experiments.tasks.rollout import Decoding, Rollout, Words, text_of
+from experiments.pipeline.sampling.engine import Newer, Question
+from experiments.tasks.rollout import Rollout, Words, text_of
 from loco.integrations.engines.vllm_source import URL_VARIABLE
 
 _PAUSE = 0.05  # seconds, while nothing but a new version is waited for
 _AHEAD = 0.1  # seconds in which a version is fetched while the engine goes on
+
+
+class _Answers:
+    """What there is of the answers to a question."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.going = question, question.group
+        self.tokens: list[list[int]] = [[] for _ in range(question.group)]
+        self.logp: list[list[float]] = [[] for _ in range(question.group)]
+        self.versions: list[list[int]] = [[] for _ in range(question.group)]
+
+    @property
+    def has_begun(self) -> bool:
+        return any(self.tokens)
+
+    def rollout(self, words: Words) -> Rollout:
+        return Rollout(
+            texts=[text_of(words, answer, self.question.decoding) for answer in self.tokens],
+            tokens=[torch.tensor([*self.question.prompt, *answer]) for answer in self.tokens],
+            logp=[torch.tensor(values) for values in self.logp],
+            versions=[torch.tensor(values) for values in self.versions],
+        )
 
 
 class VllmEngine:
@@ -38,7 +60,10 @@ class VllmEngine:
         self._llm = _load(config)
         with _allowed(url):
             self._llm.init_weight_transfer_engine({"init_info": {"url": url}})
-        self._version = 0
+        self.version, self.hold = 0, False
+        self._asked_for: dict[Hashable, _Answers] = {}
+        self._places: dict[str, tuple[Hashable, int]] = {}  # of each request: of what, and which answer
+        self._numbers = count()
         self._newest = self._asked = 0  # newest published version, and the one that is being fetched
         self._asked_at = 0.0
         self._failed = False
@@ -50,49 +75,58 @@ class VllmEngine:
     def words(self) -> Words:
         return self._words
 
-    def sample(
-        self, prompts: Sequence[list[int]], *, group: int, decoding: Decoding, uniforms: Tensor
-    ) -> Rollout:
+    @property
+    def model(self) -> None:
+        return None
+
+    @property
+    def active(self) -> int:
+        return len(self._asked_for)
+
+    def add(self, question: Question) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        core, count = self._llm.llm_engine, len(prompts) * group
-        for place in range(count):
+        key, decoding = question.key, question.decoding
+        self._asked_for[key] = _Answers(question)
+        for place in range(question.group):
             chosen = SamplingParams(
                 temperature=decoding.temperature,
                 max_tokens=decoding.longest,
-                seed=int(uniforms[place, 0] * 2**31),
+                seed=int(question.uniforms[place, 0] * 2**31) if decoding.temperature else None,
                 stop_token_ids=list(decoding.stops),
                 logprobs=0,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            prompt: Any = {"prompt_token_ids": prompts[place // group]}
-            core.add_request(str(place), prompt, chosen)
-        tokens: list[list[int]] = [[] for _ in range(count)]
-        logp: list[list[float]] = [[] for _ in range(count)]
-        versions: list[list[int]] = [[] for _ in range(count)]
-        self._take()
-        while core.has_unfinished_requests():
-            if self._config.in_flight:
-                self._take()
-            for one in core.step():
-                place, found = int(one.request_id), one.outputs[0]
-                tokens[place] += found.token_ids
-                for token, likely in zip(found.token_ids, found.logprobs, strict=True):
-                    logp[place].append(likely[token].logprob)
-                    versions[place].append(self._version)
-        return Rollout(
-            texts=[text_of(self._words, answer, decoding) for answer in tokens],
-            tokens=[torch.tensor([*prompts[k // group], *answer]) for k, answer in enumerate(tokens)],
-            logp=[torch.tensor(values) for values in logp],
-            versions=[torch.tensor(values) for values in versions],
-        )
+            name = str(next(self._numbers))
+            self._places[name] = key, place
+            request: Any = {"prompt_token_ids": question.prompt}
+            self._llm.llm_engine.add_request(name, request, chosen)
+
+    def step(self) -> list[tuple[Hashable, Rollout]]:
+        has_begun = any(one.has_begun for one in self._asked_for.values())
+        if not self.hold and (self._config.in_flight or not has_begun):
+            self._take()
+        ended = []
+        for one in self._llm.llm_engine.step():
+            (key, place), found = self._places[one.request_id], one.outputs[0]
+            asked = self._asked_for[key]
+            asked.tokens[place] += found.token_ids
+            for token, likely in zip(found.token_ids, found.logprobs, strict=True):
+                asked.logp[place].append(likely[token].logprob)
+                asked.versions[place].append(self.version)
+            if one.finished:
+                del self._places[one.request_id]
+                asked.going -= 1
+                if not asked.going:
+                    ended.append((key, self._asked_for.pop(key).rollout(self._words)))
+        return ended
 
     def wait_for(self, version: int) -> None:
-        while self._version < version:
+        while self.version < version:
             self._take(now=True)
-            if self._version < version:
+            if self.version < version:
                 time.sleep(_PAUSE)
 
     def close(self) -> None:
@@ -105,7 +139,7 @@ class VllmEngine:
         """Begin to fetch the newest version, and switch to it once it has had time to arrive."""
         clock = time.monotonic()
         if not self._asked:
-            if self._newest <= self._version:
+            if self._newest <= self.version:
                 return
             self._llm.start_weight_update()
             self._asked, self._asked_at = self._newest, clock
@@ -121,7 +155,7 @@ class VllmEngine:
             return
         finally:
             self._llm.finish_weight_update(f"version {asked}")
-        self._version, self._failed = asked, False
+        self.version, self._failed = asked, False
         self._received.did("receiving", begun, version=asked)
         self._diary.notes.counts["updates"] += 1
         if self._config.recompute_cache:

@@ -1,21 +1,36 @@
-"""A worker: takes prompts from the controller, samples and judges answers, and takes new weights."""
+"""A worker: takes prompts from the controller, samples and judges answers, and takes new weights.
+
+It never waits for its longest answer: as soon as a part of its answers have ended, it asks for more prompts.
+"""
 
 from __future__ import annotations
 
+import secrets
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Any, cast
+
 import numpy as np
 import torch
+from torch import nn
 
 from experiments.pipeline import cluster
-from experiments.pipeline.cluster import answer_of
+from experiments.pipeline.cluster import answer_of, ray
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
 from experiments.pipeline.samples import Lease, Parcel, groups_of
-from experiments.pipeline.sampling.engine import POLL, Engine, Newer, TorchEngine
+from experiments.pipeline.sampling.engine import POLL, Engine, Newer, Question, TorchEngine
 from experiments.pipeline.sampling.judging import Judges
+from experiments.tasks.rollout import Rollout
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
+from experiments.training.loop import evaluate
 
 _TICKETS = 2  # a random stream, beside those of `experiments.tasks.verified`
+_ALONE = Seat(0, 1, torch.device("cpu"))
+_NOTED = 0.5  # seconds of sampling that are noted together
+_FREE = 4  # more prompts are asked for when a fourth of the answers have ended
 
 
 class Worker:
@@ -24,10 +39,15 @@ class Worker:
     def __init__(self, number: int, config: PipelineConfig, url: str) -> None:
         torch.set_num_threads(1)
         self._name, self._config, self._url = f"worker {number}", config, url
+        self._life = secrets.token_hex(8)  # tells the controller that this process is a new one
         self._controller = cluster.controller()
-        self._task = Verified(config, Seat(0, 1, torch.device("cpu")))
+        self._task = Verified(config, _ALONE)
         self._diary = Diary(self._name, self._controller)
-        self._judge = Judges(config, self._diary) if config.task == "prompts" else None
+        self._judges = Judges(config, self._diary) if config.task == "prompts" else None
+        self._asked: Any = None  # the call that will bring more prompts
+        self._held: deque[Lease] = deque()  # for which the weights are still too old
+        self._sampled: dict[int, Rollout] = {}  # and not judged yet, by ticket
+        self._evaluation: Evaluation | None = None
 
     def run(self) -> None:
         """Answer prompts until there are no more."""
@@ -35,49 +55,204 @@ class Worker:
         self._engine = engine_of(
             self._config, self._url, self._diary, lambda version: answer_of(ask.newer.remote(version, POLL))
         )
-        while True:
-            with self._diary.doing("waiting"):
-                lease = answer_of(ask.lease.remote(self._name))
-                if lease is not None:
-                    self._engine.wait_for(lease.version)
-            if lease is None:
-                break
-            with self._diary.doing("sampling", answers=len(lease.tickets) * self._config.grpo.group) as found:
-                parcels = self._answer(lease)
-                found["tokens"] = sum(one.tokens for one in parcels)
-                found["longest"] = max(one.longest for one in parcels)
-            answer_of(ask.give.remote(self._name, lease, parcels))
+        self._decoding = self._task.decoding(self._engine.words)
+        self._sampling = Sampling(self._diary)
+        while self._take_leases():
+            self._begin()
+            if self._engine.active:
+                with self._sampling:
+                    ended = self._engine.step()
+                    self._sampling.count(ended, self._engine.active)
+                for key, rollout in ended:
+                    self._judge(key, rollout)
+            self._give()
+        self._sampling.note()
         self._engine.close()
         answer_of(self._diary.send())
 
-    @torch.no_grad()
-    def _answer(self, lease: Lease) -> list[Parcel]:
-        config, engine, chosen, uniforms = self._config, self._engine, [], []
-        group, decoding = config.grpo.group, self._task.decoding(engine.words)
-        for ticket in lease.tickets:
-            chance = np.random.default_rng([_TICKETS, config.seed, ticket])
-            chosen.append(self._task.of_ticket(ticket))
-            uniforms.append(chance.random((group, decoding.longest)))
-        rollout = engine.sample(
-            self._task.prompts(engine.words, chosen),
-            group=group,
-            decoding=decoding,
-            uniforms=torch.from_numpy(np.concatenate(uniforms)),
+    # ---- prompts ----
+
+    def _take_leases(self) -> bool:
+        """Ask for prompts if there is room for them, and take what has come. False: there are no more."""
+        free = self._config.lease - self._engine.active - sum(len(one.tickets) for one in self._held)
+        free -= max(0, len(self._sampled) - self._config.lease)  # rewards may be slower than sampling
+        # Where weights may not change in flight, all answers end before new ones begin.
+        enough = self._config.lease / _FREE if self._config.in_flight else self._config.lease
+        if self._asked is None and self._evaluation is None and free >= max(1, enough):
+            self._asked = self._controller.lease.remote(self._name, self._life, free)
+        if self._asked is None:
+            return True
+        is_idle = not self._engine.active and not self._held and not self._is_judging
+        if is_idle:
+            self._sampling.note()
+            with self._diary.doing("waiting"):
+                lease = answer_of(self._asked)
+        else:
+            if not ray.wait([self._asked], timeout=0)[0]:
+                return True
+            lease = answer_of(self._asked)
+        self._asked = None
+        if lease is not None:
+            self._held.append(lease)
+        return lease is not None
+
+    def _begin(self) -> None:
+        """Add the prompts for which the weights are new enough to those that are answered."""
+        while self._held:
+            lease = self._held[0]
+            wanted = lease.version if lease.evaluate is None else lease.evaluate
+            if self._engine.version < wanted:
+                if self._engine.active or self._is_judging:
+                    return
+                with self._diary.doing("waiting"):
+                    self._engine.wait_for(wanted)
+            self._held.popleft()
+            if lease.evaluate is not None:
+                self._evaluate()
+                continue
+            for ticket in lease.tickets:
+                self._engine.add(self._question(ticket))
+            version = self._engine.version
+            began = self._controller.began.remote(self._name, self._life, lease.tickets, version)
+            del began  # nobody waits for it
+
+    def _question(self, ticket: int) -> Question:
+        config, decoding = self._config, self._decoding
+        chance = np.random.default_rng([_TICKETS, config.seed, ticket])
+        (prompt,) = self._task.prompts(self._engine.words, [self._task.of_ticket(ticket)])
+        group = config.grpo.group
+        uniforms = torch.from_numpy(chance.random((group, decoding.longest)))
+        return Question(key=ticket, prompt=prompt, group=group, decoding=decoding, uniforms=uniforms)
+
+    # ---- answers ----
+
+    @property
+    def _is_judging(self) -> bool:
+        return self._judges is not None and self._judges.are_busy
+
+    def _judge(self, key: Any, rollout: Rollout) -> None:
+        problem = self._task.held_out[key[1]] if isinstance(key, tuple) else self._task.of_ticket(key)
+        answers = self._task.answers([problem], rollout, self._decoding)
+        if not isinstance(key, tuple):
+            self._sampled[key] = rollout
+        if self._judges is not None:
+            self._judges.judge(key, answers)
+        else:
+            self._judged(key, self._task.rewards(answers))
+
+    def _give(self) -> None:
+        if self._judges is None:
+            return
+        wait = 0.0 if self._engine.active else _NOTED / 10
+        for key, rewards in self._judges.judged(wait):
+            self._judged(key, rewards)
+
+    def _judged(self, key: Any, rewards: list[float]) -> None:
+        if isinstance(key, tuple):
+            assert self._evaluation is not None
+            if self._evaluation.add(rewards):
+                self._end_evaluation(self._evaluation)
+            return
+        rollout = self._sampled.pop(key)
+        (group,) = groups_of(rollout, torch.tensor(rewards), self._config.grpo.group)
+        parcel = Parcel(
+            ticket=key,
+            oldest=int(group.versions.min()),
+            tokens=group.tokens,
+            longest=int(group.lengths.max()),
+            reward=sum(rewards) / len(rewards),
+            group=group.packed(),
         )
-        rewards = self._task.rewards(chosen, rollout, decoding, self._judge)
-        groups = groups_of(rollout, rewards, group)
-        judged = rewards.view(-1, group).mean(dim=1).tolist()
-        return [
-            Parcel(
-                ticket=ticket,
-                oldest=int(one.versions.min()),
-                tokens=one.tokens,
-                longest=int(one.lengths.max()),
-                reward=reward,
-                group=one.packed(),
+        given = self._controller.give.remote(self._name, self._life, [parcel])
+        del given  # nobody waits for it
+
+    # ---- scores ----
+
+    def _evaluate(self) -> None:
+        """Score the weights as they are now: exactly, if the model is at hand and right answers are known,
+        else by answers to held-out prompts, which are sampled beside the others with weights that stay."""
+        evaluation = Evaluation(self._engine.version, len(self._task.held_out))
+        if self._task.answers_known and self._engine.model is not None:
+            self._sampling.note()
+            evaluation.scores = evaluate(self._task, cast(nn.Module, self._engine.model), _ALONE)
+            self._end_evaluation(evaluation)
+            return
+        self._evaluation, self._engine.hold = evaluation, True
+        greedy = replace(self._decoding, temperature=0.0)
+        none, prompts = torch.empty(1, 0), self._task.prompts(self._engine.words, self._task.held_out)
+        for k, prompt in enumerate(prompts):
+            key = "held out", k
+            self._engine.add(Question(key=key, prompt=prompt, group=1, decoding=greedy, uniforms=none))
+
+    def _end_evaluation(self, evaluation: Evaluation) -> None:
+        self._evaluation, self._engine.hold = None, False
+        scores = evaluation.scores or {self._task.metric: evaluation.total / evaluation.count}
+        step = (evaluation.version - 1) * self._config.sync_every
+        self._diary.did("evaluating", evaluation.begun, step=step, at=evaluation.begun, scores=scores)
+        answer_of(self._diary.send())
+        answer_of(self._controller.scored.remote(self._name, self._life))
+
+
+class Evaluation:
+    """Of one version, by the rewards of the answers to held-out prompts as they come."""
+
+    def __init__(self, version: int, count: int) -> None:
+        self.version, self.count = version, count
+        self.begun, self.scores = time.time(), dict[str, float]()
+        self.total, self._seen = 0.0, 0
+
+    def add(self, rewards: list[float]) -> bool:
+        """-> whether they are the last."""
+        self.total, self._seen = self.total + sum(rewards), self._seen + len(rewards)
+        return self._seen == self.count
+
+
+class Sampling:
+    """Notes what is sampled, half a second at a time."""
+
+    def __init__(self, diary: Diary) -> None:
+        self._diary = diary
+        self._clear()
+
+    def _clear(self) -> None:
+        self._begun: float | None = None
+        self._cpu = 0.0
+        self._steps = self._active = self._answers = self._tokens = self._longest = 0
+
+    def __enter__(self) -> None:
+        if self._begun is None:
+            self._begun, self._cpu = time.time(), time.process_time()
+
+    def __exit__(self, *error: object) -> None:
+        assert self._begun is not None
+        if time.time() - self._begun > _NOTED:
+            self.note()
+
+    def count(self, ended: list[tuple[Any, Rollout]], active: int) -> None:
+        """
+        Args:
+            active: questions that have not ended yet.
+        """
+        lengths = [len(logp) for _, rollout in ended for logp in rollout.logp]
+        self._steps += 1
+        self._active += active + len(ended)
+        self._answers += len(lengths)
+        self._tokens += sum(lengths)
+        self._longest = max([self._longest, *lengths])
+
+    def note(self) -> None:
+        if self._begun is not None:
+            self._diary.did(
+                "sampling",
+                self._begun,
+                cpu=time.process_time() - self._cpu,
+                steps=self._steps,
+                prompts=self._active / self._steps,  # at once, the mean
+                answers=self._answers,
+                tokens=self._tokens,
+                longest=self._longest,
             )
-            for ticket, one, reward in zip(lease.tickets, groups, judged, strict=True)
-        ]
+        self._clear()
 
 
 def engine_of(config: PipelineConfig, url: str, diary: Diary, newer: Newer) -> Engine:

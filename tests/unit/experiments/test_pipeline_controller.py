@@ -6,34 +6,42 @@ import pytest
 from pipeline_parts import config_of
 
 from experiments.pipeline.controller import Controller
-from experiments.pipeline.samples import Parcel
+from experiments.pipeline.samples import Lease, Parcel
+
+LIFE = "a first process"
 
 
-async def leased(controller: Controller, worker: str) -> list[int] | None:
+async def leased(
+    controller: Controller, worker: str, *, life: str = LIFE, count: int = 4
+) -> list[int] | None:
     """The tickets of a lease; None if the worker would have to wait."""
-    try:
-        lease = await asyncio.wait_for(controller.lease(worker), 0.05)
-    except TimeoutError:
-        return None
-    return [] if lease is None else lease.tickets
+    while True:
+        try:
+            lease = await asyncio.wait_for(controller.lease(worker, life, count), 0.05)
+        except TimeoutError:
+            return None
+        if lease is None or lease.evaluate is None:
+            return [] if lease is None else list(lease.tickets)
+        await controller.scored(worker, life)
+
+
+async def given(controller: Controller, worker: str, tickets: list[int], version: int) -> None:
+    parcels = [Parcel(t, oldest=version, tokens=3, longest=1, reward=1.0, group=bytes([t])) for t in tickets]
+    await controller.give(worker, LIFE, parcels)
 
 
 async def answered(controller: Controller, worker: str, version: int) -> list[int] | None:
-    try:
-        lease = await asyncio.wait_for(controller.lease(worker), 0.05)
-    except TimeoutError:
-        return None
-    assert lease is not None
-    parcels = [
-        Parcel(t, oldest=version, tokens=3, longest=1, reward=1.0, group=bytes([t])) for t in lease.tickets
-    ]
-    await controller.give(worker, lease, parcels)
-    return lease.tickets
+    tickets = await leased(controller, worker)
+    if tickets:
+        await given(controller, worker, tickets, version)
+    return tickets
 
 
-async def taken(controller: Controller, version: int, count: int = 2) -> list[int] | None:
+async def taken(
+    controller: Controller, version: int, count: int = 2, *, trainer: int = 0
+) -> list[int] | None:
     try:
-        found = await asyncio.wait_for(controller.take("site 0", version, count), 0.05)
+        found = await asyncio.wait_for(controller.take(trainer, version, count), 0.05)
     except TimeoutError:
         return None
     return None if found is None else [group[0] for group in found]
@@ -47,7 +55,13 @@ def test_without_staleness_training_and_sampling_take_turns() -> None:
         assert await answered(controller, "a", 1) == [0, 1, 2, 3]
         assert await answered(controller, "b", 1) == [4, 5, 6, 7]
         assert await answered(controller, "a", 1) is None
-        assert [await taken(controller, 1) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        # Each trainer has its own, whoever comes first: two of them, and rounds of two steps.
+        assert [await taken(controller, 1, trainer=k) for k in (1, 0, 0, 1)] == [
+            [2, 3],
+            [0, 1],
+            [4, 5],
+            [6, 7],
+        ]
         assert await answered(controller, "a", 1) is None  # the round is not done
         assert await taken(controller, 1) is None
         await controller.published(2)
@@ -56,21 +70,33 @@ def test_without_staleness_training_and_sampling_take_turns() -> None:
     asyncio.run(play())
 
 
+async def all_leases(controller: Controller, workers: str) -> list[Lease | None]:
+    """Of six prompts each."""
+    found = []
+    for worker in workers:
+        lease = await controller.lease(worker, LIFE, 6)
+        while lease is not None and lease.evaluate is not None:
+            await controller.scored(worker, LIFE)
+            lease = await controller.lease(worker, LIFE, 6)
+        found.append(lease)
+    return found
+
+
 def test_a_lease_says_which_weights_will_not_be_too_old() -> None:
     """Weights of version v may answer what rounds v … v + max_staleness learn from."""
 
     async def play() -> None:
         controller = Controller(config_of("max_staleness=1", "lease=6"))
         await controller.published(1)
-        leases = [await controller.lease(worker) for worker in "abc"]
+        leases = await all_leases(controller, "abc")
         assert [(one.tickets[-1], one.version) for one in leases if one] == [(5, 1), (11, 1), (15, 1)]
         controller = Controller(config_of("max_staleness=0", "lease=6"))
         await controller.published(3)
-        leases = [await controller.lease(worker) for worker in "ab"]
+        leases = await all_leases(controller, "ab")
         assert [(one.tickets[-1], one.version) for one in leases if one] == [(21, 3), (23, 3)]
         controller = Controller(config_of("max_staleness=1", "lease=6"))
         await controller.published(2)
-        leases = [await controller.lease(worker) for worker in "abc"]
+        leases = await all_leases(controller, "abc")
         assert [(one.tickets[-1], one.version) for one in leases if one] == [(13, 1), (19, 2), (23, 2)]
 
     asyncio.run(play())
@@ -101,12 +127,40 @@ def test_what_is_too_old_is_dropped_and_asked_for_anew() -> None:
         await controller.published(1)
         await answered(controller, "a", 1)
         await answered(controller, "a", 0)  # a version that the worker should not have had
-        assert [await taken(controller, 1) for _ in range(3)] == [[0, 1], [2, 3], None]
-        assert await answered(controller, "b", 1) == [8, 9, 10, 11]
-        assert await taken(controller, 1) == [8, 9]
+        assert [await taken(controller, 1, trainer=k) for k in (0, 1, 0)] == [[0, 1], [2, 3], None]
+        assert await answered(controller, "b", 1) == [4, 5, 6, 7]
+        assert await taken(controller, 1) == [4, 5]
         counts = (await controller.look())["notes"].counts
         assert counts["groups dropped, too old"] == 4
         assert counts["tokens dropped, too old"] == 12
+
+    asyncio.run(play())
+
+
+def test_a_round_waits_for_what_would_be_too_old_in_the_next_one() -> None:
+    """Answers that take long are not left out."""
+
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=1"))
+        await controller.published(1)
+        slow = await leased(controller, "slow", count=2)
+        assert slow is not None
+        await controller.began("slow", LIFE, slow, 1)
+        for _ in range(3):
+            assert await answered(controller, "a", 1)
+        for _ in range(4):
+            assert await taken(controller, 1)  # round 1 may do without them
+        await controller.published(2)
+        for _ in range(2):
+            assert await answered(controller, "a", 2)
+        assert [await taken(controller, 2) for _ in range(2)] == [[10, 11], [12, 13]]  # of version 1
+        assert await taken(controller, 2) == [14, 15]
+        assert await taken(controller, 2) is None  # two are left of the round
+        await given(controller, "slow", slow, 1)
+        assert await taken(controller, 2) == [0, 1]
+        await controller.published(3)
+        assert await taken(controller, 3) == [16, 17]
+        assert "groups dropped, too old" not in (await controller.look())["notes"].counts
 
     asyncio.run(play())
 
@@ -115,14 +169,44 @@ def test_what_a_lost_worker_had_is_given_to_the_next_one_and_counts_once() -> No
     async def play() -> None:
         controller = Controller(config_of("max_staleness=0"))
         await controller.published(1)
-        before = await controller.lease("a")
+        before = await leased(controller, "a")
         assert before is not None
         assert await leased(controller, "b") == [4, 5, 6, 7]
         assert await leased(controller, "c") is None
-        assert await leased(controller, "a") == before.tickets  # it was started again
-        late = [Parcel(t, oldest=1, tokens=1, longest=1, reward=0.0, group=b"x") for t in before.tickets]
-        await controller.give("a", before, late)  # from before it was lost
+        assert await leased(controller, "a") is None  # it may go on asking
+        assert await leased(controller, "a", life="a second process") == before
+        await given(controller, "a", before, 1)  # from before it was lost
         assert await taken(controller, 1) is None
+
+    asyncio.run(play())
+
+
+def test_versions_are_scored_when_it_is_time_and_again_when_their_worker_is_lost() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=2", "steps=8", "eval_every=4"))  # every second round
+        await controller.published(1)
+        first = await controller.lease("a", LIFE, 4)
+        assert first is not None
+        assert first.evaluate == 1
+        lease = await controller.lease("b", LIFE, 4)
+        assert lease is not None
+        assert lease.evaluate is None
+        lease = await controller.lease("a", "a second process", 4)
+        assert lease is not None
+        assert lease.evaluate == 1
+        await controller.scored("a", LIFE)  # by the one that was lost
+        finishing = asyncio.create_task(controller.finish())
+        await controller.published(2)
+        await controller.published(4)  # 3 was never in the store
+        await controller.scored("a", "a second process")
+        await asyncio.sleep(0.01)
+        assert not finishing.done()
+        for version in (3, 4):  # the last one in any case
+            lease = await controller.lease("a", "a second process", 4)
+            assert lease is not None
+            assert lease.evaluate == version
+            await controller.scored("a", "a second process")
+        await asyncio.wait_for(finishing, 1)
 
     asyncio.run(play())
 
@@ -140,9 +224,9 @@ def test_a_controller_that_was_lost_learns_from_a_trainer_where_it_is() -> None:
 def test_a_worker_that_waits_is_told_of_the_end() -> None:
     async def play() -> None:
         controller = Controller(config_of())
-        waiting = asyncio.create_task(controller.lease("a"))
+        waiting = asyncio.create_task(controller.lease("a", LIFE, 4))
         await asyncio.sleep(0)
-        await controller.end()
+        await controller.finish()
         assert await waiting is None
 
     asyncio.run(play())
@@ -155,14 +239,14 @@ def test_a_version_that_nobody_publishes_is_asked_for_of_who_waits(monkeypatch: 
         controller = Controller(config_of("max_staleness=1"))
         await controller.published(1)
         with pytest.raises(TimeoutError):  # others are sampling, it waits
-            await asyncio.wait_for(controller.take("site 0", 1, 1), 0.1)
-        assert await controller.take("site 0", 2, 1) is None
+            await asyncio.wait_for(controller.take(0, 1, 1), 0.1)
+        assert await controller.take(0, 2, 1) is None
         await answered(controller, "a", 1)
-        assert await controller.take("site 0", 2, 5) is None
-        assert await controller.take("site 0", 2, 4) == [bytes([k]) for k in range(8, 12)]  # none is lost
+        assert await controller.take(0, 2, 5) is None
+        assert await controller.take(0, 2, 4) == [bytes([k]) for k in range(8, 12)]  # none is lost
         await controller.published(2)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(controller.take("site 0", 2, 1), 0.1)
+            await asyncio.wait_for(controller.take(0, 2, 1), 0.1)
 
     asyncio.run(play())
 
@@ -171,11 +255,11 @@ def test_what_a_lost_trainer_asked_for_is_not_given_to_nobody() -> None:
     async def play() -> None:
         controller = Controller(config_of("max_staleness=0"))
         await controller.published(1)
-        lost = asyncio.create_task(controller.take("site 0", 1, 8))
+        lost = asyncio.create_task(controller.take(0, 1, 8))
         await asyncio.sleep(0)
         assert await answered(controller, "a", 1) == [0, 1, 2, 3]
         await asyncio.sleep(0.01)  # four of eight are in its hands
-        back = asyncio.create_task(controller.take("site 0", 1, 8))
+        back = asyncio.create_task(controller.take(0, 1, 8))
         assert await answered(controller, "a", 1) == [4, 5, 6, 7]
         assert await asyncio.wait_for(lost, 2) is None
         assert await asyncio.wait_for(back, 2) == [bytes([k]) for k in range(8)]

@@ -79,14 +79,14 @@ def test_shares_are_of_the_time_between_the_first_version_and_the_last_round() -
     noted("worker 0", "sampling", 12, 17)
     noted("worker 0", "waiting", 17, 30)
     noted("site 0, store", "writing", 9, 10, version=1)
-    noted("site 0", "evaluating", 12, 14, at=12, step=8, scores={"pass@1": 0.5})
-    noted("site 0", "evaluating", 10, 10, at=10, step=0, scores={"pass@1": 0.25})
+    noted("worker 1", "evaluating", 12, 14, at=12, step=8, scores={"pass@1": 0.5})
+    noted("worker 1", "evaluating", 10, 10, at=10, step=0, scores={"pass@1": 0.25})
     noted("site 0", "exchanging", 19, 20)
     notes.counts.update({"groups": 4, "reward of groups, in thousandths": 3000})
     notes.staleness.update({1: 10, 0: 30})
     found = figures(config_of(), [1], notes)
     assert found["shares"]["worker 0"] == {"waiting": 0.5, "sampling": 0.5}
-    assert found["seconds_per_step"] == 1.0  # two of the ten seconds are an evaluation's
+    assert found["seconds_per_step"] == 1.25
     assert [one["scores"]["pass@1"] for one in found["evaluations"]] == [0.25, 0.5]
     assert found["reward"] == 0.75
     assert found["mean_staleness"] == 0.25

@@ -144,7 +144,7 @@ def test_only_the_answer_and_then_the_end_is_right(says: str, longest: int, righ
     uniforms = some_uniforms(1, longest)
     rollout = draw(parrot(says), [[*problem.prompt.encode()]], uniforms)
     task = Verified(TrainConfig(), Seat(0, 1, CPU))
-    assert task.rewards([problem], rollout, decoding(uniforms)).tolist() == [float(right)]
+    assert task.rewards(task.answers([problem], rollout, decoding(uniforms))) == [float(right)]
 
 
 def test_padding_puts_zeros_behind_the_shorter_rows() -> None:
