@@ -53,8 +53,15 @@ def _run(arguments: list[str]) -> None:
     from experiments.pipeline import cluster  # Ray takes a second to import
     from experiments.pipeline.run import run
 
-    with cluster.started(config, config.processes):
-        found = run(config, folder)
+    try:
+        with cluster.started(config, config.processes):
+            found = run(config, folder)
+    except KeyboardInterrupt:
+        from experiments.pipeline.learning.saving import newest_round
+
+        if (newest := newest_round(folder / "checkpoints")) is not None:
+            print(f"\nresume=true goes on from the checkpoints of round {newest}", file=sys.stderr)
+        raise
     last = found["evaluations"][-1]["score"]
     print(f"{found['seconds_per_step']:.3f} s a step, {found['metric']} {last:.4f}")
     print(f"staleness of tokens: {found['mean_staleness']:.2f} versions; {found['counts']}")

@@ -33,6 +33,7 @@ _IDLE = ("name", "address", "weights")  # settings that do not change the result
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCompareConfig(PipelineConfig):
+    save_every: int = 0  # time is compared
     seeds: int = 1
     runs: dict[str, Any] = field(default_factory=dict)  # what differs, by label
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.errors import ExperimentError
-from experiments.settings.checks import nearest, require
+from experiments.settings.checks import at_least, nearest, require
 from experiments.settings.config import METHODS, RunConfig
 from experiments.settings.tasks import GrpoConfig
 from loco.sync.storage.stores import check_url
@@ -37,6 +37,8 @@ class PipelineConfig(RunConfig):
     correction: str = "aipo"  # for samples from older weights
     ratio_limit: float = 4.0  # AIPO's ρ
 
+    save_every: int = 10  # rounds between checkpoints, in runs/<name>/checkpoints; 0: none
+    resume: bool = False  # go on from them
     weights: str | None = None  # URL under which versions are published; None: the run's folder
     patches: bool = True  # publish what changed; False: all weights, as a baseline
     address: str | None = None  # of a Ray cluster; None: start one on this machine
@@ -50,15 +52,8 @@ class PipelineConfig(RunConfig):
             f"sites train by method=pulseloco or diloco, got method={self.method}",
         )
         super().__post_init__()
-        for name, least in (
-            ("sites", 1),
-            ("workers", 1),
-            ("lease", 1),
-            ("reward_processes", 1),
-            ("max_staleness", 0),
-        ):
-            value = getattr(self, name)
-            require(value >= least, f"{name} must be at least {least}, got {value}")
+        at_least(1, self, "sites", "workers", "lease", "reward_processes")
+        at_least(0, self, "max_staleness", "save_every")
         require(self.reward_timeout_s > 0, f"reward_timeout_s must be > 0, got {self.reward_timeout_s}")
         require(self.engine in ENGINES, f"unknown engine '{self.engine}'{nearest(self.engine, ENGINES)}")
         require(

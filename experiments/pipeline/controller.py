@@ -26,7 +26,7 @@ from typing import Any
 
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Notes
-from experiments.pipeline.samples import Lease, Parcel
+from experiments.pipeline.samples import Lease, Parcel, UsedTickets
 
 _UNPUBLISHED = 10.0  # seconds that a trainer waits for another site to publish the current version
 
@@ -52,6 +52,8 @@ class Controller:
         self._again: deque[int] = deque()  # tickets to be handed out again
         self._out: dict[str, _Holder] = {}  # by worker
         self._ready: list[tuple[int, Parcel]] = []  # a heap, by ticket
+        self._used = UsedTickets()
+        self._used_before = self._used.state()  # before this version
         self._turns: dict[int, object] = {}  # the latest `take` of each trainer
         self._takes: dict[int, tuple[int, int]] = {}  # of each trainer: how many in which version
         self._to_evaluate: deque[int] = deque()  # versions
@@ -172,10 +174,11 @@ class Controller:
                     continue
                 self._taken += 1
                 batch.append(found)
+            self._used.add(ticket for ticket, _ in batch)
             before, takes = self._takes.get(trainer, (version, 0))
             self._takes[trainer] = version, 1 + (takes if before == version else 0)
             self._changed.notify_all()
-        return [parcel.group for _, parcel in batch]
+        return [parcel.group for _, parcel in sorted(batch, key=lambda one: one[0])]
 
     def _next(self, version: int, own: set[int]) -> tuple[int, Parcel] | None:
         """What a trainer may have now."""
@@ -242,10 +245,25 @@ class Controller:
             self._learn(version)
             self._changed.notify_all()
 
+    async def used(self, version: int) -> dict[str, Any]:
+        """The tickets that rounds before this version have used, for `resume`."""
+        async with self._changed:
+            self._learn(version)
+            return self._used_before
+
+    async def resume(self, version: int, used: dict[str, Any]) -> None:
+        """The run goes on with this version. Tickets below the highest that were not used are asked again."""
+        async with self._changed:
+            if version > self._version:
+                self._used = UsedTickets(**used)
+                self._tickets, self._again = self._used.end, deque(self._used.unused())
+                self._learn(version)
+
     def _learn(self, version: int) -> None:
         """Note the trainers' version; a restarted controller learns here how far the run is."""
         if version > self._version:
             used = (version - 1) * self._config.quota
+            self._used_before = self._used.state()
             self._version, self._taken = version, max(self._taken, used)
             self._tickets, self._taken_before = max(self._tickets, used), self._taken
             self._changed.notify_all()

@@ -51,6 +51,7 @@ COLUMNS += ("all that was sent, by the kernel", "score")
 
 @dataclass(frozen=True, kw_only=True)
 class LinksConfig(PipelineConfig):
+    save_every: int = 0  # time is compared
     mbit: float = 100.0  # of every link, in either direction
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.errors import ExperimentError
 from experiments.models.warm_start import kept_or_trained
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of, ray
@@ -20,6 +21,7 @@ from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.controller import Controller
 from experiments.pipeline.diary import Notes
 from experiments.pipeline.figures import figures
+from experiments.pipeline.learning.saving import newest_round
 from experiments.pipeline.learning.trainer import Trainer
 from experiments.pipeline.report import Curves, draw, page
 from experiments.pipeline.sampling.worker import Worker
@@ -35,6 +37,11 @@ def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
     """Train, in a cluster that has been started -> the figures, which are stored in the folder too."""
     cpu = torch.device("cpu")
     start = kept_or_trained(config, task_of(config, Seat(0, 1, cpu)), cpu)
+    checkpoints = (folder / "checkpoints").resolve()
+    if not config.resume:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    elif newest_round(checkpoints) is None:
+        raise ExperimentError(f"there are no checkpoints in {checkpoints}: leave out resume=true to begin")
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "weights", ignore_errors=True)  # of an earlier run
     # Each run has its own URL: workers would take an older run's versions for newer weights.
@@ -45,7 +52,7 @@ def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
         if config.elastic:
             at = closing.enter_context(meeting(folder / "store.log", host=cluster.own_address()))
         curves = closing.enter_context(Curves(folder / "tensorboard"))
-        found = _run(config, start, url, at, closing.enter_context(cluster.Actors()), curves)
+        found = _run(config, start, url, at, checkpoints, closing.enter_context(cluster.Actors()), curves)
     (folder / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(found, folder / "pipeline.png")
     (folder / "report.html").write_text(page(found, folder / "pipeline.png"), encoding="utf-8")
@@ -57,6 +64,7 @@ def _run(
     start: dict[str, Tensor],
     url: str,
     at: str | None,
+    checkpoints: Path,
     actors: cluster.Actors,
     curves: Curves,
 ) -> dict[str, Any]:
@@ -79,7 +87,13 @@ def _run(
     worlds = answer_of([one.address.remote() for one in trainers[::per_site]]) if per_site > 1 else []
     shared = ray.put(start)
     training = [
-        one.run.remote(shared, url=url, at=at, world=worlds[number // per_site] if worlds else None)
+        one.run.remote(
+            shared,
+            url=url,
+            at=at,
+            world=worlds[number // per_site] if worlds else None,
+            checkpoints=checkpoints,
+        )
         for number, one in enumerate(trainers)
     ]
     sampling = [worker.run.remote() for worker in workers]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,6 +93,32 @@ def groups_of(rollout: Rollout, rewards: Tensor, group: int) -> list[Group]:
 
 def _joined(parts: Sequence[Tensor]) -> np.ndarray:
     return torch.cat(list(parts)).numpy()
+
+
+class UsedTickets:
+    """Those whose groups trainers have been given: all below a number, and some beyond it."""
+
+    def __init__(self, all_below: int = 0, beyond: Iterable[int] = ()) -> None:
+        self._all_below, self._beyond = all_below, set(beyond)
+
+    def add(self, tickets: Iterable[int]) -> None:
+        self._beyond.update(ticket for ticket in tickets if ticket >= self._all_below)
+
+    def state(self) -> dict[str, Any]:
+        while self._all_below in self._beyond:
+            self._beyond.remove(self._all_below)
+            self._all_below += 1
+        return {"all_below": self._all_below, "beyond": sorted(self._beyond)}
+
+    def unused(self) -> list[int]:
+        """Below the highest one."""
+        highest = max(self._beyond, default=self._all_below)
+        return [ticket for ticket in range(self._all_below, highest) if ticket not in self._beyond]
+
+    @property
+    def end(self) -> int:
+        """From which on no ticket has been used."""
+        return max(self._beyond, default=self._all_below - 1) + 1
 
 
 @dataclass(frozen=True, kw_only=True)

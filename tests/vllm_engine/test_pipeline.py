@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ import loco
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
+from experiments.pipeline.sampling.engine import Question
 from experiments.pipeline.sampling.engine_vllm import VllmEngine
+from experiments.tasks.rollout import Decoding, Rollout
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
 REPOSITORY = Path(__file__).parents[2]
@@ -103,8 +106,14 @@ def test_a_token_has_the_probability_that_its_version_gives_it(
             return step()
 
         monkeypatch.setattr(engine._llm.llm_engine, "step", counted)
-        uniforms = torch.rand(4, 1, generator=torch.Generator().manual_seed(0))
-        found = engine.sample([[5, 6, 7], [9, 8]], group=2, longest=200, uniforms=uniforms)
+        decoding = Decoding(longest=200, stops=(256,))
+        for key, prompt in enumerate(([5, 6, 7], [9, 8])):
+            uniforms = torch.rand(2, 1, generator=torch.Generator().manual_seed(key))
+            engine.add(Question(key=key, prompt=prompt, group=2, decoding=decoding, uniforms=uniforms))
+        ended = dict[Hashable, Rollout]()
+        while engine.active:
+            ended |= dict(engine.step())
+        found = Rollout.joined([ended[0], ended[1]])
     finally:
         closing.set()
         engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -19,6 +20,7 @@ from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
 from experiments.pipeline.learning.losses import loss_of
 from experiments.pipeline.learning.publishing import Publishing
+from experiments.pipeline.learning.saving import Saving, newest_round
 from experiments.pipeline.samples import Group
 from experiments.tasks.rollout import PublishedModel
 from experiments.tasks.task import Seat
@@ -46,31 +48,36 @@ class Trainer:
             probe.bind(("", 0))
             return f"{cluster.own_address()}:{probe.getsockname()[1]}"
 
-    def run(self, start: dict[str, Tensor], *, url: str, at: str, world: str | None) -> int:
+    def run(
+        self, start: dict[str, Tensor], *, url: str, at: str, world: str | None, checkpoints: Path
+    ) -> int:
         """Train until the last round -> a digest of the weights.
 
         Args:
             url: where to publish versions.
             at: address at which the sites meet.
             world: address of this site's first rank, for sites of several ranks.
+            checkpoints: the folder of the run's.
         """
         config = self._config
-        self._build(start, at=at, world=world)
+        self._saving = Saving(config, checkpoints / f"site {self._site}", self._controller, self._diary)
+        self._build(start, at=at, world=world, checkpoints=checkpoints)
         checkpoint = cast(PublishedModel, self._model).checkpoint
         self._publishing = Publishing(checkpoint, url, config, self._controller, self._diary)
-        if self._optimizer.round == 0:
+        if answer_of(self._controller.newer.remote(0, 0.0)) < self._version:
             self._publish()
-        else:
-            self._diary.say(f"is back after round {self._optimizer.round}")
+        if self._optimizer.round > 0:
+            self._diary.say(f"goes on after round {self._optimizer.round}")
         while self._optimizer.round < config.rounds:
             self._train_round()
         if self._publishes:
             self._publishing.until_there(self._version)  # to be scored
         self._publishing.close()
+        self._saving.close()
         answer_of(self._diary.send())
         return int(bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item())
 
-    def _build(self, start: dict[str, Tensor], *, at: str, world: str | None) -> None:
+    def _build(self, start: dict[str, Tensor], *, at: str, world: str | None, checkpoints: Path) -> None:
         """Build the optimizer together with all other trainers; a site that returns receives θ."""
         config = self._config
         self._model = self._task.model()
@@ -93,9 +100,12 @@ class Trainer:
             timeout=config.timeout_s,
         )
         self._optimizer = in_rounds(inner, self._topology, config)
+        self._saving.resume(self._optimizer)
         if self._version < before:
+            newest = newest_round(checkpoints)
+            rest = "" if newest is None else f": resume=true goes on from the checkpoints of round {newest}"
             raise ExperimentError(
-                f"all sites were lost at once, and with them what they had learned since version {before}"
+                f"all sites were lost at once, and with them what they had learned to version {before}{rest}"
             )
 
     def _train_round(self) -> None:
@@ -122,6 +132,7 @@ class Trainer:
         self._diary.notes.counts["round bytes"] += report.sent_bytes
         if report.exchange != "rejoin":
             self._publish()
+            self._saving.after_round(optimizer)
 
     @property
     def _publishes(self) -> bool:

@@ -83,6 +83,7 @@ def measure(config: PlanConfig, folder: Path) -> Rates:
             "sites": 2,
             "workers": 1,
             "elastic": True,
+            "save_every": 0,
             "ranks_per_site": 1,
             "max_staleness": 2,
             "steps": _ROUNDS * config.sync_every,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from languages import save_tokenizer
 from processes import gone
 from selection import COMMANDS
 
@@ -26,7 +28,8 @@ PATIENCE = 300.0  # seconds: Ray and five processes that import torch start on a
 
 
 def started(folder: Path, *more: str) -> subprocess.Popen[str]:
-    (folder / "configs").symlink_to(REPOSITORY / "configs")
+    if not (folder / "configs").exists():
+        (folder / "configs").symlink_to(REPOSITORY / "configs")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(
         [*COMMAND, *more],
@@ -146,6 +149,89 @@ def test_ctrl_c_ends_all_parts_and_says_so_once(tmp_path: Path) -> None:
     assert errors.count("interrupted: all parts were stopped, and no results were written") == 1
     assert "Traceback" not in errors
     assert gone(everybody)
+
+
+def rounds_saved(folder: Path) -> int:
+    """That both sites have saved."""
+    found = [
+        max((int(one.name.removeprefix("round-")) for one in site.glob("round-????????")), default=0)
+        for site in folder.glob("runs/pipeline/checkpoints/site *")
+    ]
+    return min(found) if len(found) == 2 else 0
+
+
+# With one worker in turns, what is sampled depends on the seed alone.
+FIXED = ["max_staleness=0", "workers=1", "in_flight=false", "elastic=false", "save_every=1", "lr=1e-4"]
+
+
+@pytest.mark.check(COMMANDS)
+def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole, _ = ended(started(tmp_path / "a", "steps=480", *FIXED), tmp_path / "a")
+    folder, chance = tmp_path / "b", random.Random(3)
+    for k, last in enumerate((8, 40, 70)):
+        command = started(folder, "steps=480", *FIXED, *(["resume=true"] if k else []))
+        deadline = time.monotonic() + PATIENCE
+        while rounds_saved(folder) < last and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert command.poll() is None, command.communicate()
+        time.sleep(chance.random())
+        at_work = [one for kind in ("Trainer", "Worker") for one in actors(command, kind)]
+        assert len(at_work) == 3
+        command.send_signal(signal.SIGINT if k == 1 else signal.SIGKILL)
+        _, errors = command.communicate(timeout=PATIENCE)
+        assert ("resume=true goes on from the checkpoints of round" in errors) == (k == 1)
+        assert gone(at_work)  # Ray's own processes take a minute
+    found, errors = ended(started(folder, "steps=480", *FIXED, "resume=true"), folder)
+    assert "site 0: goes on after round" in errors
+    assert found["digests"] == whole["digests"]
+    assert found["evaluations"][-1]["scores"] == whole["evaluations"][-1]["scores"]
+
+
+REWARD = """
+def wanted(prompt, completion, row):
+    assert prompt == row["messages"]
+    return completion.count(row["letter"]) / max(1, len(completion))
+"""
+
+
+@pytest.mark.check(COMMANDS)
+def test_a_model_a_prompt_file_and_a_reward_of_ones_own_are_trained_and_resumed(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the optional package transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = transformers.LlamaConfig(vocab_size=264, max_position_embeddings=96, eos_token_id=256, **sizes)
+    transformers.LlamaForCausalLM(made).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    template = "{% for one in messages %}{{ one['role'] }}: {{ one['content'] }}\n{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    rows = [
+        {"letter": letter, "messages": [{"role": "user", "content": f"say {letter}{' again' * (k % 3)}"}]}
+        for k, letter in enumerate("abcabcabcabcabcabc")
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    own = ["task=prompts", "model=hf", "path=model", "prompts.file=prompts.jsonl", "prompts.column=messages"]
+    own += ["prompts.reward=rewards.py:wanted", "prompts.held_out=6", "prompts.prompts=2", "prompts.group=4"]
+    own += ["answer.max_tokens=16", "answer.temperature=1.2", "lr=1e-2", "save_every=2", "eval_every=32"]
+    command = started(tmp_path, *own, "steps=4000")
+    wait_for_versions(command, tmp_path, 10)
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=PATIENCE)
+    assert "resume=true goes on from the checkpoints of round" in errors
+    command = started(tmp_path, *own, "steps=320", "resume=true", "answer.temperature=1")
+    _, errors = command.communicate(timeout=PATIENCE)
+    assert "configured otherwise (answer.temperature: 1.2 then, 1.0 now)" in errors
+    command = started(tmp_path, *own, "steps=320", "resume=true")
+    said, errors = command.communicate(timeout=PATIENCE)
+    assert command.returncode == 0, errors
+    found = json.loads((tmp_path / "runs/pipeline/pipeline.json").read_text())
+    assert f"reward {found['evaluations'][-1]['score']:.4f}" in said
+    assert len(set(found["digests"])) == 1
+    # By chance a letter is one of 264 tokens.
+    assert found["reward"] > 0.05
+    assert all(isinstance(one["score"], float) for one in found["evaluations"])
+    assert "<h1" in (tmp_path / "runs/pipeline/report.html").read_text()
 
 
 @pytest.mark.check(COMMANDS)

@@ -1,0 +1,80 @@
+"""Checkpoints of a pipeline: each trainer saves its state, and which prompts the rounds so far have used.
+
+There is nothing else to save. Samples that no round has used are sampled anew, versions are published anew,
+and what chance decides is a function of the seed and of tickets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import loco
+from experiments.errors import ExperimentError
+from experiments.pipeline.cluster import answer_of
+from experiments.pipeline.config import PipelineConfig
+from experiments.pipeline.diary import Diary
+from experiments.settings.plan import flat
+
+# What may be another in a run that is resumed.
+_FREE = (
+    *("name", "steps", "eval_every", "save_every", "resume", "timeout_s", "port"),
+    *("workers", "lease", "engine", "vllm", "in_flight", "recompute_cache", "reward_processes"),
+    *("reward_timeout_s", "weights", "patches", "address", "sites_on", "workers_on"),
+)
+
+
+def newest_round(folder: Path) -> int | None:
+    """Of a run's checkpoints. None: there are none."""
+    found = [int(path.name.removeprefix("round-")) for path in folder.glob("**/round-????????")]
+    return max(found, default=None)
+
+
+class Saving:
+    """Of one trainer; those of a site that stays the same load together."""
+
+    def __init__(self, config: PipelineConfig, folder: Path, controller: Any, diary: Diary) -> None:
+        self._config, self._controller, self._diary = config, controller, diary
+        self._checkpoints = loco.Checkpoints(folder)
+
+    def resume(self, optimizer: loco.PulseLoCo | loco.DiLoCo) -> None:
+        """Go on from the newest checkpoint, if there is one: the run's, or that of a site that was lost."""
+        optimizer_state: Any = optimizer
+        try:
+            resumed = self._checkpoints.load(optimizer_state)
+        except ValueError as error:
+            raise ExperimentError(f"{self._checkpoints.folder}: {error}") from error
+        if self._config.resume and optimizer.round == 0:  # nor did another site give it what it has
+            raise ExperimentError(
+                f"there are no checkpoints in {self._checkpoints.folder}, where resume=true looks"
+            )
+        if resumed is None:
+            return
+        then, now = resumed.extra["config"], _deciding(self._config)
+        differing = [key for key in now if now[key] != then.get(key)]
+        if differing:
+            said = ", ".join(f"{key}: {then.get(key)} then, {now[key]} now" for key in differing)
+            raise ExperimentError(
+                f"{self._checkpoints.folder} is of a run that was configured otherwise ({said}): go on with "
+                "the same settings, or give this run another name="
+            )
+        answer_of(self._controller.resume.remote(optimizer.round + 1, resumed.extra["tickets"]))
+
+    def after_round(self, optimizer: loco.PulseLoCo | loco.DiLoCo) -> None:
+        every = self._config.save_every
+        if not every or optimizer.round % every:
+            return
+        with self._diary.doing("saving", version=optimizer.round + 1):
+            tickets = answer_of(self._controller.used.remote(optimizer.round + 1))
+            optimizer_state: Any = optimizer
+            self._checkpoints.save(optimizer_state, {"config": _deciding(self._config), "tickets": tickets})
+
+    def close(self) -> None:
+        self._checkpoints.close()
+
+
+def _deciding(config: PipelineConfig) -> dict[str, Any]:
+    settings = flat(json.loads(json.dumps(dataclasses.asdict(config))))
+    return {key: value for key, value in settings.items() if key.partition(".")[0] not in _FREE}
