@@ -1,5 +1,6 @@
 """What differs between the methods: which module the loop calls and which optimizer steps."""
 
+import inspect
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from experiments.errors import ExperimentError
 from experiments.methods.observer import Observer
 from experiments.methods.sparseloco import SparseLoCo
 from experiments.methods.variants import forgetting, whole_ulps
+from experiments.settings.checks import nearest
 from experiments.settings.config import RunConfig, wire_of
 from experiments.settings.rounds import outer_options
 
@@ -66,13 +68,8 @@ class Trainee:
 
 
 def build(model: nn.Module, config: RunConfig) -> Trainee:
-    """Wrap `model` and its AdamW. Every rank calls this together."""
-    try:
-        inner = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
-    except ValueError as error:
-        raise ExperimentError(f"AdamW: {error}") from error
+    """Wrap `model` and its inner optimizer. Every rank calls this together."""
+    inner = inner_of(model, config)
     if config.method == "single":
         return Trainee(model, inner, None, None)
     if config.method == "ddp":
@@ -101,6 +98,27 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
     if config.gate != "open" and config.overlap is None:
         trainee.observer = Observer(optimizer)  # registered last: it sees what the variants leave to the gate
     return trainee
+
+
+def inner_of(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    """An optimizer of torch.optim, by its name."""
+    kinds = {
+        name: kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    if config.optimizer not in kinds:
+        raise ExperimentError(
+            f"torch.optim has no optimizer '{config.optimizer}'{nearest(config.optimizer, kinds)}"
+        )
+    kind = kinds[config.optimizer]
+    takes = inspect.signature(kind).parameters
+    own = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    options = {name: value for name, value in own.items() if name in takes} | config.optimizer_options
+    try:
+        return kind(model.parameters(), **options)
+    except (TypeError, ValueError) as error:
+        raise ExperimentError(f"{config.optimizer}: {error}") from error
 
 
 def in_rounds(

@@ -72,7 +72,8 @@ class HuggingFaceModel(nn.Module):
     """The causal language model and the tokenizer in the folder `path`; always without dropout.
 
     context: the tokens of the longest sequence. vocabulary: how many logits there are, often more than
-    the tokenizer has tokens. end: the token that ends an answer.
+    the tokenizer has tokens. end: the token that ends an answer. is_rounded: set where the weights are BF16
+    values already and all pasts are renewed when they change, so that no past needs a copy of them.
 
     The sequences of one call have one length or are padded on the right, where causal attention never
     looks, so there are no attention masks. Raises ExperimentError where the package, the folder, the
@@ -83,6 +84,7 @@ class HuggingFaceModel(nn.Module):
         super().__init__()
         words = HuggingFaceWords(path)
         self.words, self.model = words, _model(path)
+        self.is_rounded = False
         text = self.model.config.get_text_config()  # a model that also reads images keeps its language apart
         self.context: int = getattr(text, "max_position_embeddings", None) or _refuse(
             f"{path}: config.json has to say the longest sequence as max_position_embeddings"
@@ -160,6 +162,8 @@ class HuggingFaceModel(nn.Module):
         return self.words.decode(tokens)
 
     def _rounded(self) -> dict[str, Tensor]:
+        if self.is_rounded:
+            return dict(self.model.named_parameters())
         # A tied weight comes once here; functional_call puts it in each of its places.
         return {name: bf16(weight) for name, weight in self.model.named_parameters()}
 

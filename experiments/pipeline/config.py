@@ -36,6 +36,8 @@ class PipelineConfig(RunConfig):
     recompute_cache: bool = False  # recompute keys and values when the weights change
     correction: str = "aipo"  # for samples from older weights
     ratio_limit: float = 4.0  # AIPO's ρ
+    kl: float = 0.0  # weight of the distance from the model that the run began with
+    micro_batch: int | None = None  # answers of one forward pass; None: all of a step's
 
     save_every: int = 10  # rounds between checkpoints, in runs/<name>/checkpoints; 0: none
     resume: bool = False  # go on from them
@@ -53,7 +55,8 @@ class PipelineConfig(RunConfig):
         )
         super().__post_init__()
         at_least(1, self, "sites", "workers", "lease", "reward_processes")
-        at_least(0, self, "max_staleness", "save_every")
+        at_least(1, self, "micro_batch")
+        at_least(0, self, "max_staleness", "save_every", "kl")
         require(self.reward_timeout_s > 0, f"reward_timeout_s must be > 0, got {self.reward_timeout_s}")
         require(self.engine in ENGINES, f"unknown engine '{self.engine}'{nearest(self.engine, ENGINES)}")
         require(

@@ -51,13 +51,13 @@ class Controller:
         self._tickets = 0  # handed out so far
         self._again: deque[int] = deque()  # tickets to be handed out again
         self._out: dict[str, _Holder] = {}  # by worker
-        self._ready: list[tuple[int, Parcel]] = []  # a heap, by ticket
+        self._ready: list[tuple[int, int, Parcel]] = []  # a heap, by age and ticket
         self._used = UsedTickets()
         self._used_before = self._used.state()  # before this version
         self._turns: dict[int, object] = {}  # the latest `take` of each trainer
         self._takes: dict[int, tuple[int, int]] = {}  # of each trainer: how many in which version
         self._to_evaluate: deque[int] = deque()  # versions
-        self._evaluated = 0  # the newest version that was put there
+        self._seen = self._evaluated = 0  # newest version that was considered, and that was put there
         self._notes = Notes()
         self._ended = False
 
@@ -127,7 +127,7 @@ class Controller:
                 if one.ticket not in holder.tickets:
                     continue
                 del holder.tickets[one.ticket]
-                heapq.heappush(self._ready, (one.ticket, one))
+                heapq.heappush(self._ready, (one.oldest, one.ticket, one))
                 self._notes.counts["groups"] += 1
                 self._notes.counts["tokens"] += one.tokens
                 self._notes.counts["sample bytes"] += len(one.group)
@@ -154,7 +154,7 @@ class Controller:
     async def take(self, trainer: int, version: int, count: int) -> list[bytes] | None:
         """`count` groups for a trainer whose round began with this version. None: the version is still not
         published after a while, and without it no more samples may be begun."""
-        batch: list[tuple[int, Parcel]] = []
+        batch: list[tuple[int, int, Parcel]] = []
         until = time.monotonic() + _UNPUBLISHED
         async with self._changed:
             self._learn(version)
@@ -174,21 +174,21 @@ class Controller:
                     continue
                 self._taken += 1
                 batch.append(found)
-            self._used.add(ticket for ticket, _ in batch)
+            self._used.add(ticket for _, ticket, _ in batch)
             before, takes = self._takes.get(trainer, (version, 0))
             self._takes[trainer] = version, 1 + (takes if before == version else 0)
             self._changed.notify_all()
-        return [parcel.group for _, parcel in sorted(batch, key=lambda one: one[0])]
+        return [parcel.group for *_, parcel in sorted(batch, key=lambda one: one[1])]
 
-    def _next(self, version: int, own: set[int]) -> tuple[int, Parcel] | None:
+    def _next(self, version: int, own: set[int]) -> tuple[int, int, Parcel] | None:
         """What a trainer may have now."""
         self._drop_old(version)
         if own:
-            mine = [one for one in self._ready if one[0] in own]
+            mine = [one for one in self._ready if one[1] in own]
             if mine:
                 self._ready.remove(mine[0])
                 heapq.heapify(self._ready)
-                own.discard(mine[0][0])
+                own.discard(mine[0][1])
             return mine[0] if mine else None
         if not self._ready:
             return None
@@ -200,7 +200,7 @@ class Controller:
             if begun is not None and begun <= oldest_allowed
         ]
         left = self._taken_before + self._config.quota - self._taken  # of this round
-        if left <= len(to_wait_for) and min(one.oldest for _, one in self._ready) > oldest_allowed:
+        if left <= len(to_wait_for) and self._ready[0][0] > oldest_allowed:
             return None
         return heapq.heappop(self._ready)
 
@@ -212,22 +212,22 @@ class Controller:
         takes = takes if before == version else 0
         first = (version - 1) * self._config.quota + (takes * self._config.trainers + trainer) * count
         own = set(range(first, first + count))
-        there = {ticket for ticket, _ in self._ready} | set(self._again)
+        there = {ticket for _, ticket, _ in self._ready} | set(self._again)
         there = there.union(*(holder.tickets for holder in self._out.values()))
         return own if all(ticket in there or ticket >= self._tickets for ticket in own) else set()
 
     def _drop_old(self, version: int) -> None:
-        too_old = [one for _, one in self._ready if version - one.oldest > self._config.max_staleness]
+        too_old = [one for oldest, _, one in self._ready if version - oldest > self._config.max_staleness]
         if not too_old:
             return
-        self._ready = [(ticket, one) for ticket, one in self._ready if one not in too_old]
+        self._ready = [one for one in self._ready if one[-1] not in too_old]
         heapq.heapify(self._ready)
         for one in too_old:
             self._notes.counts["groups dropped, too old"] += 1
             self._notes.counts["tokens dropped, too old"] += one.tokens
         # Without staleness each round has tickets of its own.
         first = 0 if self._config.max_staleness else (version - 1) * self._config.quota
-        self._again += [one.ticket for one in too_old if one.ticket >= first]
+        self._again += sorted(one.ticket for one in too_old if one.ticket >= first)
         self._changed.notify_all()
 
     async def _some_time(self) -> None:
@@ -237,12 +237,16 @@ class Controller:
 
     async def published(self, version: int) -> None:
         async with self._changed:
-            for one in range(self._published + 1, version + 1):
-                if (one - 1) * self._config.sync_every % self._config.eval_every == 0:
-                    self._evaluated = one
-                    self._to_evaluate.append(one)
-            self._published = max(self._published, version)
             self._learn(version)
+            every = self._config.eval_every
+            due = [
+                one
+                for one in range(self._seen + 1, version + 1)
+                if (one - 1) * self._config.sync_every % every == 0
+            ]
+            self._to_evaluate += due
+            self._evaluated = max(self._evaluated, *due, 0)
+            self._published, self._seen = max(self._published, version), max(self._seen, version)
             self._changed.notify_all()
 
     async def used(self, version: int) -> dict[str, Any]:
@@ -263,6 +267,8 @@ class Controller:
         """Note the trainers' version; a restarted controller learns here how far the run is."""
         if version > self._version:
             used = (version - 1) * self._config.quota
+            if not self._version:
+                self._seen = version - 1
             self._used_before = self._used.state()
             self._version, self._taken = version, max(self._taken, used)
             self._tickets, self._taken_before = max(self._tickets, used), self._taken

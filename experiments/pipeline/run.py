@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ class Screen:
         self._live = sys.stderr.isatty()
         self._lines, self._begun, self._next = 0, time.monotonic(), 0.0
         self._latest: dict[str, dict[str, Any]] = {}  # the last event of each part
+        self._spent: dict[str, Counter[str]] = {"sites": Counter(), "workers": Counter()}  # seconds, lately
         self._ended = False
 
     def show(self, status: dict[str, Any]) -> None:
@@ -142,10 +144,14 @@ class Screen:
         config, now = self._config, time.monotonic()
         notes: Notes = status["notes"]
         self._latest |= {event["part"]: event for event in notes.events}
+        for event in notes.events:
+            if "," not in event["part"]:  # threads work beside their part
+                kind = "sites" if event["part"].startswith("site") else "workers"
+                self._spent[kind][event["what"]] += event["to"] - event["from"]
         done = status["taken"] / (config.rounds * config.quota)
         line = (
             f"{done:4.0%}, version {status['version']} of {config.rounds + 1}, {now - self._begun:.0f} s; "
-            f"prompts out {status['out']}, answered {status['ready']}"
+            f"prompts out {status['out']}, answered {status['ready']}{self._shares()}"
         )
         if not self._live:
             ended = status["version"] > config.rounds and not self._ended
@@ -153,6 +159,8 @@ class Screen:
             self._ended |= ended
             if now >= self._next:
                 self._next = now + self._every
+                for spent in self._spent.values():
+                    spent.clear()
             self._write("".join(f"{text}\n" for text in lines))
             return
         lines = [line]
@@ -162,6 +170,15 @@ class Screen:
         up = f"\x1b[{self._lines}F" if self._lines else ""
         self._write(up + "".join(f"\x1b[2K{text}\n" for text in [*notes.said, *lines]))
         self._lines = len(lines)
+
+    def _shares(self) -> str:
+        """What bounds the run: who works, and who waits."""
+        said = ""
+        for kind, spent in self._spent.items():
+            total = sum(spent.values())
+            most = [f"{what} {seconds / total:.0%}" for what, seconds in spent.most_common(2)]
+            said += f"; {kind}: {', '.join(most)}" if most else ""
+        return said
 
     def _write(self, text: str) -> None:
         with suppress(OSError):

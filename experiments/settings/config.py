@@ -92,8 +92,10 @@ class RunConfig:
     eval_every: int = 48  # steps
     lr: float = 1e-6
     warmup: int = 20  # steps, from 0 to lr
+    optimizer: str = "AdamW"  # of torch.optim
+    optimizer_options: dict[str, Any] = field(default_factory=dict)  # its own, e.g. {momentum: 0.9}
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # these two where the optimizer knows them
     clip: float = 1.0  # norm of a site's gradient
 
     sync_every: int = 8

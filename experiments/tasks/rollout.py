@@ -123,6 +123,11 @@ class Cohort:
     def is_done(self) -> bool:
         return bool(self._lengths.all())
 
+    @property
+    def going_on(self) -> int:
+        """Answers that have not ended."""
+        return int((self._lengths == 0).sum())
+
     @torch.no_grad()
     def step(self) -> list[int]:
         """-> the prompts all answers to which have now ended."""

@@ -24,8 +24,8 @@ from loco.wire.records import RECORD_BYTES, VERSION, Kind, Status
 
 TOPICS = (
     *("algorithm", "architecture", "benchmarks", "checkpoints", "elastic", "errors", "failures", "frontier"),
-    *("integrations", "internals", "optimizer", "outer_step", "overlap", "pipeline", "questions"),
-    *("reproduce", "results", "sharded", "sites", "sync", "sync-format", "wire"),
+    *("integrations", "internals", "optimizer", "outer_step", "overlap", "own_model", "pipeline"),
+    *("questions", "reproduce", "results", "sharded", "sites", "sync", "sync-format", "wire"),
 )
 METRICS = re.findall(r'"(loco/\w+)":', inspect.getsource(RoundSurface.metrics))
 

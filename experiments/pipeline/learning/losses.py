@@ -6,14 +6,21 @@ aipo   −(1 / tokens) · Σ_t min(ρ_t, limit) · A · log π(token t), the fir
        tokens that have become more likely count for more, up to a limit, and the others for less
 grpo   the two-sided clip of `experiments.tasks.grpo`
 none   −(1 / tokens) · Σ_t A · log π(token t), as if the weights had not changed
+
+With `kl` above 0, kl · (1 / tokens) · Σ_t (r − log r − 1) is added, r = π_ref(token t) / π(token t): the
+distance from the model that the run began with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.samples import Group
@@ -41,26 +48,61 @@ def losses_of(
     return -weight * advantage * logp
 
 
-def loss_of(module: nn.Module, groups: Sequence[Group], config: PipelineConfig) -> Tensor:
-    """The loss of a step's answers under the weights of `module`."""
-    rows, heads, old, advantage = [], [], [], []
-    for group in groups:
-        for row, logp, gain in zip(group.rows(), group.split(group.logp), group.advantage, strict=True):
-            if gain or not rows:  # keep one in any case: each of DDP's ranks must run the model
-                rows.append(row)
-                heads.append(len(group.head))
-                old.append(logp)
-                advantage.append(float(gain))
-    logp, counts, _ = answer_log_probabilities(
-        module, rows, heads, torch.device("cpu"), temperature=config.answer.temperature
-    )
+@dataclass(frozen=True)
+class _Answer:
+    row: Tensor  # its prompt, and then its tokens
+    head: int  # the prompt's length
+    logp: Tensor  # of its tokens, when they were sampled
+    advantage: float
+
+
+def learn(
+    module: nn.Module, groups: Sequence[Group], config: PipelineConfig, reference: nn.Module | None = None
+) -> None:
+    """Add the gradient of a step's loss, `config.micro_batch` answers at a time.
+
+    Args:
+        module: the model, or DDP around it.
+        reference: the model that `config.kl` holds it to.
+    """
+    answers = [
+        _Answer(row, len(group.head), logp, float(advantage))
+        for group in groups
+        for row, logp, advantage in zip(group.rows(), group.split(group.logp), group.advantage, strict=True)
+    ]
+    if reference is None:  # those without an advantage have no gradient
+        # One stays in any case: each of DDP's ranks must run the model.
+        answers = [one for one in answers if one.advantage] or answers[:1]
+    tokens = sum(group.tokens for group in groups)
+    size = config.micro_batch or len(answers)
+    parts = [answers[first : first + size] for first in range(0, len(answers), size)]
+    for part in parts:
+        # Gradients of DDP's ranks are averaged once.
+        is_last = part is parts[-1]
+        apart = (
+            module.no_sync() if isinstance(module, DistributedDataParallel) and not is_last else nullcontext()
+        )
+        with apart:
+            (_sum_of_losses(module, part, config, reference) / tokens).backward()
+
+
+def _sum_of_losses(
+    module: nn.Module, answers: Sequence[_Answer], config: PipelineConfig, reference: nn.Module | None
+) -> Tensor:
+    arguments: Any = ([one.row for one in answers], [one.head for one in answers], torch.device("cpu"))
+    temperature = config.answer.temperature
+    logp, counts, _ = answer_log_probabilities(module, *arguments, temperature=temperature)
     losses = losses_of(
         config.correction,
         logp,
-        pad(old),
-        torch.tensor(advantage)[:, None],
+        pad([one.logp for one in answers]),
+        torch.tensor([one.advantage for one in answers])[:, None],
         ratio_limit=config.ratio_limit,
         clip_low=config.grpo.clip_low,
         clip_high=config.grpo.clip_high,
     )
-    return losses[counts].sum() / sum(group.tokens for group in groups)
+    if reference is not None:
+        with torch.no_grad():
+            wanted, _, _ = answer_log_probabilities(reference, *arguments, temperature=temperature)
+        losses = losses + config.kl * (torch.exp(wanted - logp) - (wanted - logp) - 1)
+    return losses[counts].sum()

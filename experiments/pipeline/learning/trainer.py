@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import loco
 from experiments.errors import ExperimentError
-from experiments.methods.methods import in_rounds
+from experiments.methods.methods import in_rounds, inner_of
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.learning.losses import loss_of
+from experiments.pipeline.learning.losses import learn
 from experiments.pipeline.learning.publishing import Publishing
 from experiments.pipeline.learning.saving import Saving, newest_round
 from experiments.pipeline.samples import Group
@@ -88,9 +88,11 @@ class Trainer:
                 "gloo", f"tcp://{world}", rank=self._rank, world_size=config.ranks_per_site
             )
             self._module = DistributedDataParallel(self._model)
-        inner = torch.optim.AdamW(
-            self._model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
+        self._reference: nn.Module | None = None
+        if config.kl:
+            self._reference = self._task.model().requires_grad_(False)
+            self._reference.load_state_dict(start)
+        inner = inner_of(self._model, config)
         before = answer_of(self._controller.version.remote())
         self._topology = loco.Sites(
             config.sites,
@@ -116,9 +118,8 @@ class Trainer:
             with self._diary.doing("waiting"):
                 groups = self._take()
             with self._diary.doing("training", step=step) as found:
-                loss = loss_of(self._module, groups, config)
                 optimizer.zero_grad()
-                loss.backward()
+                learn(self._module, groups, config, self._reference)
                 nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
                 warm_up(optimizer, step, config)
                 if step < last:

@@ -23,14 +23,14 @@ def measured(runs: Sequence[tuple[Layout, dict[str, Any]]]) -> Rates:
     config, counts = many["config"], many["counts"]
     group = config[config["task"]]["group"]
     longest = max(event["longest"] for event in _of(many, "sampling"))
-    token_s, sequence_s = _line([_token_cost(run, group) for run in (few, many)])
+    token_s, sequence_s = _line([_token_cost(run) for run in (few, many)])
     step_s, answer_s = _line([_cost(run, "training") for run in (few, many)])
     rounds = config["steps"] // config["sync_every"]
     taking = [e["to"] - e["from"] for e in _of(many, "waiting") if e["part"].startswith("site")]
     rates = Rates(
         answer_tokens=counts["tokens"] / (counts["groups"] * group),
         longest_tokens=longest,
-        slot_tokens=_slot_tokens(many, group),
+        slot_tokens=_slot_tokens(many, runs[1][0].batch),
         token_s=token_s,
         sequence_s=sequence_s,
         step_s=step_s,
@@ -103,18 +103,16 @@ def _cost(run: dict[str, Any], what: str) -> tuple[float, float]:
     return _median(run, what, "answers"), _median(run, what, "cpu")
 
 
-def _token_cost(run: dict[str, Any], group: int) -> tuple[float, float]:
+def _token_cost(run: dict[str, Any]) -> tuple[float, float]:
     """Answers that are sampled at once, and seconds in which each of them gets a token."""
     events = _of(run, "sampling")
-    at_once = median(event["prompts"] for event in events)
-    return group * at_once, median(event["cpu"] / event["steps"] for event in events)
+    return median(one["at_once"] for one in events), median(one["cpu"] / one["steps"] for one in events)
 
 
-def _slot_tokens(run: dict[str, Any], group: int) -> float:
-    """Steps for which a prompt has its place among those that are answered, the mean."""
+def _slot_tokens(run: dict[str, Any], batch: float) -> float:
+    """Steps for which an answer's place in a batch of this size is taken, the mean."""
     events = [event for event in run["events"] if event["what"] == "sampling"]
-    held = sum(event["steps"] * event["prompts"] for event in events)
-    return held * group / sum(event["answers"] for event in events)
+    return batch * sum(event["steps"] for event in events) / sum(event["answers"] for event in events)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import loco
+from experiments.models.huggingface import HuggingFaceModel
 from experiments.models.registry import language_model
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
@@ -59,7 +60,7 @@ class Engine(Protocol):
 
     @property
     def active(self) -> int:
-        """Questions to which not all answers have ended."""
+        """Answers that are asked for and have not ended."""
         ...
 
     def wait_for(self, version: int) -> None:
@@ -89,12 +90,13 @@ class TorchEngine:
         self._config, self._url, self._diary, self._newer = config, url, diary, newer
         self._received = diary.beside("store")
         self.model = cast(PublishedModel, language_model(config))
+        if isinstance(self.model, HuggingFaceModel):
+            self.model.is_rounded = True  # each cohort would have a copy of the weights
         parameters = self.model.checkpoint.named_parameters()
         self._held = {name: parameter.detach().bfloat16() for name, parameter in parameters}
         self._subscriber = loco.sync.Subscriber(self._held, url)
         self.version, self.hold = 0, False
         self._new: list[Question] = []
-        self._open = 0
         self._cohorts: list[tuple[Cohort, list[Question]]] = []
         self._prepared: Any = None
         self._failed: Exception | None = None  # the thread's last error
@@ -110,11 +112,11 @@ class TorchEngine:
 
     @property
     def active(self) -> int:
-        return self._open
+        new = sum(question.group for question in self._new)
+        return new + sum(cohort.going_on for cohort, _ in self._cohorts)
 
     def add(self, question: Question) -> None:
         self._new.append(question)
-        self._open += 1
 
     def step(self) -> list[tuple[Hashable, Rollout]]:
         if not self._cohorts and not self.hold:
@@ -124,7 +126,6 @@ class TorchEngine:
         for cohort, questions in self._cohorts:
             ended += [(questions[k].key, cohort.answers_to(k)) for k in cohort.step()]
         self._cohorts = [(cohort, asked) for cohort, asked in self._cohorts if not cohort.is_done]
-        self._open -= len(ended)
         return ended
 
     def _begin(self) -> None:

@@ -81,7 +81,7 @@ class VllmEngine:
 
     @property
     def active(self) -> int:
-        return len(self._asked_for)
+        return len(self._places)
 
     def add(self, question: Question) -> None:
         from vllm import SamplingParams

@@ -61,8 +61,9 @@ class Worker:
             self._begin()
             if self._engine.active:
                 with self._sampling:
+                    active = self._engine.active
                     ended = self._engine.step()
-                    self._sampling.count(ended, self._engine.active)
+                    self._sampling.count(ended, active)
                 for key, rollout in ended:
                     self._judge(key, rollout)
             self._give()
@@ -74,11 +75,12 @@ class Worker:
 
     def _take_leases(self) -> bool:
         """Ask for prompts if there is room for them, and take what has come. False: there are no more."""
-        free = self._config.lease - self._engine.active - sum(len(one.tickets) for one in self._held)
-        free -= max(0, len(self._sampled) - self._config.lease)  # rewards may be slower than sampling
+        most, group = self._config.lease, self._config.grpo.group
+        free = most - -(-self._engine.active // group) - sum(len(one.tickets) for one in self._held)
+        free -= max(0, len(self._sampled) - most)  # rewards may be slower than sampling
         # Where weights may not change in flight, all answers end before new ones begin.
-        enough = self._config.lease / _FREE if self._config.in_flight else self._config.lease
-        if self._asked is None and self._evaluation is None and free >= max(1, enough):
+        enough = most / _FREE if self._config.in_flight else most
+        if self._asked is None and free >= max(1, enough):
             self._asked = self._controller.lease.remote(self._name, self._life, free)
         if self._asked is None:
             return True
@@ -100,6 +102,8 @@ class Worker:
         """Add the prompts for which the weights are new enough to those that are answered."""
         while self._held:
             lease = self._held[0]
+            if lease.evaluate is not None and self._evaluation is not None:
+                return  # one version after the other
             wanted = lease.version if lease.evaluate is None else lease.evaluate
             if self._engine.version < wanted:
                 if self._engine.active or self._is_judging:
@@ -231,11 +235,11 @@ class Sampling:
     def count(self, ended: list[tuple[Any, Rollout]], active: int) -> None:
         """
         Args:
-            active: questions that have not ended yet.
+            active: answers that went on in this step.
         """
         lengths = [len(logp) for _, rollout in ended for logp in rollout.logp]
         self._steps += 1
-        self._active += active + len(ended)
+        self._active += active
         self._answers += len(lengths)
         self._tokens += sum(lengths)
         self._longest = max([self._longest, *lengths])
@@ -247,7 +251,7 @@ class Sampling:
                 self._begun,
                 cpu=time.process_time() - self._cpu,
                 steps=self._steps,
-                prompts=self._active / self._steps,  # at once, the mean
+                at_once=self._active / self._steps,  # answers, the mean
                 answers=self._answers,
                 tokens=self._tokens,
                 longest=self._longest,

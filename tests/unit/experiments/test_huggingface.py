@@ -275,6 +275,19 @@ def test_a_past_that_is_renewed_goes_on_with_the_weights_of_today(model: Hugging
     )
 
 
+def test_weights_that_are_rounded_already_are_not_copied(model: HuggingFaceModel) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+        logits, past = model.extend(TOKENS, None)
+        model.is_rounded = True
+        again, same = model.extend(TOKENS, None)
+    assert torch.equal(logits, again)
+    own = {weight.data_ptr() for weight in model.parameters()}
+    assert {weight.data_ptr() for weight in same.weights.values()} == own
+    assert not own & {weight.data_ptr() for weight in past.weights.values()}
+
+
 @pytest.mark.parametrize("source", [llama], indirect=True)
 def test_a_past_serves_once(model: HuggingFaceModel) -> None:
     """Its keys and values change in place: going on from it twice would read the first answer's tokens."""

@@ -1,6 +1,7 @@
 """Who may have which prompts and samples, and when; without Ray."""
 
 import asyncio
+import json
 
 import pytest
 from pipeline_parts import config_of
@@ -217,6 +218,31 @@ def test_a_controller_that_was_lost_learns_from_a_trainer_where_it_is() -> None:
         assert await taken(controller, 3) is None
         assert await answered(controller, "a", 3) == [16, 17, 18, 19]
         assert await taken(controller, 3) == [16, 17]
+
+    asyncio.run(play())
+
+
+def test_a_run_that_goes_on_asks_what_was_not_used_and_scores_what_is_new() -> None:
+    async def play() -> None:
+        before = Controller(config_of("max_staleness=1", "eval_every=2"))  # each round
+        await before.published(1)
+        assert await leased(before, "slow", count=2) == [0, 1]
+        for _ in range(3):
+            assert await answered(before, "a", 1)
+        found = [await taken(before, 1) for _ in range(4)]
+        assert found == [[2, 3], [4, 5], [6, 7], [8, 9]]
+        used = await before.used(2)
+        assert [await taken(before, 2) for _ in range(2)] == [[10, 11], [12, 13]]  # are lost with the run
+        assert await before.used(2) == used
+        again = Controller(config_of("max_staleness=1", "eval_every=2"))
+        for _ in range(2):  # by each site
+            await again.resume(2, json.loads(json.dumps(used)))
+        await again.published(2)
+        lease = await again.lease("a", LIFE, 4)
+        assert lease is not None
+        assert lease.evaluate == 2
+        await again.scored("a", LIFE)
+        assert [await leased(again, "a"), await leased(again, "a")] == [[0, 1, 10, 11], [12, 13, 14, 15]]
 
     asyncio.run(play())
 

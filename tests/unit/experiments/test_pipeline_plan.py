@@ -197,7 +197,7 @@ def run_of(answers: int, *, sampling: float, training: float, seconds: float) ->
     waits = [{"part": "site 0", "what": "waiting", "from": 0.0, "to": k / 1000} for k in range(102)]
     batches = [
         {"part": "worker 0", "what": "sampling", "cpu": sampling, "answers": 4 * answers, "longest": 5}
-        | {"steps": 5, "prompts": answers}
+        | {"steps": 5, "at_once": 4 * answers}
         | {"from": 10.0 * k, "to": 10.0 * k + 9.5}
         for k in range(8)
     ]

@@ -172,6 +172,26 @@ def test_the_report_of_a_run_has_its_flows_and_what_went_wrong(tmp_path: Path) -
     assert "data:image/png;base64," in text
 
 
+def test_a_line_says_what_bounds_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    from experiments.pipeline.run import Screen
+
+    notes = Notes()
+    for part, what, seconds in (
+        ("site 0", "training", 2),
+        ("site 1", "waiting", 6),
+        ("site 1", "exchanging", 2),
+        ("worker 0", "sampling", 9),
+        ("worker 0, store", "receiving", 9),
+    ):
+        notes.events.append({"part": part, "what": what, "from": 0.0, "to": float(seconds)})
+    status = {"notes": notes, "taken": 0, "version": 1, "out": 3, "ready": 2}
+    Screen(config_of()).show(status)
+    line = capsys.readouterr().err
+    assert line.startswith("  0%, version 1 of 5, ")
+    assert line.endswith("; sites: waiting 60%, training 20%; workers: sampling 100%\n")
+
+
 def test_curves_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,14 +1,16 @@
 """What trainers learn from: samples whose weights changed on the way, and the losses that allow for it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
+from pipeline_parts import config_of
 from torch import Tensor
 
 from experiments.models.model import ByteTransformer
 from experiments.pipeline.config import CORRECTIONS
-from experiments.pipeline.learning.losses import losses_of
+from experiments.pipeline.learning.losses import learn, losses_of
 from experiments.pipeline.samples import Group, groups_of
 from experiments.settings.config import TransformerConfig
 from experiments.tasks.rollout import Decoding, Rollout, Weights, sample
@@ -102,6 +104,48 @@ def test_a_cache_that_is_kept_remembers_older_weights() -> None:
     row, logp, version = kept.tokens[0], kept.logp[0], int(kept.versions[0][-1])
     head = len(row) - len(logp)
     assert abs(float(logp[-1]) - logp_by(given[version], row, head + len(logp) - 1)) > 1e-3
+
+
+def gradients(*settings: str, reference: ByteTransformer | None = None) -> Tensor:
+    """Of a step's loss, with answers of another model."""
+    model, rollout = model_of(1), sampled(model_of(0))
+    rollout = replace(rollout, versions=[torch.ones_like(logp) for logp in rollout.logp])
+    groups = groups_of(rollout, torch.tensor([1.0, 0, 0, 0, 1, 1]), 2)  # one has an advantage
+    learn(model, groups, config_of(*settings), reference)
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
+
+
+@pytest.mark.parametrize("kl", ["kl=0", "kl=0.5"])
+def test_a_step_learns_the_same_in_parts(kl: str) -> None:
+    reference = model_of(2).requires_grad_(False) if kl != "kl=0" else None
+    whole = gradients(kl, reference=reference)
+    for size in (1, 4):
+        # Sums in another order: FP32's rounding.
+        torch.testing.assert_close(
+            gradients(kl, f"micro_batch={size}", reference=reference), whole, rtol=1e-4, atol=1e-7
+        )
+
+
+def test_the_distance_from_the_first_model_pulls_towards_it() -> None:
+    """Its gradient is 0 at that model, and elsewhere Σ (1 − r) ∇ log π."""
+    plain = gradients()
+    torch.testing.assert_close(gradients("kl=3", reference=model_of(1)), plain, rtol=1e-4, atol=1e-7)
+    reference = model_of(2)
+    found = (gradients("kl=3", reference=reference) - plain) / 3
+    model, rollout = model_of(1), sampled(model_of(0))
+    total = torch.zeros(())
+    for tokens, old in zip(rollout.tokens, rollout.logp, strict=True):
+        head = len(tokens) - len(old)
+        at = torch.arange(len(old))
+        logp = model(tokens[None, :-1])[0, head - 1 :].log_softmax(-1)[at, tokens[head:]]
+        with torch.no_grad():
+            wanted = reference(tokens[None, :-1])[0, head - 1 :].log_softmax(-1)[at, tokens[head:]]
+        total = total + ((1 - torch.exp(wanted - logp.detach())) * logp).sum()
+    (total / sum(map(len, rollout.logp))).backward()
+    expected = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_groups_travel_whole() -> None:

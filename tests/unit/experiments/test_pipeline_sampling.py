@@ -61,7 +61,7 @@ def test_answers_that_begin_while_others_go_on_are_those_that_each_prompt_would_
     questions, found, ended_at = [question(k) for k in range(12)], dict[Any, Rollout](), []
     waiting = list(questions)
     for step in range(200):
-        while waiting and engine.active < 5:
+        while waiting and engine.active < 10:
             engine.add(waiting.pop(0))
         for key, rollout in engine.step():
             found[key] = rollout
