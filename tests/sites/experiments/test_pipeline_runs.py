@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from languages import save_tokenizer
 from processes import gone
 from selection import COMMANDS
 
@@ -189,31 +188,15 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_
     assert found["evaluations"][-1]["scores"] == whole["evaluations"][-1]["scores"]
 
 
-REWARD = """
-def wanted(prompt, completion, row):
-    assert prompt == row["messages"]
-    return completion.count(row["letter"]) / max(1, len(completion))
-"""
-
-
 @pytest.mark.check(COMMANDS)
 def test_a_model_a_prompt_file_and_a_reward_of_ones_own_are_trained_and_resumed(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs the optional package transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    made = transformers.LlamaConfig(vocab_size=264, max_position_embeddings=96, eos_token_id=256, **sizes)
-    transformers.LlamaForCausalLM(made).save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    template = "{% for one in messages %}{{ one['role'] }}: {{ one['content'] }}\n{% endfor %}"
-    (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    (tmp_path / "rewards.py").write_text(REWARD)
-    rows = [
-        {"letter": letter, "messages": [{"role": "user", "content": f"say {letter}{' again' * (k % 3)}"}]}
-        for k, letter in enumerate("abcabcabcabcabcabc")
-    ]
-    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    own = ["task=prompts", "model=hf", "path=model", "prompts.file=prompts.jsonl", "prompts.column=messages"]
-    own += ["prompts.reward=rewards.py:wanted", "prompts.held_out=6", "prompts.prompts=2", "prompts.group=4"]
-    own += ["answer.max_tokens=16", "answer.temperature=1.2", "lr=1e-2", "save_every=2", "eval_every=32"]
+    pytest.importorskip("transformers", reason="needs the optional package transformers")
+    examples = REPOSITORY / "examples" / "own_model"
+    subprocess.run([sys.executable, examples / "make.py", "own"], cwd=tmp_path, check=True)
+    own = ["task=prompts", "model=hf", "path=own/model", "prompts.file=own/prompts.jsonl"]
+    own += [f"prompts.reward={examples}/rewards.py:wanted", "prompts.held_out=6", "prompts.prompts=2"]
+    own += ["prompts.group=4", "answer.max_tokens=16", "answer.temperature=1.2", "lr=2e-3", "save_every=2"]
+    own += ["eval_every=32"]
     command = started(tmp_path, *own, "steps=4000")
     wait_for_versions(command, tmp_path, 10)
     command.send_signal(signal.SIGINT)
@@ -228,8 +211,7 @@ def test_a_model_a_prompt_file_and_a_reward_of_ones_own_are_trained_and_resumed(
     found = json.loads((tmp_path / "runs/pipeline/pipeline.json").read_text())
     assert f"reward {found['evaluations'][-1]['score']:.4f}" in said
     assert len(set(found["digests"])) == 1
-    # By chance a letter is one of 264 tokens.
-    assert found["reward"] > 0.05
+    assert found["reward"] > 0.1  # 0.05 by chance
     assert all(isinstance(one["score"], float) for one in found["evaluations"])
     assert "<h1" in (tmp_path / "runs/pipeline/report.html").read_text()
 
