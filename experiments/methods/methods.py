@@ -100,12 +100,15 @@ def build(model: nn.Module, config: RunConfig) -> Trainee:
     return trainee
 
 
+_OTHERS = ("Optimizer", "LBFGS", "SparseAdam")  # that need a closure, or sparse gradients
+
+
 def inner_of(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """An optimizer of torch.optim, by its name."""
     kinds = {
         name: kind
         for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in _OTHERS
     }
     if config.optimizer not in kinds:
         raise ExperimentError(
@@ -114,6 +117,8 @@ def inner_of(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     kind = kinds[config.optimizer]
     takes = inspect.signature(kind).parameters
     own = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    if twice := sorted(own.keys() & config.optimizer_options.keys()):
+        raise ExperimentError(f"optimizer_options: {', '.join(twice)} has a key of its own: set {twice[0]}=")
     options = {name: value for name, value in own.items() if name in takes} | config.optimizer_options
     try:
         return kind(model.parameters(), **options)

@@ -55,7 +55,6 @@ class Controller:
         self._used = UsedTickets()
         self._used_before = self._used.state()  # before this version
         self._turns: dict[int, object] = {}  # the latest `take` of each trainer
-        self._takes: dict[int, tuple[int, int]] = {}  # of each trainer: how many in which version
         self._to_evaluate: deque[int] = deque()  # versions
         self._seen = self._evaluated = 0  # newest version that was considered, and that was put there
         self._notes = Notes()
@@ -73,13 +72,16 @@ class Controller:
         async with self._changed:
             holder = self._holder(worker, life)
 
+            def is_to_evaluate() -> bool:
+                return bool(self._to_evaluate) and holder.evaluates is None
+
             def may_go_on() -> bool:
-                return self._ended or bool(self._to_evaluate) or self._room() > 0
+                return self._ended or is_to_evaluate() or self._room() > 0
 
             await self._changed.wait_for(lambda: may_go_on() or self._out[worker] is not holder)
             if self._out[worker] is not holder:
                 return None  # nobody hears it
-            if self._to_evaluate:
+            if is_to_evaluate():
                 holder.evaluates = self._to_evaluate.popleft()
                 return Lease(evaluate=holder.evaluates)
             if self._ended:
@@ -151,15 +153,19 @@ class Controller:
 
     # ---- trainers ----
 
-    async def take(self, trainer: int, version: int, count: int) -> list[bytes] | None:
+    async def take(self, trainer: int, version: int, step: int, count: int) -> list[bytes] | None:
         """`count` groups for a trainer whose round began with this version. None: the version is still not
-        published after a while, and without it no more samples may be begun."""
+        published after a while, and without it no more samples may be begun.
+
+        Args:
+            step: of the round: 0, 1, …
+        """
         batch: list[tuple[int, int, Parcel]] = []
         until = time.monotonic() + _UNPUBLISHED
         async with self._changed:
             self._learn(version)
             turn = self._turns[trainer] = object()
-            own = self._own_tickets(trainer, version, count)
+            own = self._own_tickets(trainer, version, step, count)
             while len(batch) < count:
                 lost = self._turns[trainer] is not turn  # the trainer was restarted and has asked again
                 if lost or (not self._ready and version > self._published and time.monotonic() >= until):
@@ -168,27 +174,24 @@ class Controller:
                     self._taken -= len(batch)
                     self._changed.notify_all()
                     return None
-                found = self._next(version, own)
+                found = self._next(version, own - {ticket for _, ticket, _ in batch})
                 if found is None:
                     await self._some_time()
                     continue
                 self._taken += 1
                 batch.append(found)
             self._used.add(ticket for _, ticket, _ in batch)
-            before, takes = self._takes.get(trainer, (version, 0))
-            self._takes[trainer] = version, 1 + (takes if before == version else 0)
             self._changed.notify_all()
         return [parcel.group for *_, parcel in sorted(batch, key=lambda one: one[1])]
 
     def _next(self, version: int, own: set[int]) -> tuple[int, int, Parcel] | None:
         """What a trainer may have now."""
         self._drop_old(version)
-        if own:
+        if own and self._will_come(own):
             mine = [one for one in self._ready if one[1] in own]
             if mine:
                 self._ready.remove(mine[0])
                 heapq.heapify(self._ready)
-                own.discard(mine[0][1])
             return mine[0] if mine else None
         if not self._ready:
             return None
@@ -204,17 +207,18 @@ class Controller:
             return None
         return heapq.heappop(self._ready)
 
-    def _own_tickets(self, trainer: int, version: int, count: int) -> set[int]:
-        """Without staleness, those of this trainer's step; none if some are gone because a part was lost."""
+    def _own_tickets(self, trainer: int, version: int, step: int, count: int) -> set[int]:
+        """Without staleness, those of this trainer's step."""
         if self._config.max_staleness:
             return set()
-        before, takes = self._takes.get(trainer, (version, 0))
-        takes = takes if before == version else 0
-        first = (version - 1) * self._config.quota + (takes * self._config.trainers + trainer) * count
-        own = set(range(first, first + count))
+        first = (version - 1) * self._config.quota + (step * self._config.trainers + trainer) * count
+        return set(range(first, first + count))
+
+    def _will_come(self, tickets: set[int]) -> bool:
+        """False if some were used, or dropped, because a part was lost."""
         there = {ticket for _, ticket, _ in self._ready} | set(self._again)
         there = there.union(*(holder.tickets for holder in self._out.values()))
-        return own if all(ticket in there or ticket >= self._tickets for ticket in own) else set()
+        return all(ticket in there or ticket >= self._tickets for ticket in tickets)
 
     def _drop_old(self, version: int) -> None:
         too_old = [one for oldest, _, one in self._ready if version - oldest > self._config.max_staleness]
@@ -258,10 +262,10 @@ class Controller:
     async def resume(self, version: int, used: dict[str, Any]) -> None:
         """The run goes on with this version. Tickets below the highest that were not used are asked again."""
         async with self._changed:
-            if version > self._version:
+            if version > self._version and not any(holder.tickets for holder in self._out.values()):
                 self._used = UsedTickets(**used)
                 self._tickets, self._again = self._used.end, deque(self._used.unused())
-                self._learn(version)
+            self._learn(version)
 
     def _learn(self, version: int) -> None:
         """Note the trainers' version; a restarted controller learns here how far the run is."""

@@ -24,6 +24,9 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
         seconds = min(event["to"], ended) - max(event["from"], begun)
         spent[event["part"]][event["what"]] += max(0.0, seconds)
     evaluations = [event for event in notes.events if event["what"] == "evaluating"]
+    rounds = [event["step"] for event in notes.events if event["what"] == "exchanging" and "step" in event]
+    # A run that is resumed begins later.
+    steps = max(rounds) - min(rounds) + config.sync_every if rounds else config.steps
     metric = next(iter(evaluations[0]["scores"]))
     counts = Counter(notes.counts)
     reward = counts.pop("reward of groups, in thousandths", 0) / 1000 / max(1, counts["groups"])
@@ -32,7 +35,7 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
         "config": dataclasses.asdict(config),
         "machine": machine.describe(),
         "seconds": ended - begun,
-        "seconds_per_step": (ended - begun) / config.steps,
+        "seconds_per_step": (ended - begun) / steps,
         "begun": begun,
         "ended": ended,
         "metric": metric,  # the score that decides

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,19 @@ _SHOWN = ("step", "version", "tokens", "bytes")  # of an event, while the run go
 
 def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
     """Train, in a cluster that has been started -> the figures, which are stored in the folder too."""
-    cpu = torch.device("cpu")
+    cpu, config = torch.device("cpu"), _located(config)
     start = kept_or_trained(config, task_of(config, Seat(0, 1, cpu)), cpu)
     checkpoints = (folder / "checkpoints").resolve()
+    newest = newest_round(checkpoints)
     if not config.resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
-    elif newest_round(checkpoints) is None:
+    elif newest is None and config.address is None:  # else those of other machines are there
         raise ExperimentError(f"there are no checkpoints in {checkpoints}: leave out resume=true to begin")
+    elif newest is not None and newest >= config.rounds:
+        raise ExperimentError(
+            f"the checkpoints in {checkpoints} are of round {newest}, and steps={config.steps} are "
+            f"{config.rounds} rounds: set steps higher to go on"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "weights", ignore_errors=True)  # of an earlier run
     # Each run has its own URL: workers would take an older run's versions for newer weights.
@@ -58,6 +65,20 @@ def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
     draw(found, folder / "pipeline.png")
     (folder / "report.html").write_text(page(found, folder / "pipeline.png"), encoding="utf-8")
     return found
+
+
+def _located(config: PipelineConfig) -> PipelineConfig:
+    """With paths that mean the same in all actors, wherever they work."""
+
+    def whole(path: str | None) -> str | None:
+        return path if path is None else str(Path(path).resolve())
+
+    prompts, reward = config.prompts, config.prompts.reward
+    if reward is not None and reward.rpartition(":")[0].endswith(".py"):
+        file, _, function = reward.rpartition(":")
+        reward = f"{whole(file)}:{function}"
+    files = {"file": whole(prompts.file), "held_out_file": whole(prompts.held_out_file)}
+    return replace(config, path=whole(config.path), prompts=replace(prompts, reward=reward, **files))
 
 
 def _run(

@@ -19,7 +19,9 @@ EPSILON = 1e-6
 def advantages(rewards: Tensor) -> Tensor:
     """[groups, answers] -> the same shape. A group whose answers are all alike teaches nothing: zeros."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return centred / (rewards.std(dim=1, keepdim=True, correction=0) + EPSILON)
+    # A mean of equal numbers is rounded, too: what is left then is no advantage.
+    alike = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    return (centred / (rewards.std(dim=1, keepdim=True, correction=0) + EPSILON)).masked_fill(alike, 0.0)
 
 
 def token_losses(

@@ -12,8 +12,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from experiments.settings.tasks import PromptsConfig
 from experiments.tasks.problems import Problem, Problems
 
 Row = dict[str, Any]
+_LARGEST = 1e15  # of a reward: sums of squares are numbers, too
 
 
 class Chat(Protocol):
@@ -43,14 +44,11 @@ def prompts_of(config: PromptsConfig, words: Chat) -> Problems:
     train = _problems(config.file, config.column, words)
     if config.held_out_file is not None:
         held_out = _problems(config.held_out_file, config.column, words)
+        prompts = {problem.prompt for problem in held_out}
+        if both := sum(problem.prompt in prompts for problem in train):
+            raise ExperimentError(f"{both} rows of {config.file} have prompts of {config.held_out_file}, too")
     else:
-        if config.held_out >= len(train):
-            raise ExperimentError(
-                f"{config.file} has {len(train)} rows, and {config.held_out} are to be held out: set "
-                "prompts.held_out lower, or prompts.held_out_file"
-            )
-        random.Random(0).shuffle(train)
-        train, held_out = train[config.held_out :], train[: config.held_out]
+        train, held_out = _split(train, config)
 
     def reward(problem: Problem, text: str) -> float:
         try:
@@ -61,6 +59,24 @@ def prompts_of(config: PromptsConfig, words: Chat) -> Problems:
     return Problems(train, held_out, reward, answers_known=False)
 
 
+def _split(problems: list[Problem], config: PromptsConfig) -> tuple[list[Problem], list[Problem]]:
+    """To train on, and held out: rows with the same prompt are on one side."""
+    by_prompt: dict[str, list[Problem]] = {}
+    for problem in problems:
+        by_prompt.setdefault(problem.prompt, []).append(problem)
+    prompts = list(by_prompt)
+    random.Random(0).shuffle(prompts)
+    held_out: list[Problem] = []
+    while prompts and len(held_out) < config.held_out:
+        held_out += by_prompt[prompts.pop()]
+    if not prompts:
+        raise ExperimentError(
+            f"{config.file} has {len(problems)} rows of {len(by_prompt)} prompts, and {config.held_out} are "
+            "to be held out: set prompts.held_out lower, or prompts.held_out_file"
+        )
+    return [one for prompt in prompts for one in by_prompt[prompt]], held_out
+
+
 class Reward:
     """A function of the user's, by its name."""
 
@@ -69,7 +85,7 @@ class Reward:
 
     def __call__(self, row: Row, text: str) -> float:
         reward = float(self._function(row[self._column], text, row))
-        if not math.isfinite(reward):
+        if not abs(reward) <= _LARGEST:
             raise ValueError(f"the reward is {reward}")
         return reward
 
@@ -79,10 +95,10 @@ def _function(name: str) -> Callable[[Any, str, Row], Any]:
     source, _, attribute = name.rpartition(":")
     try:
         if source.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+            spec = importlib.util.spec_from_file_location(f"reward_of_{Path(source).stem}", source)
             assert spec is not None
             assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(source)
@@ -117,7 +133,12 @@ def _prompt(row: Row, column: str, where: str, words: Chat) -> str:
     messages = isinstance(value, list) and value
     if not messages or not all(isinstance(one, dict) and "role" in one for one in value):
         raise ExperimentError(f"{where}: {column} must be a text or a list of messages, each with a role")
-    return words.chat(value)
+    try:
+        return words.chat(value)
+    except ExperimentError:
+        raise
+    except Exception as error:  # templates raise errors of their own
+        raise ExperimentError(f"{where}: the chat template refuses it: {error}") from error
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -127,13 +148,13 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.encode("utf-8", "surrogateescape"))
             except ValueError as error:
                 raise ExperimentError(f"{where} is not JSON: {error}") from error
             if not isinstance(row, dict):

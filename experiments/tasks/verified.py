@@ -61,6 +61,8 @@ class Verified(Task):
         lm, most = cast(LanguageModel, model), self.decoding(cast(LanguageModel, model)).longest
         problems = self._problems.train + self._problems.held_out
         lengths = [len(lm.encode(text)) for text in dict.fromkeys(problem.prompt for problem in problems)]
+        if empty := lengths.count(0):
+            raise ExperimentError(f"{empty} of {len(lengths)} prompts have no tokens: take them out")
         if too_long := sum(length + most > lm.context for length in lengths):
             raise ExperimentError(
                 f"{too_long} of {len(lengths)} prompts are too long: the longest has {max(lengths)} tokens, "

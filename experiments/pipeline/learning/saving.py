@@ -7,7 +7,9 @@ and what chance decides is a function of the seed and of tickets.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,10 @@ class Saving:
         self._config, self._controller, self._diary = config, controller, diary
         self._checkpoints = loco.Checkpoints(folder)
 
+    def clear(self) -> None:
+        """Remove those of an earlier run."""
+        shutil.rmtree(self._checkpoints.folder, ignore_errors=True)
+
     def resume(self, optimizer: loco.PulseLoCo | loco.DiLoCo) -> None:
         """Go on from the newest checkpoint, if there is one: the run's, or that of a site that was lost."""
         optimizer_state: Any = optimizer
@@ -46,16 +52,14 @@ class Saving:
             resumed = self._checkpoints.load(optimizer_state)
         except ValueError as error:
             raise ExperimentError(f"{self._checkpoints.folder}: {error}") from error
-        if self._config.resume and optimizer.round == 0:  # nor did another site give it what it has
-            raise ExperimentError(
-                f"there are no checkpoints in {self._checkpoints.folder}, where resume=true looks"
-            )
+        if resumed is None and self._config.resume and not self._config.elastic:
+            raise ExperimentError(f"resume=true: there are no checkpoints in {self._checkpoints.folder}")
         if resumed is None:
             return
         then, now = resumed.extra["config"], _deciding(self._config)
-        differing = [key for key in now if now[key] != then.get(key)]
+        differing = [key for key in now | then if now.get(key) != then.get(key)]
         if differing:
-            said = ", ".join(f"{key}: {then.get(key)} then, {now[key]} now" for key in differing)
+            said = ", ".join(f"{key}: {then.get(key)} then, {now.get(key)} now" for key in differing)
             raise ExperimentError(
                 f"{self._checkpoints.folder} is of a run that was configured otherwise ({said}): go on with "
                 "the same settings, or give this run another name="
@@ -77,4 +81,9 @@ class Saving:
 
 def _deciding(config: PipelineConfig) -> dict[str, Any]:
     settings = flat(json.loads(json.dumps(dataclasses.asdict(config))))
-    return {key: value for key, value in settings.items() if key.partition(".")[0] not in _FREE}
+    deciding = {key: value for key, value in settings.items() if key.partition(".")[0] not in _FREE}
+    for name in ("file", "held_out_file"):
+        path = getattr(config.prompts, name)
+        if path is not None:
+            deciding[f"what is in prompts.{name}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return deciding

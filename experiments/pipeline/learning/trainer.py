@@ -64,7 +64,9 @@ class Trainer:
         self._build(start, at=at, world=world, checkpoints=checkpoints)
         checkpoint = cast(PublishedModel, self._model).checkpoint
         self._publishing = Publishing(checkpoint, url, config, self._controller, self._diary)
-        if answer_of(self._controller.newer.remote(0, 0.0)) < self._version:
+        # A site that resumes without a checkpoint is given what the others have, in its first round.
+        has_nothing = config.resume and self._optimizer.round == 0
+        if not has_nothing and answer_of(self._controller.newer.remote(0, 0.0)) < self._version:
             self._publish()
         if self._optimizer.round > 0:
             self._diary.say(f"goes on after round {self._optimizer.round}")
@@ -102,6 +104,8 @@ class Trainer:
             timeout=config.timeout_s,
         )
         self._optimizer = in_rounds(inner, self._topology, config)
+        if not config.resume and before == 0:
+            self._saving.clear()
         self._saving.resume(self._optimizer)
         if self._version < before:
             newest = newest_round(checkpoints)
@@ -116,7 +120,7 @@ class Trainer:
         last = before + config.sync_every
         for step in range(before + 1, last + 1):
             with self._diary.doing("waiting"):
-                groups = self._take()
+                groups = self._take(step - before - 1)
             with self._diary.doing("training", step=step) as found:
                 optimizer.zero_grad()
                 learn(self._module, groups, config, self._reference)
@@ -145,10 +149,10 @@ class Trainer:
             with self._diary.doing("publishing", version=self._version):
                 self._publishing.begin(self._version)
 
-    def _take(self) -> list[Group]:
+    def _take(self, step: int) -> list[Group]:
         ask, count = self._controller.take, self._config.grpo.prompts
         number = self._site * self._config.ranks_per_site + self._rank
-        while (parcels := answer_of(ask.remote(number, self._version, count))) is None:
+        while (parcels := answer_of(ask.remote(number, self._version, step, count))) is None:
             self._optimizer.eval()  # show θ: within a round the weights are this site's own
             with self._diary.doing("publishing", version=self._version):
                 self._publishing.until_there(self._version)  # the publishing site or the store was lost

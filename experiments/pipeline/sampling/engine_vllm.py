@@ -192,6 +192,7 @@ def _load(config: PipelineConfig) -> Any:
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "async_scheduling": False,
+        "generation_config": "vllm",  # the model's own would add ends, and change how is sampled
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "weight_transfer_config": WeightTransferConfig(backend="loco"),
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
@@ -18,7 +18,7 @@ from experiments.tasks.problems import Problem
 from experiments.tasks.prompts import Reward
 
 _TRIES = 2
-_FEW = 8  # answers; if so many are judged together and none succeeds, the function does not work
+_MOST_LOST = 8  # answers in a row that can't be judged, before the function counts as one that does not work
 
 
 class Judge:
@@ -26,6 +26,9 @@ class Judge:
 
     def __init__(self, name: str, column: str) -> None:
         self._reward = Reward(name, column)
+
+    def ready(self) -> None:
+        """The process has started, and the function's file is imported."""
 
     def reward(self, row: dict[str, Any], text: str) -> float:
         return self._reward(row, text)
@@ -38,6 +41,7 @@ class _Case:
     key: Hashable
     answers: Sequence[tuple[Problem, str]]
     rewards: list[float]
+    is_urgent: bool
     left: int  # without a reward yet
     lost: int = 0  # whose reward is 0 because the function failed
     why: str = ""
@@ -60,20 +64,24 @@ class Judges:
         assert config.prompts.reward is not None
         self._arguments = config.prompts.reward, config.prompts.column
         self._timeout_s, self._diary = config.reward_timeout_s, diary
-        self._kind = ray.remote(num_cpus=0)(Judge)
-        self._idle = [self._new() for _ in range(config.reward_processes)]
+        self._kind: Any = ray.remote(num_cpus=0)(Judge)
+        self._starting: dict[Any, Any] = {}  # judges, by the calls that say when they are ready
+        self._idle: list[Any] = []
         self._waiting: deque[_Call] = deque()
+        self._urgent: deque[_Call] = deque()  # for which trainers may wait
         self._running: dict[Any, _Call] = {}
         self._done: list[_Case] = []
-        self._told = False
+        self._told, self._lost_in_a_row = False, 0
+        for _ in range(config.reward_processes):
+            self._start()
 
     @property
     def are_busy(self) -> bool:
-        return bool(self._waiting or self._running or self._done)
+        return bool(self._urgent or self._waiting or self._running or self._done)
 
-    def judge(self, key: Hashable, answers: Sequence[tuple[Problem, str]]) -> None:
-        case = _Case(key, answers, [0.0] * len(answers), left=len(answers))
-        self._waiting += [_Call(case, which, 1) for which in range(len(answers))]
+    def judge(self, key: Hashable, answers: Sequence[tuple[Problem, str]], *, is_urgent: bool = True) -> None:
+        case = _Case(key, answers, [0.0] * len(answers), is_urgent, left=len(answers))
+        self._queue(case).extend(_Call(case, which, 1) for which in range(len(answers)))
 
     def judged(self, wait: float = 0.0) -> list[tuple[Hashable, list[float]]]:
         """What has been judged since the last call, by its key.
@@ -84,23 +92,44 @@ class Judges:
         Raises:
             ExperimentError: none of several answers could be judged.
         """
-        while self._waiting and self._idle:
-            self._begin(self._waiting.popleft())
-        if self._running:
-            most = wait if not self._done else 0.0
-            ended, _ = ray.wait(list(self._running), num_returns=len(self._running), timeout=0)
-            if not ended and most:
-                ended, _ = ray.wait(list(self._running), timeout=most)
-            latest = time.monotonic() - self._timeout_s
-            overdue = [one for one, call in self._running.items() if call.begun < latest and one not in ended]
-            for one in ended:
-                call = self._running.pop(one)
+        self._welcome()
+        while self._idle and (self._urgent or self._waiting):
+            self._begin((self._urgent or self._waiting).popleft())
+        calls = [*self._running, *self._starting]
+        ended, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        if not ended and not self._done and wait:
+            ray.wait(calls, timeout=wait)
+        latest = time.monotonic() - self._timeout_s
+        for one, call in list(self._running.items()):
+            if one in ended:
+                del self._running[one]
                 self._ended(call, self._failure(one, call))
-            for one in overdue:
-                call = self._running.pop(one)
+            elif call.begun < latest:
+                del self._running[one]
                 self._ended(call, self._stop(call))
         done, self._done = self._done, []
         return [(case.key, case.rewards) for case in done]
+
+    def _queue(self, case: _Case) -> deque[_Call]:
+        return self._urgent if case.is_urgent else self._waiting
+
+    def _start(self) -> None:
+        judge = self._kind.remote(*self._arguments)
+        self._starting[judge.ready.remote()] = judge
+
+    def _welcome(self) -> None:
+        """Those that have started: importing the function's file may take long, and is on nobody's clock."""
+        if not self._starting:
+            return
+        for one in ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)[0]:
+            judge = self._starting.pop(one)
+            try:
+                ray.get(one)
+            except RayError as error:
+                raise ExperimentError(
+                    f"{self._arguments[0]}: its process does not start: {_cause(error)}"
+                ) from error
+            self._idle.append(judge)
 
     def _begin(self, call: _Call) -> None:
         judge, (problem, text) = self._idle.pop(), call.case.answers[call.which]
@@ -112,9 +141,12 @@ class Judges:
         if why is not None:
             self._diary.notes.counts["rewards that failed or took too long"] += 1
             if call.attempt < _TRIES:
-                self._waiting.append(_Call(case, call.which, call.attempt + 1))
+                self._queue(case).append(_Call(case, call.which, call.attempt + 1))
                 return
             case.lost, case.why = case.lost + 1, why
+        self._lost_in_a_row = self._lost_in_a_row + 1 if why is not None else 0
+        if self._lost_in_a_row == _MOST_LOST:
+            raise ExperimentError(f"{self._arguments[0]} failed on {_MOST_LOST} answers in a row: {why}")
         case.left -= 1
         if not case.left:
             self._done.append(case)
@@ -127,26 +159,26 @@ class Judges:
             call.case.rewards[call.which] = ray.get(ended)
         except RayTaskError as error:
             self._idle.append(call.judge)
-            return f"{type(error.cause).__name__}: {error.cause}"
-        except RayActorError:
-            self._idle.append(self._new())
+            return _cause(error)
+        except RayError:
+            self._start()
             return "its process ended"
         self._idle.append(call.judge)
         return None
 
     def _stop(self, call: _Call) -> str:
         ray.kill(call.judge)
-        self._idle.append(self._new())
+        self._start()
         return f"it took more than {self._timeout_s:g} s (reward_timeout_s)"
 
     def _tell(self, case: _Case) -> None:
         self._diary.notes.counts["rewards given up, counted as 0"] += case.lost
-        name, count = self._arguments[0], len(case.answers)
-        if case.lost == count >= _FEW:
-            raise ExperimentError(f"{name} judged none of {count} answers: {case.why}")
         if not self._told:
-            self._told = True
+            self._told, count = True, len(case.answers)
+            name = self._arguments[0]
             self._diary.say(f"{name} failed on {case.lost} of {count} answers, whose reward is 0: {case.why}")
 
-    def _new(self) -> Any:
-        return self._kind.remote(*self._arguments)
+
+def _cause(error: RayError) -> str:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return f"{type(cause).__name__}: {cause}".strip().splitlines()[0]

@@ -9,7 +9,8 @@ import secrets
 import time
 from collections import deque
 from dataclasses import replace
-from typing import Any, cast
+from itertools import count
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -33,6 +34,14 @@ _NOTED = 0.5  # seconds of sampling that are noted together
 _FREE = 4  # more prompts are asked for when a fourth of the answers have ended
 
 
+class Key(NamedTuple):
+    """Of a question. A controller that was restarted may hand out tickets that this worker has already."""
+
+    unique: int
+    number: int  # a ticket, or the place of a held-out problem
+    is_ticket: bool
+
+
 class Worker:
     """An actor. `run` is its only task; Ray restarts a lost process and calls it again."""
 
@@ -46,7 +55,8 @@ class Worker:
         self._judges = Judges(config, self._diary) if config.task == "prompts" else None
         self._asked: Any = None  # the call that will bring more prompts
         self._held: deque[Lease] = deque()  # for which the weights are still too old
-        self._sampled: dict[int, Rollout] = {}  # and not judged yet, by ticket
+        self._asked_for = count()
+        self._sampled: dict[Key, Rollout] = {}  # and not judged yet
         self._evaluation: Evaluation | None = None
 
     def run(self) -> None:
@@ -65,7 +75,7 @@ class Worker:
                     ended = self._engine.step()
                     self._sampling.count(ended, active)
                 for key, rollout in ended:
-                    self._judge(key, rollout)
+                    self._judge(cast(Key, key), rollout)
             self._give()
         self._sampling.note()
         self._engine.close()
@@ -102,8 +112,6 @@ class Worker:
         """Add the prompts for which the weights are new enough to those that are answered."""
         while self._held:
             lease = self._held[0]
-            if lease.evaluate is not None and self._evaluation is not None:
-                return  # one version after the other
             wanted = lease.version if lease.evaluate is None else lease.evaluate
             if self._engine.version < wanted:
                 if self._engine.active or self._is_judging:
@@ -126,7 +134,8 @@ class Worker:
         (prompt,) = self._task.prompts(self._engine.words, [self._task.of_ticket(ticket)])
         group = config.grpo.group
         uniforms = torch.from_numpy(chance.random((group, decoding.longest)))
-        return Question(key=ticket, prompt=prompt, group=group, decoding=decoding, uniforms=uniforms)
+        key = Key(next(self._asked_for), ticket, is_ticket=True)
+        return Question(key=key, prompt=prompt, group=group, decoding=decoding, uniforms=uniforms)
 
     # ---- answers ----
 
@@ -134,13 +143,15 @@ class Worker:
     def _is_judging(self) -> bool:
         return self._judges is not None and self._judges.are_busy
 
-    def _judge(self, key: Any, rollout: Rollout) -> None:
-        problem = self._task.held_out[key[1]] if isinstance(key, tuple) else self._task.of_ticket(key)
+    def _judge(self, key: Key, rollout: Rollout) -> None:
+        problem = self._task.of_ticket(key.number) if key.is_ticket else self._task.held_out[key.number]
         answers = self._task.answers([problem], rollout, self._decoding)
-        if not isinstance(key, tuple):
+        if key.is_ticket:
             self._sampled[key] = rollout
+        elif self._evaluation is not None and self._evaluation.has_sampled_all():
+            self._engine.hold = False
         if self._judges is not None:
-            self._judges.judge(key, answers)
+            self._judges.judge(key, answers, is_urgent=key.is_ticket)
         else:
             self._judged(key, self._task.rewards(answers))
 
@@ -152,7 +163,7 @@ class Worker:
             self._judged(key, rewards)
 
     def _judged(self, key: Any, rewards: list[float]) -> None:
-        if isinstance(key, tuple):
+        if not key.is_ticket:
             assert self._evaluation is not None
             if self._evaluation.add(rewards):
                 self._end_evaluation(self._evaluation)
@@ -160,7 +171,7 @@ class Worker:
         rollout = self._sampled.pop(key)
         (group,) = groups_of(rollout, torch.tensor(rewards), self._config.grpo.group)
         parcel = Parcel(
-            ticket=key,
+            ticket=key.number,
             oldest=int(group.versions.min()),
             tokens=group.tokens,
             longest=int(group.lengths.max()),
@@ -185,11 +196,11 @@ class Worker:
         greedy = replace(self._decoding, temperature=0.0)
         none, prompts = torch.empty(1, 0), self._task.prompts(self._engine.words, self._task.held_out)
         for k, prompt in enumerate(prompts):
-            key = "held out", k
+            key = Key(next(self._asked_for), k, is_ticket=False)
             self._engine.add(Question(key=key, prompt=prompt, group=1, decoding=greedy, uniforms=none))
 
     def _end_evaluation(self, evaluation: Evaluation) -> None:
-        self._evaluation, self._engine.hold = None, False
+        self._evaluation = None
         scores = evaluation.scores or {self._task.metric: evaluation.total / evaluation.count}
         step = (evaluation.version - 1) * self._config.sync_every
         self._diary.did("evaluating", evaluation.begun, step=step, at=evaluation.begun, scores=scores)
@@ -203,7 +214,12 @@ class Evaluation:
     def __init__(self, version: int, count: int) -> None:
         self.version, self.count = version, count
         self.begun, self.scores = time.time(), dict[str, float]()
-        self.total, self._seen = 0.0, 0
+        self.total, self._seen, self._sampled = 0.0, 0, 0
+
+    def has_sampled_all(self) -> bool:
+        """Another held-out prompt has been answered -> whether it was the last."""
+        self._sampled += 1
+        return self._sampled == self.count
 
     def add(self, rewards: list[float]) -> bool:
         """-> whether they are the last."""

@@ -79,3 +79,11 @@ def test_on_the_policy_the_gradient_is_that_of_advantage_weighted_log_probabilit
     token_losses(logp, logp.detach().clone(), advantage, **CLIP).sum().backward()
     assert logp.grad is not None
     assert torch.equal(logp.grad, -advantage)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1.1, 1000.3, -12345.678])
+@pytest.mark.parametrize("size", [1, 3, 8, 12])
+def test_a_group_of_one_mind_has_no_advantage_whatever_its_mean_is_rounded_to(
+    size: int, reward: float
+) -> None:
+    assert not advantages(torch.full((2, size), reward)).any()

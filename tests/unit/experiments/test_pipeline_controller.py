@@ -39,10 +39,10 @@ async def answered(controller: Controller, worker: str, version: int) -> list[in
 
 
 async def taken(
-    controller: Controller, version: int, count: int = 2, *, trainer: int = 0
+    controller: Controller, version: int, count: int = 2, *, trainer: int = 0, step: int = 0
 ) -> list[int] | None:
     try:
-        found = await asyncio.wait_for(controller.take(trainer, version, count), 0.05)
+        found = await asyncio.wait_for(controller.take(trainer, version, step, count), 0.05)
     except TimeoutError:
         return None
     return None if found is None else [group[0] for group in found]
@@ -128,9 +128,10 @@ def test_what_is_too_old_is_dropped_and_asked_for_anew() -> None:
         await controller.published(1)
         await answered(controller, "a", 1)
         await answered(controller, "a", 0)  # a version that the worker should not have had
-        assert [await taken(controller, 1, trainer=k) for k in (0, 1, 0)] == [[0, 1], [2, 3], None]
+        assert [await taken(controller, 1, trainer=k) for k in (0, 1)] == [[0, 1], [2, 3]]
+        assert await taken(controller, 1, step=1) is None
         assert await answered(controller, "b", 1) == [4, 5, 6, 7]
-        assert await taken(controller, 1) == [4, 5]
+        assert await taken(controller, 1, step=1) == [4, 5]
         counts = (await controller.look())["notes"].counts
         assert counts["groups dropped, too old"] == 4
         assert counts["tokens dropped, too old"] == 12
@@ -182,31 +183,31 @@ def test_what_a_lost_worker_had_is_given_to_the_next_one_and_counts_once() -> No
     asyncio.run(play())
 
 
+async def to_evaluate(controller: Controller, worker: str, life: str = LIFE) -> int | None:
+    lease = await controller.lease(worker, life, 1)
+    assert lease is not None
+    return lease.evaluate
+
+
 def test_versions_are_scored_when_it_is_time_and_again_when_their_worker_is_lost() -> None:
     async def play() -> None:
         controller = Controller(config_of("max_staleness=2", "steps=8", "eval_every=4"))  # every second round
         await controller.published(1)
-        first = await controller.lease("a", LIFE, 4)
-        assert first is not None
-        assert first.evaluate == 1
-        lease = await controller.lease("b", LIFE, 4)
-        assert lease is not None
-        assert lease.evaluate is None
-        lease = await controller.lease("a", "a second process", 4)
-        assert lease is not None
-        assert lease.evaluate == 1
+        assert await to_evaluate(controller, "a") == 1
+        await controller.published(3)  # 2 was never in the store
+        assert await to_evaluate(controller, "a") is None  # it has one
+        assert await to_evaluate(controller, "b") == 3
+        assert await to_evaluate(controller, "a", "a second process") == 1
         await controller.scored("a", LIFE)  # by the one that was lost
+        await controller.published(4)
         finishing = asyncio.create_task(controller.finish())
-        await controller.published(2)
-        await controller.published(4)  # 3 was never in the store
+        await controller.scored("a", "a second process")
+        await asyncio.sleep(0.01)
+        assert await to_evaluate(controller, "a", "a second process") == 4  # the last one in any case
         await controller.scored("a", "a second process")
         await asyncio.sleep(0.01)
         assert not finishing.done()
-        for version in (3, 4):  # the last one in any case
-            lease = await controller.lease("a", "a second process", 4)
-            assert lease is not None
-            assert lease.evaluate == version
-            await controller.scored("a", "a second process")
+        await controller.scored("b", LIFE)
         await asyncio.wait_for(finishing, 1)
 
     asyncio.run(play())
@@ -265,14 +266,14 @@ def test_a_version_that_nobody_publishes_is_asked_for_of_who_waits(monkeypatch: 
         controller = Controller(config_of("max_staleness=1"))
         await controller.published(1)
         with pytest.raises(TimeoutError):  # others are sampling, it waits
-            await asyncio.wait_for(controller.take(0, 1, 1), 0.1)
-        assert await controller.take(0, 2, 1) is None
+            await asyncio.wait_for(controller.take(0, 1, 0, 1), 0.1)
+        assert await controller.take(0, 2, 0, 1) is None
         await answered(controller, "a", 1)
-        assert await controller.take(0, 2, 5) is None
-        assert await controller.take(0, 2, 4) == [bytes([k]) for k in range(8, 12)]  # none is lost
+        assert await controller.take(0, 2, 0, 5) is None
+        assert await controller.take(0, 2, 0, 4) == [bytes([k]) for k in range(8, 12)]  # none is lost
         await controller.published(2)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(controller.take(0, 2, 1), 0.1)
+            await asyncio.wait_for(controller.take(0, 2, 0, 1), 0.1)
 
     asyncio.run(play())
 
@@ -281,11 +282,11 @@ def test_what_a_lost_trainer_asked_for_is_not_given_to_nobody() -> None:
     async def play() -> None:
         controller = Controller(config_of("max_staleness=0"))
         await controller.published(1)
-        lost = asyncio.create_task(controller.take(0, 1, 8))
+        lost = asyncio.create_task(controller.take(0, 1, 0, 8))
         await asyncio.sleep(0)
         assert await answered(controller, "a", 1) == [0, 1, 2, 3]
         await asyncio.sleep(0.01)  # four of eight are in its hands
-        back = asyncio.create_task(controller.take(0, 1, 8))
+        back = asyncio.create_task(controller.take(0, 1, 0, 8))
         assert await answered(controller, "a", 1) == [4, 5, 6, 7]
         assert await asyncio.wait_for(lost, 2) is None
         assert await asyncio.wait_for(back, 2) == [bytes([k]) for k in range(8)]

@@ -28,6 +28,9 @@ def length(prompt, completion, row):
 def nothing(prompt, completion, row):
     return float("nan")
 
+def endless(prompt, completion, row):
+    return 1e39
+
 def failing(prompt, completion, row):
     raise KeyError("no such column")
 
@@ -84,9 +87,13 @@ def test_another_file_may_be_held_out(folder: Path) -> None:
 
 
 def test_messages_go_through_the_chat_template(folder: Path) -> None:
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
-    problems = prompts_of(config(written([{"chat": messages}] * 3), column="chat"), Words())
-    assert problems.train[0].prompt == "[system: be brief][user: why?]"
+    rows = [
+        {"chat": [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"why {k}?"}]}
+        for k in range(3)
+    ]
+    problems = prompts_of(config(written(rows), column="chat"), Words())
+    found = [problem.prompt for problem in problems.train + problems.held_out]
+    assert sorted(found) == [f"[system: be brief][user: why {k}?]" for k in range(3)]
 
 
 def test_parquet_is_read_like_jsonl(folder: Path) -> None:
@@ -108,7 +115,10 @@ def test_parquet_is_read_like_jsonl(folder: Path) -> None:
 MISTAKES: list[tuple[Callable[[], PromptsConfig], str]] = [
     (lambda: config("none.jsonl"), "there is no file none.jsonl"),
     (lambda: config(written([])), "prompts.jsonl has no rows"),
-    (lambda: config(written(ROWS, "a.jsonl"), held_out=10), "a.jsonl has 10 rows, and 10 are to be held out"),
+    (
+        lambda: config(written(ROWS, "a.jsonl"), held_out=10),
+        "10 rows of 10 prompts, and 10 are to be held out",
+    ),
     (lambda: config(written([{"question": "x"}])), "line 1 has no column 'prompt'"),
     (lambda: config(written([*ROWS, {"prompt": 3}])), "line 11: prompt must be a text or a list of messages"),
     (lambda: config(written([{"prompt": []}])), "line 1: prompt must be a text or a list of messages"),
@@ -131,6 +141,34 @@ def test_a_mistake_is_one_sentence(folder: Path, wrong: Callable[[], PromptsConf
     assert "\n" not in str(raised.value)
 
 
+def test_rows_with_one_prompt_are_all_held_out_or_none(folder: Path) -> None:
+    rows = [{"prompt": f"question {k % 5}", "wanted": k} for k in range(20)]
+    problems = prompts_of(config(written(rows)), Words())
+    assert len(problems.held_out) == 4
+    assert not {one.prompt for one in problems.held_out} & {one.prompt for one in problems.train}
+    other = written(rows[:1], "held.jsonl")
+    with pytest.raises(ExperimentError, match=r"4 rows of prompts.jsonl have prompts of held.jsonl, too"):
+        prompts_of(config("prompts.jsonl", held_out_file=other), Words())
+
+
+def test_a_file_may_begin_with_a_mark_and_must_be_utf_8(folder: Path) -> None:
+    row = json.dumps({"prompt": "grün"}, ensure_ascii=False)
+    Path("a.jsonl").write_text(f"{row}\n" + json.dumps({"prompt": "x"}), encoding="utf-8-sig")
+    found = prompts_of(config("a.jsonl", held_out=1), Words())
+    assert {one.prompt for one in found.train + found.held_out} == {"grün", "x"}
+    Path("b.jsonl").write_bytes(row.encode("latin-1"))
+    with pytest.raises(ExperimentError, match=r"b.jsonl, line 1 is not JSON: 'utf-8' codec"):
+        prompts_of(config("b.jsonl"), Words())
+
+
+def test_a_rewards_file_may_have_dataclasses(folder: Path) -> None:
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+    text += "@dataclass\nclass A:\n    x: int = 3\n\ndef three(prompt, completion, row):\n    return A().x\n"
+    Path("dataclassed.py").write_text(text)
+    problems = prompts_of(config(written(ROWS), reward="dataclassed.py:three"), Words())
+    assert problems.reward(problems.train[0], "x") == 3
+
+
 def test_a_line_that_is_not_json_is_named(folder: Path) -> None:
     Path("prompts.jsonl").write_text('{"prompt": "x"}\n\n{"prompt": \n')
     with pytest.raises(ExperimentError, match=r"prompts.jsonl, line 3 is not JSON"):
@@ -139,7 +177,11 @@ def test_a_line_that_is_not_json_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("nothing", "ValueError: the reward is nan"), ("failing", "KeyError: 'no such column'")],
+    [
+        ("nothing", "ValueError: the reward is nan"),
+        ("endless", r"ValueError: the reward is 1e\+39"),
+        ("failing", "KeyError: 'no such column'"),
+    ],
 )
 def test_a_function_that_fails_ends_a_comparison_with_a_sentence(
     folder: Path, name: str, sentence: str
@@ -270,10 +312,15 @@ def test_prompts_that_the_model_can_not_read_are_refused_before_the_run(model_fo
 
 @pytest.mark.check(LANGUAGES)
 def test_messages_need_a_tokenizer_with_a_chat_template(model_folder: Path) -> None:
-    messages = [{"prompt": [{"role": "user", "content": "why?"}], "wanted": 1}] * 5
+    messages = [{"prompt": [{"role": "user", "content": f"why {k}?"}], "wanted": 1} for k in range(5)]
     with pytest.raises(ExperimentError, match="the tokenizer in model has no chat template"):
         task(written(messages))
     template = "{% for one in messages %}{{ one['content'] }}|{% endfor %}"
     template += "{% if add_generation_prompt %}A:{% endif %}"
     (model_folder / "chat_template.jinja").write_text(template)
-    assert task(written(messages))._problems.train[0].prompt == "why?|A:"
+    assert {one.prompt for one in task(written(messages))._problems.train} <= {
+        f"why {k}?|A:" for k in range(5)
+    }
+    (model_folder / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    with pytest.raises(ExperimentError, match="line 1: the chat template refuses it: no such role"):
+        task(written(messages))
