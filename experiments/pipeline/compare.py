@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from experiments.errors import ExperimentError
@@ -155,13 +156,13 @@ def draw(groups: dict[str, list[dict[str, Any]]], path: Path) -> None:
         for k, (label, found) in enumerate(groups.items()):
             color = CYCLE[k % len(CYCLE)]
             line = {"color": color, "linestyle": DASHES[k // len(CYCLE) % len(DASHES)], "marker": "."}
-            runs = [one["evaluations"] for one in found]
-            times = [[point["time"] - one["begun"] for point in one["evaluations"]] for one in found]
+            by_step = [{point["step"]: point for point in one["evaluations"]} for one in found]
+            steps = [step for step in by_step[0] if all(step in one for one in by_step)]
+            begun = [one["begun"] for one in found]
+            times = [[one[step]["time"] - t for one, t in zip(by_step, begun, strict=True)] for step in steps]
+            values = [[one[step]["score"] for one in by_step] for step in steps]
             scores.plot(
-                [sum(moment) / len(moment) for moment in zip(*times, strict=True)],
-                [sum(point["score"] for point in points) / len(points) for points in zip(*runs, strict=True)],
-                label=label,
-                **line,
+                [fmean(moment) for moment in times], [fmean(at) for at in values], label=label, **line
             )
             values = [one["seconds_per_step"] for one in found]
             seconds.barh(k, sum(values) / len(values), color=color, alpha=0.35)

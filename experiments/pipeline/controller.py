@@ -136,9 +136,11 @@ class Controller:
                 self._notes.counts["reward of groups, in thousandths"] += round(1000 * one.reward)
             self._changed.notify_all()
 
-    async def scored(self, worker: str, life: str) -> None:
+    async def scored(self, worker: str, life: str, version: int) -> None:
+        """Of this version. Older ones that are still to be scored are left out: no worker has them."""
         async with self._changed:
             self._of(worker, life).evaluates = None
+            self._to_evaluate = deque(one for one in self._to_evaluate if one > version)
             self._changed.notify_all()
 
     def _room(self) -> int:

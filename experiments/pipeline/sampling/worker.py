@@ -205,7 +205,7 @@ class Worker:
         step = (evaluation.version - 1) * self._config.sync_every
         self._diary.did("evaluating", evaluation.begun, step=step, at=evaluation.begun, scores=scores)
         answer_of(self._diary.send())
-        answer_of(self._controller.scored.remote(self._name, self._life))
+        answer_of(self._controller.scored.remote(self._name, self._life, evaluation.version))
 
 
 class Evaluation:

@@ -23,7 +23,7 @@ async def leased(
             return None
         if lease is None or lease.evaluate is None:
             return [] if lease is None else list(lease.tickets)
-        await controller.scored(worker, life)
+        await controller.scored(worker, life, lease.evaluate)
 
 
 async def given(controller: Controller, worker: str, tickets: list[int], version: int) -> None:
@@ -77,7 +77,7 @@ async def all_leases(controller: Controller, workers: str) -> list[Lease | None]
     for worker in workers:
         lease = await controller.lease(worker, LIFE, 6)
         while lease is not None and lease.evaluate is not None:
-            await controller.scored(worker, LIFE)
+            await controller.scored(worker, LIFE, lease.evaluate)
             lease = await controller.lease(worker, LIFE, 6)
         found.append(lease)
     return found
@@ -198,16 +198,16 @@ def test_versions_are_scored_when_it_is_time_and_again_when_their_worker_is_lost
         assert await to_evaluate(controller, "a") is None  # it has one
         assert await to_evaluate(controller, "b") == 3
         assert await to_evaluate(controller, "a", "a second process") == 1
-        await controller.scored("a", LIFE)  # by the one that was lost
+        await controller.scored("a", LIFE, 1)  # by the one that was lost
         await controller.published(4)
         finishing = asyncio.create_task(controller.finish())
-        await controller.scored("a", "a second process")
+        await controller.scored("a", "a second process", 1)
         await asyncio.sleep(0.01)
         assert await to_evaluate(controller, "a", "a second process") == 4  # the last one in any case
-        await controller.scored("a", "a second process")
+        await controller.scored("a", "a second process", 4)
         await asyncio.sleep(0.01)
         assert not finishing.done()
-        await controller.scored("b", LIFE)
+        await controller.scored("b", LIFE, 3)
         await asyncio.wait_for(finishing, 1)
 
     asyncio.run(play())
@@ -242,7 +242,7 @@ def test_a_run_that_goes_on_asks_what_was_not_used_and_scores_what_is_new() -> N
         lease = await again.lease("a", LIFE, 4)
         assert lease is not None
         assert lease.evaluate == 2
-        await again.scored("a", LIFE)
+        await again.scored("a", LIFE, 2)
         assert [await leased(again, "a"), await leased(again, "a")] == [[0, 1, 10, 11], [12, 13, 14, 15]]
 
     asyncio.run(play())
