@@ -18,7 +18,7 @@ from experiments.settings.plan import flat
 
 DOINGS = (
     *("training", "sampling", "exchanging", "publishing", "writing", "receiving"),
-    *("evaluating", "waiting"),
+    *("evaluating", "saving", "waiting"),
 )
 _FLOWS = {
     "round bytes": "between the sites: their rounds, as sent by all of them",
@@ -66,7 +66,7 @@ def _shares(found: dict[str, Any]) -> Iterable[list[str]]:
 def draw(found: dict[str, Any], path: Path) -> None:
     """Who did what and when; how old the tokens were that were learned from; the score."""
     parts = list(found["shares"])
-    colors = dict(zip(DOINGS, (*CYCLE[:4], CYCLE[7], CYCLE[4], CYCLE[5], "#E6E6E6"), strict=True))
+    colors = dict(zip(DOINGS, (*CYCLE[:4], CYCLE[7], CYCLE[4], CYCLE[5], CYCLE[6], "#E6E6E6"), strict=True))
     with plt.rc_context(LOOK):
         figure, (timeline, ages, learned) = plt.subplots(3, 1, figsize=(9, 8.5), height_ratios=(3, 2, 2))
         for doing in reversed(DOINGS):  # waiting lies below
@@ -80,7 +80,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             timeline.barh(0, 0, color=colors[doing], label=doing)
         timeline.set(title="Who did what", xlabel="seconds", xlim=(0, found["ended"] - found["begun"]))
         timeline.set_yticks(range(len(parts)), parts)
-        timeline.legend(ncols=len(DOINGS) // 2, loc="lower center", bbox_to_anchor=(0.5, 1.08))
+        timeline.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.08))
         timeline.grid(visible=False)
         total = max(1, sum(found["staleness"].values()))
         ages.bar(list(found["staleness"]), [n / total for n in found["staleness"].values()], color=CYCLE[1])
