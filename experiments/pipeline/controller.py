@@ -251,7 +251,7 @@ class Controller:
                 if (one - 1) * self._config.sync_every % every == 0
             ]
             self._to_evaluate += due
-            self._evaluated = max(self._evaluated, *due, 0)
+            self._evaluated = max([self._evaluated, *due])
             self._published, self._seen = max(self._published, version), max(self._seen, version)
             self._changed.notify_all()
 

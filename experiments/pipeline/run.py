@@ -37,7 +37,7 @@ _SHOWN = ("step", "version", "tokens", "bytes")  # of an event, while the run go
 
 def run(config: PipelineConfig, folder: Path) -> dict[str, Any]:
     """Train, in a cluster that has been started -> the figures, which are stored in the folder too."""
-    cpu, config = torch.device("cpu"), _located(config)
+    cpu = torch.device("cpu")
     start = kept_or_trained(config, task_of(config, Seat(0, 1, cpu)), cpu)
     checkpoints = (folder / "checkpoints").resolve()
     newest = newest_round(checkpoints)
@@ -92,16 +92,16 @@ def _run(
 ) -> dict[str, Any]:
     controller = actors.controller(Controller, config)
     answer_of(controller.version.remote())  # the others look it up by name, so it must be running
-    per_site = config.ranks_per_site
+    per_site, located = config.ranks_per_site, _located(config)
     trainers = [
         actors.create(
-            Trainer, site, rank, config, lives_again=config.elastic, on=_one_of(config.sites_on, site)
+            Trainer, site, rank, located, lives_again=config.elastic, on=_one_of(config.sites_on, site)
         )
         for site in range(config.sites)
         for rank in range(per_site)
     ]
     workers = [
-        actors.create(Worker, number, config, url, lives_again=True, on=_one_of(config.workers_on, number))
+        actors.create(Worker, number, located, url, lives_again=True, on=_one_of(config.workers_on, number))
         for number in range(config.workers)
     ]
     if at is None:

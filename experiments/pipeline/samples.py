@@ -141,6 +141,5 @@ class Parcel:
     ticket: int
     oldest: int  # version of the weights that gave its oldest token
     tokens: int
-    longest: int  # tokens of its longest answer
     reward: float
     group: bytes  # packed

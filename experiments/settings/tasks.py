@@ -22,7 +22,7 @@ class GrpoConfig:
 
     def recipe(self) -> list[Any]:
         """What decides the problems, and so the warm start's weights."""
-        raise NotImplementedError
+        return [self.held_out, self.slips]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ArithmeticConfig(GrpoConfig):
         return 3 * len(str(self.largest - 1)) + 3
 
     def recipe(self) -> list[Any]:
-        return [self.largest, self.held_out, self.slips]
+        return [self.largest, *super().recipe()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class GymConfig(GrpoConfig):
         at_least(1, self, "size", "prompts", "group", "held_out", part="gym.")
 
     def recipe(self) -> list[Any]:
-        return [self.name, self.options, self.size, self.held_out, self.slips]
+        return [self.name, self.options, self.size, *super().recipe()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,6 @@ class PromptsConfig(GrpoConfig):
             self.reward is None or (":" in self.reward and self.reward.rpartition(":")[2].isidentifier()),
             f"prompts.reward is written module:function or path/file.py:function, got {self.reward}",
         )
-
-    def recipe(self) -> list[Any]:
-        return []  # the model is the user's, and no warm start is trained
 
 
 @dataclass(frozen=True, kw_only=True)

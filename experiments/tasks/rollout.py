@@ -6,7 +6,7 @@ answer's end is never looked at. So no model needs an attention mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -89,63 +89,80 @@ class Weights:
     recompute_cache: bool  # when they have changed: keys and values of the tokens so far, too
 
 
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """
+    group: how many answers are wanted.
+    uniforms: [group, longest] in [0, 1), the chance behind every token of each answer.
+    """
+
+    key: Hashable
+    prompt: list[int]
+    group: int
+    decoding: Decoding
+    uniforms: Tensor
+
+    @property
+    def kind(self) -> tuple[int, int, Decoding]:
+        """Those of one kind can be answered in one cohort."""
+        return len(self.prompt), self.group, self.decoding
+
+
 class Cohort:
-    """Answers that began together, to prompts of one length; each step gives each of them a token."""
+    """Answers to questions of one kind, which began together; each step gives each of them a token.
+
+    questions: that they answer. going_on: answers that have not ended.
+    """
 
     def __init__(
         self,
         model: LanguageModel,
-        prompts: Sequence[list[int]],
-        *,
-        group: int,
-        decoding: Decoding,
-        uniforms: Tensor,
+        questions: Sequence[Question],
         device: torch.device,
-        before_token: Callable[[], Weights] | None = None,
+        before_token: Callable[[], Weights] | None,
     ) -> None:
-        """As `sample`."""
-        self._model, self._group, self._decoding = model, group, decoding
-        self._before_token = before_token
+        """
+        Args:
+            before_token: called before the model computes the next token; may replace its weights.
+        """
+        self._model, self.questions, self._before_token = model, questions, before_token
+        self._group, self._decoding = questions[0].group, questions[0].decoding
+        self._stops = torch.tensor(self._decoding.stops, device=device)
         self._version = before_token().version if before_token else 0
-        heads = torch.tensor(prompts, device=device)
+        heads = torch.tensor([question.prompt for question in questions], device=device)
         logits, past = model.extend(heads, None)
-        rows = torch.arange(len(prompts), device=device).repeat_interleave(group)
+        rows = torch.arange(len(questions), device=device).repeat_interleave(self._group)
         self._logits, self._past = logits[rows], model.select(past, rows)
-        self._heads, self._uniforms = heads[rows], uniforms.to(device)
-        # All that follows is of all answers, [prompts · group] first; `_rows` are those that are computed.
+        self._heads = heads[rows]
+        self._uniforms = torch.cat([question.uniforms for question in questions]).to(device)
+        # All that follows is of all answers, [questions · group] first; `_rows` are those that are computed.
         self._rows = torch.arange(len(rows), device=device)
-        self._tokens = torch.zeros(len(rows), decoding.longest, dtype=torch.int64, device=device)
-        self._logp = torch.zeros(len(rows), decoding.longest, device=device)
+        self._tokens = torch.zeros(len(rows), self._decoding.longest, dtype=torch.int64, device=device)
+        self._logp = torch.zeros(len(rows), self._decoding.longest, device=device)
         self._lengths = torch.zeros(len(rows), dtype=torch.int64, device=device)  # 0: it goes on
         self._versions: list[int] = []  # by token
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self._lengths.all())
-
-    @property
-    def going_on(self) -> int:
-        """Answers that have not ended."""
-        return int((self._lengths == 0).sum())
+        self.going_on = len(rows)
 
     @torch.no_grad()
-    def step(self) -> list[int]:
-        """-> the prompts all answers to which have now ended."""
+    def step(self) -> list[tuple[Hashable, Rollout]]:
+        """-> what all answers to have now ended, by its key."""
         place, rows, before = len(self._versions), self._rows, self._lengths.view(-1, self._group).all(dim=1)
         token, logp = self._next(place)
         self._tokens[rows, place], self._logp[rows, place] = token, logp
         self._versions.append(self._version)
-        ends = torch.isin(token, torch.tensor(self._decoding.stops, device=token.device))
+        ends = torch.isin(token, self._stops)
         ends |= place + 1 == self._decoding.longest
         ended = rows[ends & (self._lengths[rows] == 0)]
         self._lengths[ended] = place + 1
-        if not self.is_done:
+        self.going_on -= len(ended)
+        if self.going_on:
             self._extend(token)
         now = self._lengths.view(-1, self._group).all(dim=1)
-        return (now & ~before).nonzero().flatten().tolist()
+        answered = (now & ~before).nonzero().flatten().tolist()
+        return [(self.questions[k].key, self._answers_to(k)) for k in answered]
 
-    def answers_to(self, prompt: int) -> Rollout:
-        places = range(prompt * self._group, (prompt + 1) * self._group)
+    def _answers_to(self, question: int) -> Rollout:
+        places = range(question * self._group, (question + 1) * self._group)
         lengths = [int(self._lengths[k]) for k in places]
         answers = [self._tokens[k, :n].cpu() for k, n in zip(places, lengths, strict=True)]
         heads = self._heads.cpu()
@@ -174,11 +191,8 @@ class Cohort:
         goes_on = self._lengths[self._rows] == 0
         if 2 * int(goes_on.sum()) <= len(goes_on):  # until then, those that have ended are computed, too
             kept = goes_on.nonzero().flatten()
-            self._past, token, self._rows = (
-                self._model.select(self._past, kept),
-                token[kept],
-                self._rows[kept],
-            )
+            self._past = self._model.select(self._past, kept)
+            token, self._rows = token[kept], self._rows[kept]
         weights = self._before_token() if self._before_token else None
         recompute = False
         if weights is not None and weights.version != self._version:
@@ -189,6 +203,12 @@ class Cohort:
             self._logits, self._past = self._model.extend(so_far[self._rows], None)
         else:
             self._logits, self._past = self._model.extend(token[:, None], self._past)
+
+
+def by_kind(questions: Sequence[Question]) -> list[list[Question]]:
+    """Those that can be answered in one cohort, shorter prompts first."""
+    kinds = sorted(dict.fromkeys(one.kind for one in questions), key=lambda kind: kind[0])
+    return [[one for one in questions if one.kind == kind] for kind in kinds]
 
 
 def sample(
@@ -208,22 +228,15 @@ def sample(
         uniforms: [prompts · group, longest] in [0, 1), the chance behind every token. Methods that are given
             the same ones answer alike for as long as their models are alike.
     """
-    found: dict[int, Rollout] = {}  # by prompt
-    for length in sorted({len(prompt) for prompt in prompts}):
-        chosen = [k for k, prompt in enumerate(prompts) if len(prompt) == length]
-        places = [k * group + i for k in chosen for i in range(group)]
-        cohort = Cohort(
-            model,
-            [prompts[k] for k in chosen],
-            group=group,
-            decoding=decoding,
-            uniforms=uniforms[places],
-            device=device,
-            before_token=before_token,
-        )
-        while not cohort.is_done:
-            for k in cohort.step():
-                found[chosen[k]] = cohort.answers_to(k)
+    questions = [
+        Question(key=k, prompt=prompt, group=group, decoding=decoding, uniforms=chance)
+        for k, (prompt, chance) in enumerate(zip(prompts, uniforms.split(group), strict=True))
+    ]
+    found: dict[Hashable, Rollout] = {}
+    for alike in by_kind(questions):
+        cohort = Cohort(model, alike, device, before_token)
+        while cohort.going_on:
+            found |= dict(cohort.step())
     return Rollout.joined([found[k] for k in range(len(prompts))])
 
 

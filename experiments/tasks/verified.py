@@ -26,8 +26,6 @@ from experiments.tasks.rollout import Decoding, LanguageModel, Rollout, Words, i
 from experiments.tasks.task import Seat, Task
 
 _ROLLOUTS, _WARM_START, _EPOCHS = 0, 1, 3  # kinds of chance: a seed of its own for each
-
-
 _MAX_TOKENS = 256  # of an answer, where no right one tells how long it may be
 
 
@@ -58,7 +56,8 @@ class Verified(Task):
         return [self._config.task, *self._grpo.recipe()]
 
     def check(self, model: nn.Module) -> None:
-        lm, most = cast(LanguageModel, model), self.decoding(cast(LanguageModel, model)).longest
+        lm = cast(LanguageModel, model)
+        most = self.decoding(lm).longest
         problems = self._problems.train + self._problems.held_out
         lengths = [len(lm.encode(text)) for text in dict.fromkeys(problem.prompt for problem in problems)]
         if empty := lengths.count(0):

@@ -22,9 +22,8 @@ import loco
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.sampling.engine import Question
 from experiments.pipeline.sampling.engine_vllm import VllmEngine
-from experiments.tasks.rollout import Decoding, Rollout
+from experiments.tasks.rollout import Decoding, Question, Rollout
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
 REPOSITORY = Path(__file__).parents[2]

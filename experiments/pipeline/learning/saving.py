@@ -40,6 +40,7 @@ class Saving:
     def __init__(self, config: PipelineConfig, folder: Path, controller: Any, diary: Diary) -> None:
         self._config, self._controller, self._diary = config, controller, diary
         self._checkpoints = loco.Checkpoints(folder)
+        self._deciding = _deciding(config)
 
     def clear(self) -> None:
         """Remove those of an earlier run."""
@@ -56,7 +57,7 @@ class Saving:
             raise ExperimentError(f"resume=true: there are no checkpoints in {self._checkpoints.folder}")
         if resumed is None:
             return
-        then, now = resumed.extra["config"], _deciding(self._config)
+        then, now = resumed.extra["config"], self._deciding
         differing = [key for key in now | then if now.get(key) != then.get(key)]
         if differing:
             said = ", ".join(f"{key}: {then.get(key)} then, {now.get(key)} now" for key in differing)
@@ -73,7 +74,7 @@ class Saving:
         with self._diary.doing("saving", version=optimizer.round + 1):
             tickets = answer_of(self._controller.used.remote(optimizer.round + 1))
             optimizer_state: Any = optimizer
-            self._checkpoints.save(optimizer_state, {"config": _deciding(self._config), "tickets": tickets})
+            self._checkpoints.save(optimizer_state, {"config": self._deciding, "tickets": tickets})
 
     def close(self) -> None:
         self._checkpoints.close()

@@ -5,40 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
 
 import loco
 from experiments.models.huggingface import HuggingFaceModel
 from experiments.models.registry import language_model
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.tasks.rollout import Cohort, Decoding, PublishedModel, Rollout, Weights, Words
+from experiments.tasks.rollout import Cohort, PublishedModel, Question, Rollout, Weights, Words, by_kind
 
 POLL = 0.5  # seconds that the controller may take to report a newer version
 Newer = Callable[[int], int]  # -> the newest published version; returns at once if it is newer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """
-    group: how many answers are wanted.
-    uniforms: [group, longest], see `experiments.tasks.rollout.sample`.
-    """
-
-    key: Hashable
-    prompt: list[int]
-    group: int
-    decoding: Decoding
-    uniforms: Tensor
-
-    @property
-    def kind(self) -> tuple[int, int, Decoding]:
-        """Those of one kind can be answered in one cohort."""
-        return len(self.prompt), self.group, self.decoding
 
 
 class Engine(Protocol):
@@ -97,7 +76,7 @@ class TorchEngine:
         self._subscriber = loco.sync.Subscriber(self._held, url)
         self.version, self.hold = 0, False
         self._new: list[Question] = []
-        self._cohorts: list[tuple[Cohort, list[Question]]] = []
+        self._cohorts: list[Cohort] = []
         self._prepared: Any = None
         self._failed: Exception | None = None  # the thread's last error
         self._wanted, self._ended = threading.Event(), False
@@ -113,7 +92,7 @@ class TorchEngine:
     @property
     def active(self) -> int:
         new = sum(question.group for question in self._new)
-        return new + sum(cohort.going_on for cohort, _ in self._cohorts)
+        return new + sum(cohort.going_on for cohort in self._cohorts)
 
     def add(self, question: Question) -> None:
         self._new.append(question)
@@ -121,27 +100,12 @@ class TorchEngine:
     def step(self) -> list[tuple[Hashable, Rollout]]:
         if not self._cohorts and not self.hold:
             self._take()
-        self._begin()
-        ended = []
-        for cohort, questions in self._cohorts:
-            ended += [(questions[k].key, cohort.answers_to(k)) for k in cohort.step()]
-        self._cohorts = [(cohort, asked) for cohort, asked in self._cohorts if not cohort.is_done]
-        return ended
-
-    def _begin(self) -> None:
         new, self._new = self._new, []
-        for kind in dict.fromkeys(one.kind for one in new):
-            alike = [one for one in new if one.kind == kind]
-            cohort = Cohort(
-                self.model,
-                [one.prompt for one in alike],
-                group=alike[0].group,
-                decoding=alike[0].decoding,
-                uniforms=torch.cat([one.uniforms for one in alike]),
-                device=torch.device("cpu"),
-                before_token=self._before_token,
-            )
-            self._cohorts.append((cohort, alike))
+        cpu = torch.device("cpu")
+        self._cohorts += [Cohort(self.model, alike, cpu, self._before_token) for alike in by_kind(new)]
+        ended = [one for cohort in self._cohorts for one in cohort.step()]
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.going_on]
+        return ended
 
     def _before_token(self) -> Weights:
         if self._config.in_flight and not self.hold:

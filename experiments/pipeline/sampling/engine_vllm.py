@@ -22,8 +22,8 @@ from experiments.errors import ExperimentError
 from experiments.models.huggingface import HuggingFaceWords
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.sampling.engine import Newer, Question
-from experiments.tasks.rollout import Rollout, Words, text_of
+from experiments.pipeline.sampling.engine import Newer
+from experiments.tasks.rollout import Question, Rollout, Words, text_of
 from loco.integrations.engines.vllm_source import URL_VARIABLE
 
 _PAUSE = 0.05  # seconds, while nothing but a new version is waited for

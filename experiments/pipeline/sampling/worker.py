@@ -21,9 +21,9 @@ from experiments.pipeline.cluster import answer_of, ray
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
 from experiments.pipeline.samples import Lease, Parcel, groups_of
-from experiments.pipeline.sampling.engine import POLL, Engine, Newer, Question, TorchEngine
+from experiments.pipeline.sampling.engine import POLL, Engine, Newer, TorchEngine
 from experiments.pipeline.sampling.judging import Judges
-from experiments.tasks.rollout import Rollout
+from experiments.tasks.rollout import Question, Rollout
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
 from experiments.training.loop import evaluate
@@ -125,8 +125,7 @@ class Worker:
             for ticket in lease.tickets:
                 self._engine.add(self._question(ticket))
             version = self._engine.version
-            began = self._controller.began.remote(self._name, self._life, lease.tickets, version)
-            del began  # nobody waits for it
+            self._controller.began.remote(self._name, self._life, lease.tickets, version)
 
     def _question(self, ticket: int) -> Question:
         config, decoding = self._config, self._decoding
@@ -174,12 +173,10 @@ class Worker:
             ticket=key.number,
             oldest=int(group.versions.min()),
             tokens=group.tokens,
-            longest=int(group.lengths.max()),
             reward=sum(rewards) / len(rewards),
             group=group.packed(),
         )
-        given = self._controller.give.remote(self._name, self._life, [parcel])
-        del given  # nobody waits for it
+        self._controller.give.remote(self._name, self._life, [parcel])
 
     # ---- scores ----
 

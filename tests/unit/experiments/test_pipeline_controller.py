@@ -27,7 +27,7 @@ async def leased(
 
 
 async def given(controller: Controller, worker: str, tickets: list[int], version: int) -> None:
-    parcels = [Parcel(t, oldest=version, tokens=3, longest=1, reward=1.0, group=bytes([t])) for t in tickets]
+    parcels = [Parcel(t, oldest=version, tokens=3, reward=1.0, group=bytes([t])) for t in tickets]
     await controller.give(worker, LIFE, parcels)
 
 

@@ -13,10 +13,10 @@ from selection import COMMANDS
 from experiments.errors import ExperimentError
 from experiments.models.model import ByteTransformer
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.sampling.engine import Question, TorchEngine
+from experiments.pipeline.sampling.engine import TorchEngine
 from experiments.settings.config import TransformerConfig
 from experiments.tasks.problems import Problem
-from experiments.tasks.rollout import Decoding, Rollout, Weights, sample
+from experiments.tasks.rollout import Decoding, Question, Rollout, Weights, sample
 
 CPU = torch.device("cpu")
 DECODING = Decoding(longest=30, stops=(10, *range(128, 256)))  # most answers are short, and some are not
