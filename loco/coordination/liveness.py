@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import ref
 
-from ..errors import seconds
+from ..errors import first_line, seconds
 from .authentication import StoreSeals
 from .heartbeats import AT_WORK, ENDED, LEFT, Alarm, Loss
 from .pulse.pulse import Heard, Pulse, Watch
@@ -158,9 +158,11 @@ class Liveness:
         return None
 
     def last_words(self, rank: int) -> str:
-        with suppress(RuntimeError):
+        try:
             return self._pulse.read([rank])[0].words or "nothing"
-        return "nothing that can be read"
+        except RuntimeError as error:  # this may be why the other one hung up
+            where = whereabouts(self._pulse.store, first_line(error))
+            return f"nothing, since the sites' store does not answer ({where})"
 
     def describe(self, loss: Loss, name: Callable[[Sequence[int]], str]) -> str:
         if loss.store:

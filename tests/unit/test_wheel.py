@@ -86,7 +86,7 @@ def test_the_package_asks_for_torch_and_numpy_and_leaves_the_rest_to_extras(whee
     required = metadata.get_all("Requires-Dist") or []
     always = [one for one in required if "extra ==" not in one]
     assert always == ["torch>=2.11", "numpy>=2.3", "fsspec>=2024.12"]  # the last is torch's own, too
-    assert {"gpu", "experiments", "elastic", "gym", "pipeline", "huggingface", "dev"} == set(
+    assert {"gpu", "experiments", "elastic", "gym", "pipeline", "huggingface", "parquet", "dev"} == set(
         metadata.get_all("Provides-Extra") or []
     )
 

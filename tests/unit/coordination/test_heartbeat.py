@@ -137,6 +137,18 @@ def test_once_a_rank_has_begun_a_look_is_one_request_for_its_beats() -> None:
     assert store.asked["multi_get"] > 10
 
 
+def test_of_whom_nothing_is_heard_since_the_store_is_silent_that_is_said() -> None:
+    """Whoever notices first that the store is gone hangs up; the others must not take that for its fault."""
+
+    class Silent(HashStore):
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            raise RuntimeError("no route to it")
+
+    listener, _ = pair(Silent())
+    said = "nothing, since the sites' store does not answer (no route to it)"
+    assert listener.last_words(1) == said
+
+
 def test_who_is_removed_from_the_store_and_falls_silent_is_missed() -> None:
     store = HashStore()
     listener, other = pair(store)
