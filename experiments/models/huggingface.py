@@ -72,8 +72,8 @@ class HuggingFaceModel(nn.Module):
     """The causal language model and the tokenizer in the folder `path`; always without dropout.
 
     context: the tokens of the longest sequence. vocabulary: how many logits there are, often more than
-    the tokenizer has tokens. end: the token that ends an answer. is_rounded: set where the weights are BF16
-    values already and all pasts are renewed when they change, so that no past needs a copy of them.
+    the tokenizer has tokens. end: the token that ends an answer. is_rounded: set where the forward pass
+    finds BF16 values in any case, and all pasts are renewed when they change: no past needs a copy of them.
 
     The sequences of one call have one length or are padded on the right, where causal attention never
     looks, so there are no attention masks. Raises ExperimentError where the package, the folder, the
@@ -163,7 +163,7 @@ class HuggingFaceModel(nn.Module):
 
     def _rounded(self) -> dict[str, Tensor]:
         if self.is_rounded:
-            return dict(self.model.named_parameters())
+            return {}  # as they are
         # A tied weight comes once here; functional_call puts it in each of its places.
         return {name: bf16(weight) for name, weight in self.model.named_parameters()}
 

@@ -21,6 +21,8 @@ class PipelineConfig(RunConfig):
 
     sites: int = 2  # that train, each of `ranks_per_site` ranks
     elastic: bool = True  # a lost site is restarted while the others train on
+    shard: bool = False  # FSDP2 over a site's ranks, in BF16 over FP32 masters; False: DDP
+    checkpoint_activations: bool = False  # backward computes them again
     workers: int = 2  # that sample
     lease: int = 32  # prompts that a worker answers in one batch
     engine: str = (
@@ -50,8 +52,8 @@ class PipelineConfig(RunConfig):
 
     def __post_init__(self) -> None:
         require(
-            self.method not in METHODS or self.method in ("pulseloco", "diloco"),
-            f"sites train by method=pulseloco or diloco, got method={self.method}",
+            self.method not in METHODS or self.method in ("pulseloco", "diloco", "ddp"),
+            f"sites train by method=pulseloco, diloco or ddp, got method={self.method}",
         )
         super().__post_init__()
         at_least(1, self, "sites", "workers", "lease", "reward_processes")
@@ -96,6 +98,16 @@ class PipelineConfig(RunConfig):
         require(
             not self.elastic or self.ranks_per_site == 1,
             "sites of several ranks stay the same, and the run ends when one is lost: set elastic=false",
+        )
+
+        require(
+            self.method != "ddp" or not (self.elastic or self.shard or self.save_every),
+            "method=ddp is there to compare with, all trainers as one site: set elastic=false save_every=0, "
+            "and leave shard out",
+        )
+        require(
+            self.shard or not self.checkpoint_activations,
+            "checkpoint_activations is for models that are sharded: set shard=true, too",
         )
 
     @property

@@ -54,6 +54,7 @@ class Controller:
         self._ready: list[tuple[int, int, Parcel]] = []  # a heap, by age and ticket
         self._used = UsedTickets()
         self._used_before = self._used.state()  # before this version
+        self._parts: set[tuple[int, int]] = set()  # of versions, that have been published
         self._turns: dict[int, object] = {}  # the latest `take` of each trainer
         self._to_evaluate: deque[int] = deque()  # versions
         self._seen = self._evaluated = 0  # newest version that was considered, and that was put there
@@ -241,9 +242,13 @@ class Controller:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), _UNPUBLISHED / 10)
 
-    async def published(self, version: int) -> None:
+    async def published(self, version: int, part: int = 0, parts: int = 1) -> None:
+        """This version is in the store, or this part of it: it is there when all of them are."""
         async with self._changed:
             self._learn(version)
+            self._parts = {key for key in self._parts if key[0] >= version} | {(version, part)}
+            if not self._parts.issuperset((version, k) for k in range(parts)):
+                return
             every = self._config.eval_every
             due = [
                 one

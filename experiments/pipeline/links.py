@@ -3,8 +3,8 @@
     python -m experiments.pipeline links mbit=100 steps=96 eval_every=96
 
 Each part runs in a network namespace, as a node of a Ray cluster, behind a link that carries so much in
-either direction. Three runs, one after the other: PULSELoCo with patches to the workers; the same with all
-weights to the workers; and DiLoCo in FP32 with all weights. The first site's machine also has the controller
+either direction. Four runs, one after the other: PULSELoCo with patches to the workers; the same with all
+weights to the workers; and DiLoCo in FP32 and DDP over all sites with all weights. The first site's machine also has the controller
 and the store. Bytes are what the kernel counted on the links, Ray's own messages and all headers included.
 
 Needs root, for the namespaces, and ip and tc. Results go to runs/<name>/, by default runs/pipeline-links/.
@@ -44,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "PULSELoCo, patches": {},
     "PULSELoCo, all weights": {"patches": False},
     "DiLoCo in FP32, all weights": {"patches": False, "method": "diloco", "saving": None},
+    "DDP, all weights": {"patches": False, "method": "ddp", "saving": None, "elastic": False},
 }
 COLUMNS = ("way", "s per step", "sites compute", "rounds, MB", "to the store", "to the workers", "samples")
 COLUMNS += ("all that was sent, by the kernel", "score")

@@ -106,7 +106,11 @@ def _run(
     ]
     if at is None:
         at = answer_of(trainers[0].address.remote())
-    worlds = answer_of([one.address.remote() for one in trainers[::per_site]]) if per_site > 1 else []
+    worlds = []  # of ranks that meet in every step
+    if config.method == "ddp":
+        worlds = [answer_of(trainers[0].address.remote())] * config.sites
+    elif per_site > 1 or config.shard:
+        worlds = answer_of([one.address.remote() for one in trainers[::per_site]])
     shared = ray.put(start)
     training = [
         one.run.remote(

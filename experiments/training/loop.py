@@ -104,7 +104,7 @@ def take_step(
 ) -> Tensor:
     """One inner step, and the round that it may end. Returns the step's loss."""
     optimizer = trainee.optimizer
-    warm_up(optimizer, step, config)
+    warm_up(optimizer.param_groups, step, config)
     before = getattr(optimizer, "last_report", None)
     meter.begin()
     optimizer.zero_grad()
@@ -123,9 +123,9 @@ def take_step(
     return loss.detach()
 
 
-def warm_up(optimizer: torch.optim.Optimizer, step: int, config: RunConfig) -> None:
+def warm_up(groups: list[dict[str, Any]], step: int, config: RunConfig) -> None:
     """From 0 to the learning rate in the first steps."""
-    for group in optimizer.param_groups:
+    for group in groups:
         group["lr"] = config.lr * min(1.0, step / max(1, config.warmup))
 
 

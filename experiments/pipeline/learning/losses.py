@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,14 +77,21 @@ def learn(
     tokens = sum(group.tokens for group in groups)
     size = config.micro_batch or len(answers)
     parts = [answers[first : first + size] for first in range(0, len(answers), size)]
-    for part in parts:
+    idle = _most(len(parts)) - len(parts) if config.shard else 0
+    for k, part in enumerate(parts, 1):
         # Gradients of DDP's ranks are averaged once.
-        is_last = part is parts[-1]
-        apart = (
-            module.no_sync() if isinstance(module, DistributedDataParallel) and not is_last else nullcontext()
-        )
-        with apart:
+        is_ddp = isinstance(module, DistributedDataParallel)
+        with module.no_sync() if is_ddp and k < len(parts) else nullcontext():
             (_sum_of_losses(module, part, config, reference) / tokens).backward()
+    for _ in range(idle):  # a shard's weights are gathered by all ranks together
+        (0.0 * _sum_of_losses(module, answers[:1], config, reference)).backward()
+
+
+def _most(count: int) -> int:
+    """Of any rank of the site."""
+    most = torch.tensor(count)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 def _sum_of_losses(

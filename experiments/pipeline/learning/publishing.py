@@ -21,17 +21,30 @@ _PAUSE = 1.0  # seconds, before a store that failed is tried again
 
 class Publishing:
     """Call `begin` after each round. If a version can't be written, the next one or `until_there` makes up
-    for it. The controller is told of a version once it is in the store."""
+    for it. The controller is told of a version once it is in the store.
+
+    Args:
+        part: of each version that this rank publishes, and how many there are.
+    """
 
     def __init__(
-        self, checkpoint: nn.Module, url: str, config: PipelineConfig, controller: Any, diary: Diary
+        self,
+        checkpoint: nn.Module,
+        url: str,
+        config: PipelineConfig,
+        controller: Any,
+        diary: Diary,
+        *,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
+        self._part = part
         self._checkpoint, self._url, self._config = checkpoint, url, config
         self._controller, self._diary = controller, diary.beside("store")
         self._publisher: loco.sync.Publisher | None = None
         self._thread = ThreadPoolExecutor(1, "publish")
         self._writing: Future[None] | None = None
         self._failed = False
+        self._newest = 0  # version of which this rank's part is there
 
     def begin(self, version: int) -> None:
         """Find and code what changed. The weights may change again when this returns; a thread writes it."""
@@ -64,14 +77,17 @@ class Publishing:
         """Publish this version, as often as it takes: without it no more samples may be begun."""
         self.finish()
         while answer_of(self._controller.newer.remote(version - 1, 0.0)) < version:
-            self.begin(version)
-            self.finish()
-            if self._failed:
+            if self._newest < version:
+                self.begin(version)
+                self.finish()
+            if self._newest < version or self._part[1] > 1:
                 time.sleep(_PAUSE)
 
     def _begun(self, version: int) -> loco.sync.Publisher:
         url = self._url if self._config.patches else whole(self._url, version)
-        publisher = self._publisher = self._publisher or loco.sync.Publisher(self._checkpoint, url)
+        publisher = self._publisher = self._publisher or loco.sync.Publisher(
+            self._checkpoint, url, stream=self._part
+        )
         publisher.publish(version, wait=False)
         return publisher
 
@@ -94,8 +110,8 @@ class Publishing:
     def _is_there(self, version: int) -> None:
         if self._failed:
             self._diary.say(f"version {version} is published")
-        self._failed = False
-        answer_of(self._controller.published.remote(version))
+        self._failed, self._newest = False, version
+        answer_of(self._controller.published.remote(version, *self._part))
 
     def _is_there_already(self, version: int, error: Exception) -> None:
         """Another site has published it, because one of the two was thought to be lost."""

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import loco
@@ -18,14 +19,16 @@ from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
+from experiments.pipeline.learning.every_step import EveryStep
 from experiments.pipeline.learning.losses import learn
 from experiments.pipeline.learning.publishing import Publishing
 from experiments.pipeline.learning.saving import Saving, newest_round
+from experiments.pipeline.learning.sharding import shard
 from experiments.pipeline.samples import Group
 from experiments.tasks.rollout import PublishedModel
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
-from experiments.training.loop import bf16_weights, warm_up
+from experiments.training.loop import warm_up
 
 _ALONE = Seat(0, 1, torch.device("cpu"))
 
@@ -38,7 +41,7 @@ class Trainer:
         torch.set_num_threads(1)
         self._site, self._rank = site, rank
         self._config, self._controller = config, cluster.controller()
-        self._name = f"site {site}" + (f", rank {rank}" if config.ranks_per_site > 1 else "")
+        self._name = f"site {site}" + (f" rank {rank}" if config.ranks_per_site > 1 else "")
         self._diary = Diary(self._name, self._controller)
         self._task = Verified(config, _ALONE)
 
@@ -56,14 +59,21 @@ class Trainer:
         Args:
             url: where to publish versions.
             at: address at which the sites meet.
-            world: address of this site's first rank, for sites of several ranks.
+            world: address of the first of the ranks that meet in every step: this site's, or with
+                method=ddp those of all sites.
             checkpoints: the folder of the run's.
         """
         config = self._config
         self._saving = Saving(config, checkpoints / f"site {self._site}", self._controller, self._diary)
         self._build(start, at=at, world=world, checkpoints=checkpoints)
-        checkpoint = cast(PublishedModel, self._model).checkpoint
-        self._publishing = Publishing(checkpoint, url, config, self._controller, self._diary)
+        self._publishing = Publishing(
+            cast(PublishedModel, self._model).checkpoint,
+            url,
+            config,
+            self._controller,
+            self._diary,
+            part=(self._rank, config.ranks_per_site) if config.shard else (0, 1),
+        )
         # A site that resumes without a checkpoint is given what the others have, in its first round.
         has_nothing = config.resume and self._optimizer.round == 0
         if not has_nothing and answer_of(self._controller.newer.remote(0, 0.0)) < self._version:
@@ -77,24 +87,24 @@ class Trainer:
         self._publishing.close()
         self._saving.close()
         answer_of(self._diary.send())
-        return int(bf16_weights(self._model).view(torch.int16).sum(dtype=torch.int64).item())
+        return _digest(self._model)
 
     def _build(self, start: dict[str, Tensor], *, at: str, world: str | None, checkpoints: Path) -> None:
         """Build the optimizer together with all other trainers; a site that returns receives θ."""
         config = self._config
-        self._model = self._task.model()
-        self._model.load_state_dict(start)
-        self._module: nn.Module = self._model
         if world is not None:
-            dist.init_process_group(
-                "gloo", f"tcp://{world}", rank=self._rank, world_size=config.ranks_per_site
-            )
-            self._module = DistributedDataParallel(self._model)
-        self._reference: nn.Module | None = None
-        if config.kl:
-            self._reference = self._task.model().requires_grad_(False)
-            self._reference.load_state_dict(start)
+            rank, ranks = self._rank, config.ranks_per_site
+            if config.method == "ddp":
+                rank, ranks = self._number, config.trainers
+            dist.init_process_group("gloo", f"tcp://{world}", rank=rank, world_size=ranks)
+        self._model = self._model_of(start)
+        is_ddp = world is not None and not config.shard
+        self._module: nn.Module = DistributedDataParallel(self._model) if is_ddp else self._model
+        self._reference = self._model_of(start).requires_grad_(False) if config.kl else None
         inner = inner_of(self._model, config)
+        if config.method == "ddp":
+            self._optimizer = EveryStep(inner, sync_every=config.sync_every, ranks=config.trainers)
+            return
         before = answer_of(self._controller.version.remote())
         self._topology = loco.Sites(
             config.sites,
@@ -114,6 +124,13 @@ class Trainer:
                 f"all sites were lost at once, and with them what they had learned to version {before}{rest}"
             )
 
+    def _model_of(self, start: dict[str, Tensor]) -> nn.Module:
+        config, model = self._config, self._task.model()
+        model.load_state_dict(start)
+        if config.shard:
+            shard(model, config.ranks_per_site, checkpoint_activations=config.checkpoint_activations)
+        return model
+
     def _train_round(self) -> None:
         config, optimizer = self._config, self._optimizer
         before = optimizer.round * config.sync_every
@@ -125,7 +142,7 @@ class Trainer:
                 optimizer.zero_grad()
                 learn(self._module, groups, config, self._reference)
                 nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
-                warm_up(optimizer, step, config)
+                warm_up(optimizer.param_groups, step, config)
                 if step < last:
                     optimizer.step()
                 found["tokens"] = sum(group.tokens for group in groups)
@@ -137,12 +154,17 @@ class Trainer:
         self._diary.notes.counts["round bytes"] += report.sent_bytes
         if report.exchange != "rejoin":
             self._publish()
-            self._saving.after_round(optimizer)
+            if not isinstance(optimizer, EveryStep):
+                self._saving.after_round(optimizer)
 
     @property
     def _publishes(self) -> bool:
         """All sites hold the same weights after a round, and the first one that took part publishes them."""
-        return self._topology.site == 0 and self._rank == 0
+        return self._is_first and (self._rank == 0 or self._config.shard)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._site == 0 if self._config.method == "ddp" else self._topology.site == 0
 
     def _publish(self) -> None:
         if self._publishes:
@@ -151,18 +173,51 @@ class Trainer:
 
     def _take(self, step: int) -> list[Group]:
         ask, count = self._controller.take, self._config.grpo.prompts
-        number = self._site * self._config.ranks_per_site + self._rank
-        while (parcels := answer_of(ask.remote(number, self._version, step, count))) is None:
-            self._optimizer.eval()  # show θ: within a round the weights are this site's own
-            with self._diary.doing("publishing", version=self._version):
-                self._publishing.until_there(self._version)  # the publishing site or the store was lost
-            self._optimizer.train()
+        parcels: list[bytes] | None = None
+        while True:
+            parcels = parcels or answer_of(ask.remote(self._number, self._version, step, count))
+            if not _any(parcels is None):
+                break
+            self._publish_again()
+        assert parcels is not None
         groups = [Group.unpacked(parcel) for parcel in parcels]
         for group in groups:
             self._diary.notes.staleness.update((self._version - group.versions).tolist())
         return groups
 
+    def _publish_again(self) -> None:
+        """The site that publishes was lost, or the store was. Another site can take its place if it is one
+        rank. The ranks of a site call this together."""
+        if self._config.ranks_per_site > 1 and not self._is_first:
+            return
+        self._optimizer.eval()  # show θ: within a round the weights are this site's own
+        if self._publishes or self._config.ranks_per_site == 1:
+            with self._diary.doing("publishing", version=self._version):
+                self._publishing.until_there(self._version)
+        self._optimizer.train()
+
+    @property
+    def _number(self) -> int:
+        """Of this trainer, among all of them."""
+        return self._site * self._config.ranks_per_site + self._rank
+
     @property
     def _version(self) -> int:
         """The version of the weights after the last round; versions begin with 1."""
         return int(self._optimizer.round) + 1
+
+
+def _any(flag: bool) -> bool:
+    """Whether it is so on any of the ranks that meet in every step."""
+    if not dist.is_initialized():
+        return flag
+    found = torch.tensor(int(flag))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
+@torch.no_grad()
+def _digest(model: nn.Module) -> int:
+    """Of the weights as the forward pass sees them."""
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return sum(int(p.bfloat16().view(torch.int16).sum(dtype=torch.int64)) for p in whole)

@@ -79,7 +79,7 @@ def ended(command: subprocess.Popen[str], folder: Path) -> tuple[dict[str, Any],
     assert "s a step, pass@1" in said
     found = json.loads((folder / "runs/pipeline/pipeline.json").read_text())
     assert len(set(found["digests"])) == 1
-    assert len(found["digests"]) == 2
+    assert len(found["digests"]) == 2 * found["config"]["ranks_per_site"]
     assert found["evaluations"][-1]["step"] == found["config"]["steps"]
     assert {int(versions) for versions in found["staleness"]} <= {0, 1, 2}
     assert (folder / "runs/pipeline/pipeline.png").stat().st_size > 10_000
@@ -163,27 +163,38 @@ def rounds_saved(folder: Path) -> int:
 FIXED = ["max_staleness=0", "workers=1", "in_flight=false", "elastic=false", "save_every=1", "lr=1e-4"]
 
 
+SHARDED = ["shard=true", "ranks_per_site=2", "checkpoint_activations=true", "micro_batch=2"]
+
+
 @pytest.mark.check(COMMANDS)
-def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "steps", "kills"),
+    [([], 480, (8, 40, 70)), (SHARDED, 80, (6,))],
+    ids=["whole", "sharded"],
+)
+def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(
+    tmp_path: Path, more: list[str], steps: int, kills: tuple[int, ...]
+) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    whole, _ = ended(started(tmp_path / "a", "steps=480", *FIXED), tmp_path / "a")
+    settings = [f"steps={steps}", *FIXED, *more]
+    whole, _ = ended(started(tmp_path / "a", *settings), tmp_path / "a")
     folder, chance = tmp_path / "b", random.Random(3)
-    for k, last in enumerate((8, 40, 70)):
-        command = started(folder, "steps=480", *FIXED, *(["resume=true"] if k else []))
+    for k, last in enumerate(kills):
+        command = started(folder, *settings, *(["resume=true"] if k else []))
         deadline = time.monotonic() + PATIENCE
         while rounds_saved(folder) < last and time.monotonic() < deadline:
             time.sleep(0.02)
         assert command.poll() is None, command.communicate()
         time.sleep(chance.random())
         at_work = [one for kind in ("Trainer", "Worker") for one in actors(command, kind)]
-        assert len(at_work) == 3
+        assert len(at_work) == (5 if more else 3)
         command.send_signal(signal.SIGINT if k == 1 else signal.SIGKILL)
         _, errors = command.communicate(timeout=PATIENCE)
         assert ("resume=true goes on from the checkpoints of round" in errors) == (k == 1)
         assert gone(at_work)  # Ray's own processes take a minute
-    found, errors = ended(started(folder, "steps=480", *FIXED, "resume=true"), folder)
-    assert "site 0: goes on after round" in errors
+    found, errors = ended(started(folder, *settings, "resume=true"), folder)
+    assert "goes on after round" in errors
     assert found["digests"] == whole["digests"]
     assert found["evaluations"][-1]["scores"] == whole["evaluations"][-1]["scores"]
 

@@ -29,7 +29,7 @@ class NobodysController:
         self.versions: list[int] = []
         self.note, self.published, self.newer = (
             Remote(self._note),
-            Remote(self.versions.append),
+            Remote(lambda version, part, parts: self.versions.append(version)),
             Remote(self._newer),
         )
 

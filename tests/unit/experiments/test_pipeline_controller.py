@@ -103,6 +103,21 @@ def test_a_lease_says_which_weights_will_not_be_too_old() -> None:
     asyncio.run(play())
 
 
+def test_a_version_is_there_when_all_of_its_parts_are() -> None:
+    async def play() -> None:
+        controller = Controller(config_of())
+        await controller.published(1)
+        await controller.published(2, 1, 2)
+        await controller.published(2, 1, 2)
+        assert await controller.newer(0, 0.0) == 1
+        await controller.published(3, 0, 2)
+        assert await controller.newer(0, 0.0) == 1
+        await controller.published(3, 1, 2)
+        assert await controller.newer(0, 0.0) == 3
+
+    asyncio.run(play())
+
+
 def test_workers_are_ahead_by_so_many_versions_and_never_behind_the_end() -> None:
     async def play() -> None:
         controller = Controller(config_of("max_staleness=2"))
