@@ -140,6 +140,7 @@ def _environment() -> dict[str, str]:
         "LOCO_SYNC_TOKEN": secrets.token_hex(16),
         "GLOO_SOCKET_IFNAME": "eth0",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash says where
     }
 
 

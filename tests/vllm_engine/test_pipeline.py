@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -140,36 +141,73 @@ def test_a_folder_that_vllm_can_not_load_is_one_sentence(folder: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_sites_train_on_what_vllm_samples(folder: Path) -> None:
+def started(folder: Path, settings: str) -> subprocess.Popen[str]:
     """The command as a person runs it."""
-    options = " ".join(f"vllm.{name}={str(value).lower()}" for name, value in OPTIONS.items())
-    (folder / "configs").symlink_to(REPOSITORY / "configs")
-    command = (
-        f"{sys.executable} -m experiments.pipeline preset=smoke model=hf path=model engine=vllm workers=1"
-    )
-    command += f" {options} steps=48 sync_every=4 lease=4 lr=1e-4 arithmetic.largest=10"
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "PYTHONPATH": f"{plugins(folder / 'plugins')}:{REPOSITORY}",
-    }
-    run = subprocess.Popen(
-        command.split(),
+    options = [f"vllm.{name}={str(value).lower()}" for name, value in OPTIONS.items()]
+    if not (folder / "configs").exists():
+        (folder / "configs").symlink_to(REPOSITORY / "configs")
+    command = [sys.executable, "-m", "experiments.pipeline", "model=hf", "engine=vllm", "workers=1", *options]
+    path = f"{folder / 'plugins'}:{REPOSITORY / 'tests' / 'vllm_engine'}:{REPOSITORY}"
+    if not (folder / "plugins").exists():
+        path = f"{plugins(folder / 'plugins')}:{REPOSITORY}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": path}
+    return subprocess.Popen(
+        [*command, *settings.split()],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def ended(run: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+    """What a run that went well has found."""
     try:
         said, errors = run.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         run.send_signal(signal.SIGINT)
         raise AssertionError(run.communicate(timeout=60)) from None
     assert run.returncode == 0, errors
-    assert "s a step, pass@1" in said
     found = json.loads((folder / "runs/pipeline/pipeline.json").read_text())
+    assert f"s a step, {found['metric']} {found['evaluations'][-1]['score']:.4f}" in said
     assert len(set(found["digests"])) == 1
+    return found
+
+
+def test_sites_train_on_what_vllm_samples(folder: Path) -> None:
+    settings = "preset=smoke path=model steps=48 sync_every=4 lease=4 lr=1e-4 arithmetic.largest=10"
+    found = ended(started(folder, settings), folder)
+    assert found["metric"] == "pass@1"
     assert found["evaluations"][-1]["step"] == 48
     assert {int(age) for age in found["staleness"]} <= {0, 1, 2}
     assert found["counts"]["updates"] > 3
+
+
+def test_sharded_sites_learn_from_vllm_by_a_reward_of_ones_own_and_resume_to_the_bit(tmp_path: Path) -> None:
+    """Chat messages, FSDP2 over two ranks of each site, and a run that is killed."""
+    examples = REPOSITORY / "examples" / "own_model"
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        make = [sys.executable, examples / "make.py", "own"]
+        subprocess.run(make, cwd=tmp_path / name, check=True, capture_output=True)
+    settings = "task=prompts path=own/model prompts.file=own/prompts.jsonl prompts.held_out=32"
+    settings += f" prompts.reward={examples}/rewards.py:wanted answer.max_tokens=16 lr=2e-3 micro_batch=16"
+    settings += " shard=true ranks_per_site=2 checkpoint_activations=true elastic=false save_every=2"
+    settings += " max_staleness=0 in_flight=false sync_every=4 prompts.prompts=2 prompts.group=4"
+    settings += " steps=40 eval_every=40"
+    whole = ended(started(tmp_path / "whole", settings), tmp_path / "whole")
+    first, last = (one["score"] for one in whole["evaluations"])
+    assert (whole["metric"], len(whole["digests"])) == ("reward", 4)
+    assert last > first + 0.2
+    folder = tmp_path / "killed"
+    killed = started(folder, settings)
+    while len(list(folder.glob("runs/pipeline/checkpoints/site */round-00000004"))) < 2:
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.05)
+    killed.kill()
+    killed.communicate()
+    found = ended(started(folder, f"{settings} resume=true"), folder)
+    assert any("goes on after round" in text for text in found["said"])
+    assert found["digests"] == whole["digests"]
+    assert found["evaluations"][-1]["score"] == last
