@@ -101,9 +101,14 @@ class PipelineConfig(RunConfig):
         )
 
         require(
-            self.method != "ddp" or not (self.elastic or self.shard or self.save_every),
+            self.method != "ddp"
+            or not (self.elastic or self.shard or self.save_every or self.overlap is not None),
             "method=ddp is there to compare with, all trainers as one site: set elastic=false save_every=0, "
-            "and leave shard out",
+            "and leave out shard and overlap",
+        )
+        require(
+            self.overlap is None or self.max_staleness > 0,
+            "where all take turns, nothing overlaps: leave out overlap, or set max_staleness to 1 or more",
         )
         require(
             self.shard or not self.checkpoint_activations,

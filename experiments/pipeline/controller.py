@@ -53,7 +53,8 @@ class Controller:
         self._out: dict[str, _Holder] = {}  # by worker
         self._ready: list[tuple[int, int, Parcel]] = []  # a heap, by age and ticket
         self._used = UsedTickets()
-        self._used_before = self._used.state()  # before this version
+        self._taken_by: dict[int, list[int]] = {}  # tickets that are not yet in `used`, by version
+        self._at: dict[int, int] = {}  # each trainer's version
         self._parts: set[tuple[int, int]] = set()  # of versions, that have been published
         self._turns: dict[int, object] = {}  # the latest `take` of each trainer
         self._to_evaluate: deque[int] = deque()  # versions
@@ -167,6 +168,7 @@ class Controller:
         until = time.monotonic() + _UNPUBLISHED
         async with self._changed:
             self._learn(version)
+            self._at[trainer] = version
             turn = self._turns[trainer] = object()
             own = self._own_tickets(trainer, version, step, count)
             while len(batch) < count:
@@ -174,16 +176,17 @@ class Controller:
                 if lost or (not self._ready and version > self._published and time.monotonic() >= until):
                     for one in batch:
                         heapq.heappush(self._ready, one)
-                    self._taken -= len(batch)
+                    self._taken -= len(batch) if version == self._version else 0
                     self._changed.notify_all()
                     return None
                 found = self._next(version, own - {ticket for _, ticket, _ in batch})
                 if found is None:
                     await self._some_time()
                     continue
-                self._taken += 1
+                # Where rounds overlap, others are ahead. All of an earlier round counts as taken.
+                self._taken += version == self._version
                 batch.append(found)
-            self._used.add(ticket for _, ticket, _ in batch)
+            self._taken_by.setdefault(version, []).extend(ticket for _, ticket, _ in batch)
             self._changed.notify_all()
         return [parcel.group for *_, parcel in sorted(batch, key=lambda one: one[1])]
 
@@ -260,11 +263,21 @@ class Controller:
             self._published, self._seen = max(self._published, version), max(self._seen, version)
             self._changed.notify_all()
 
-    async def used(self, version: int) -> dict[str, Any]:
-        """The tickets that rounds before this version have used, for `resume`."""
+    async def used(self, trainer: int, version: int) -> dict[str, Any]:
+        """The tickets that rounds before this version have used, for `resume`. Where rounds overlap, trainers
+        that are still in the round before are waited for, but not long: they may be lost."""
         async with self._changed:
             self._learn(version)
-            return self._used_before
+            self._at[trainer] = version
+            self._changed.notify_all()
+            limit = 0.0 if self._config.overlap is None else _UNPUBLISHED
+            with suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._changed.wait_for(lambda: min(self._at.values()) >= version), limit
+                )
+            for one in [one for one in self._taken_by if one < version]:
+                self._used.add(self._taken_by.pop(one))
+            return self._used.state()
 
     async def resume(self, version: int, used: dict[str, Any]) -> None:
         """The run goes on with this version. Tickets below the highest that were not used are asked again."""
@@ -280,7 +293,6 @@ class Controller:
             used = (version - 1) * self._config.quota
             if not self._version:
                 self._seen = version - 1
-            self._used_before = self._used.state()
             self._version, self._taken = version, max(self._taken, used)
             self._tickets, self._taken_before = max(self._tickets, used), self._taken
             self._changed.notify_all()

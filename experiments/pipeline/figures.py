@@ -22,7 +22,10 @@ def figures(config: PipelineConfig, digests: list[int], notes: Notes) -> dict[st
     spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in notes.events:
         seconds = min(event["to"], ended) - max(event["from"], begun)
-        spent[event["part"]][event["what"]] += max(0.0, seconds)
+        waited = event.get("all-reduce", 0.0)  # within a step: DDP's ranks for each other
+        spent[event["part"]][event["what"]] += max(0.0, seconds - waited)
+        if waited:
+            spent[event["part"]]["all-reduce"] += waited
     evaluations = [event for event in notes.events if event["what"] == "evaluating"]
     rounds = [event["step"] for event in notes.events if event["what"] == "exchanging" and "step" in event]
     # A run that is resumed begins later.

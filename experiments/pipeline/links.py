@@ -4,8 +4,9 @@
 
 Each part runs in a network namespace, as a node of a Ray cluster, behind a link that carries so much in
 either direction. Four runs, one after the other: PULSELoCo with patches to the workers; the same with all
-weights to the workers; and DiLoCo in FP32 and DDP over all sites with all weights. The first site's machine also has the controller
-and the store. Bytes are what the kernel counted on the links, Ray's own messages and all headers included.
+weights to the workers; and DiLoCo in FP32 and DDP over all sites with all weights. The first site's machine
+also has the controller and the store. Bytes are what the kernel counted on the links, Ray's own messages and
+all headers included.
 
 Needs root, for the namespaces, and ip and tc. Results go to runs/<name>/, by default runs/pipeline-links/.
 """
@@ -46,7 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "DiLoCo in FP32, all weights": {"patches": False, "method": "diloco", "saving": None},
     "DDP, all weights": {"patches": False, "method": "ddp", "saving": None, "elastic": False},
 }
-COLUMNS = ("way", "s per step", "sites compute", "rounds, MB", "to the store", "to the workers", "samples")
+COLUMNS = ("way", "s per step", "sites train", "rounds, MB", "to the store", "to the workers", "samples")
 COLUMNS += ("all that was sent, by the kernel", "score")
 
 
@@ -221,7 +222,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Where the sites' time goes, and what every machine sent."""
     with plt.rc_context(LOOK):
         figure, (time_of, sent_by) = plt.subplots(2, 1, figsize=(9, 6.5))
-        doings = ("training", "exchanging", "publishing", "evaluating", "waiting")
+        doings = ("training", "all-reduce", "exchanging", "publishing", "waiting")
         seconds = {doing: [_mean_of_sites(one, doing) for one in found.values()] for doing in doings}
         stacked(time_of, list(found), seconds)
         time_of.set(title="Seconds of a step, where sites spend them", xlabel="seconds")

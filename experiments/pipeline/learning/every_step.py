@@ -24,7 +24,11 @@ class EveryStep:
         self._inner, self._every = inner, sync_every
         self._steps = 0
         numel = sum(p.numel() for group in inner.param_groups for p in group["params"])
-        self.last_report = Report(sync_every * ring_all_reduce_bytes(numel, ranks))
+        self._bytes = sync_every * ring_all_reduce_bytes(numel, ranks)
+
+    @property
+    def last_report(self) -> Report:
+        return Report(self._bytes)
 
     @property
     def round(self) -> int:
@@ -45,3 +49,5 @@ class EveryStep:
         raise ExperimentError("a version can't be published, and method=ddp does not keep it to try again")
 
     def train(self) -> None: ...
+
+    def sync(self) -> None: ...

@@ -37,7 +37,10 @@ def newest_round(folder: Path) -> int | None:
 class Saving:
     """Of one trainer; those of a site that stays the same load together."""
 
-    def __init__(self, config: PipelineConfig, folder: Path, controller: Any, diary: Diary) -> None:
+    def __init__(
+        self, config: PipelineConfig, folder: Path, controller: Any, diary: Diary, *, trainer: int
+    ) -> None:
+        self._trainer = trainer
         self._config, self._controller, self._diary = config, controller, diary
         self._checkpoints = loco.Checkpoints(folder)
         self._deciding = _deciding(config)
@@ -65,16 +68,18 @@ class Saving:
                 f"{self._checkpoints.folder} is of a run that was configured otherwise ({said}): go on with "
                 "the same settings, or give this run another name="
             )
-        answer_of(self._controller.resume.remote(optimizer.round + 1, resumed.extra["tickets"]))
+        answer_of(self._controller.resume.remote(resumed.extra["version"], resumed.extra["tickets"]))
 
-    def after_round(self, optimizer: loco.PulseLoCo | loco.DiLoCo) -> None:
+    def after_round(self, optimizer: loco.PulseLoCo | loco.DiLoCo, version: int) -> None:
         every = self._config.save_every
-        if not every or optimizer.round % every:
+        if not every or (version - 1) % every or not optimizer.round:
             return
-        with self._diary.doing("saving", version=optimizer.round + 1):
-            tickets = answer_of(self._controller.used.remote(optimizer.round + 1))
+        with self._diary.doing("saving", version=version):
+            tickets = answer_of(self._controller.used.remote(self._trainer, version))
             optimizer_state: Any = optimizer
-            self._checkpoints.save(optimizer_state, {"config": self._deciding, "tickets": tickets})
+            self._checkpoints.save(
+                optimizer_state, {"config": self._deciding, "tickets": tickets, "version": version}
+            )
 
     def close(self) -> None:
         self._checkpoints.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import loco
 from experiments.errors import ExperimentError
-from experiments.methods.methods import in_rounds, inner_of
+from experiments.methods.methods import AllReduceWait, in_rounds, inner_of
 from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.learning.every_step import EveryStep
+from experiments.pipeline.learning.every_step import EveryStep, Report
 from experiments.pipeline.learning.losses import learn
 from experiments.pipeline.learning.publishing import Publishing
 from experiments.pipeline.learning.saving import Saving, newest_round
@@ -44,6 +46,9 @@ class Trainer:
         self._name = f"site {site}" + (f" rank {rank}" if config.ranks_per_site > 1 else "")
         self._diary = Diary(self._name, self._controller)
         self._task = Verified(config, _ALONE)
+        self._asked: Any = None  # the controller, for samples
+        self._all_reduce: AllReduceWait | None = None
+        self._reported: loco.SyncReport | Report | None = None  # the last round
 
     def address(self) -> str:
         """An address at which others can reach this process: a port that is free now."""
@@ -64,7 +69,8 @@ class Trainer:
             checkpoints: the folder of the run's.
         """
         config = self._config
-        self._saving = Saving(config, checkpoints / f"site {self._site}", self._controller, self._diary)
+        folder = checkpoints / f"site {self._site}"
+        self._saving = Saving(config, folder, self._controller, self._diary, trainer=self._number)
         self._build(start, at=at, world=world, checkpoints=checkpoints)
         self._publishing = Publishing(
             cast(PublishedModel, self._model).checkpoint,
@@ -80,8 +86,13 @@ class Trainer:
             self._publish()
         if self._optimizer.round > 0:
             self._diary.say(f"goes on after round {self._optimizer.round}")
-        while self._optimizer.round < config.rounds:
+        while self._version <= config.rounds:
             self._train_round()
+        if self._is_late:  # the last round is on its way
+            with self._diary.doing("exchanging"):
+                self._optimizer.sync()
+            self._count_bytes()
+            self._publish()
         if self._publishes:
             self._publishing.until_there(self._version)  # to be scored
         self._publishing.close()
@@ -98,8 +109,10 @@ class Trainer:
                 rank, ranks = self._number, config.trainers
             dist.init_process_group("gloo", f"tcp://{world}", rank=rank, world_size=ranks)
         self._model = self._model_of(start)
-        is_ddp = world is not None and not config.shard
-        self._module: nn.Module = DistributedDataParallel(self._model) if is_ddp else self._model
+        self._module: nn.Module = self._model
+        if world is not None and not config.shard:
+            self._module = DistributedDataParallel(self._model)
+            self._all_reduce = AllReduceWait(self._module)
         self._reference = self._model_of(start).requires_grad_(False) if config.kl else None
         inner = inner_of(self._model, config)
         if config.method == "ddp":
@@ -133,7 +146,7 @@ class Trainer:
 
     def _train_round(self) -> None:
         config, optimizer = self._config, self._optimizer
-        before = optimizer.round * config.sync_every
+        before = (self._version - 1) * config.sync_every
         last = before + config.sync_every
         for step in range(before + 1, last + 1):
             with self._diary.doing("waiting"):
@@ -141,6 +154,8 @@ class Trainer:
             with self._diary.doing("training", step=step) as found:
                 optimizer.zero_grad()
                 learn(self._module, groups, config, self._reference)
+                if self._all_reduce is not None:
+                    found["all-reduce"] = self._all_reduce.seconds()
                 nn.utils.clip_grad_norm_(self._model.parameters(), config.clip)
                 warm_up(optimizer.param_groups, step, config)
                 if step < last:
@@ -149,13 +164,20 @@ class Trainer:
                 found["answers"] = sum(len(group.lengths) for group in groups)
         with self._diary.doing("exchanging", step=last):
             optimizer.step()
-        report = optimizer.last_report
-        assert report is not None
-        self._diary.notes.counts["round bytes"] += report.sent_bytes
-        if report.exchange != "rejoin":
+        self._count_bytes()
+        if self._reported is not None and self._reported.exchange == "rejoin":
+            return
+        if not (self._is_late and last == config.steps):  # else that version is still to come
             self._publish()
-            if not isinstance(optimizer, EveryStep):
-                self._saving.after_round(optimizer)
+        if not isinstance(optimizer, EveryStep):
+            self._saving.after_round(optimizer, self._version)
+
+    def _count_bytes(self) -> None:
+        """Of the round that has been applied since the last call, if any."""
+        report = self._optimizer.last_report
+        if report is not None and report is not self._reported:
+            self._diary.notes.counts["round bytes"] += report.sent_bytes
+        self._reported = report
 
     @property
     def _publishes(self) -> bool:
@@ -168,18 +190,21 @@ class Trainer:
 
     def _publish(self) -> None:
         if self._publishes:
-            with self._diary.doing("publishing", version=self._version):
+            with self._diary.doing("publishing", version=self._version), self._agreed(self._is_late):
                 self._publishing.begin(self._version)
 
     def _take(self, step: int) -> list[Group]:
-        ask, count = self._controller.take, self._config.grpo.prompts
+        """Samples for this step of the round; those for the next one are asked for."""
         parcels: list[bytes] | None = None
         while True:
-            parcels = parcels or answer_of(ask.remote(self._number, self._version, step, count))
+            parcels = parcels or answer_of(self._asked or self._ask(step))
+            self._asked = None
             if not _any(parcels is None):
                 break
             self._publish_again()
         assert parcels is not None
+        if step + 1 < self._config.sync_every:
+            self._asked = self._ask(step + 1)
         groups = [Group.unpacked(parcel) for parcel in parcels]
         for group in groups:
             self._diary.notes.staleness.update((self._version - group.versions).tolist())
@@ -190,11 +215,27 @@ class Trainer:
         rank. The ranks of a site call this together."""
         if self._config.ranks_per_site > 1 and not self._is_first:
             return
-        self._optimizer.eval()  # show θ: within a round the weights are this site's own
-        if self._publishes or self._config.ranks_per_site == 1:
-            with self._diary.doing("publishing", version=self._version):
-                self._publishing.until_there(self._version)
-        self._optimizer.train()
+        with self._agreed(True):
+            if self._publishes or self._config.ranks_per_site == 1:
+                with self._diary.doing("publishing", version=self._version):
+                    self._publishing.until_there(self._version)
+
+    def _ask(self, step: int) -> Any:
+        return self._controller.take.remote(self._number, self._version, step, self._config.grpo.prompts)
+
+    @contextmanager
+    def _agreed(self, shown: bool) -> Iterator[None]:
+        """Show the weights that all sites agree on: within a round each site has its own."""
+        if shown:
+            self._optimizer.eval()
+        yield
+        if shown:
+            self._optimizer.train()
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether rounds are applied one round late. Then so are the versions' weights, but for the last."""
+        return self._config.overlap is not None
 
     @property
     def _number(self) -> int:
@@ -204,7 +245,9 @@ class Trainer:
     @property
     def _version(self) -> int:
         """The version of the weights after the last round; versions begin with 1."""
-        return int(self._optimizer.round) + 1
+        optimizer = self._optimizer
+        on_its_way = 0 if isinstance(optimizer, EveryStep) else optimizer.outer_state.on_its_way
+        return min(max(optimizer.round, on_its_way), self._config.rounds) + 1
 
 
 def _any(flag: bool) -> bool:

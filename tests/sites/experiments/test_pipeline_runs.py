@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -200,6 +201,23 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_
 
 
 @pytest.mark.check(COMMANDS)
+def test_rounds_one_behind_survive_a_lost_site_and_a_lost_run(tmp_path: Path) -> None:
+    late = ["overlap=1", "save_every=2", "max_staleness=2"]
+    command = started(tmp_path, "steps=4000", *late)
+    wait_for_versions(command, tmp_path, 6)
+    os.kill(actors(command, "Trainer")[1], signal.SIGKILL)
+    wait_for_versions(command, tmp_path, 40)
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=PATIENCE)
+    before = re.search(r"goes on from the checkpoints of round (\d+)", errors)
+    assert before is not None
+    steps = 4 * (int(before[1]) + 20)
+    found, errors = ended(started(tmp_path, f"steps={steps}", *late, "resume=true"), tmp_path)
+    assert "goes on after round" in errors
+    assert max(event["version"] for event in found["events"] if event["what"] == "writing") == steps // 4 + 1
+
+
+@pytest.mark.check(COMMANDS)
 def test_a_model_a_prompt_file_and_a_reward_of_ones_own_are_trained_and_resumed(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the optional package transformers")
     examples = REPOSITORY / "examples" / "own_model"
@@ -263,7 +281,8 @@ def test_slow_links_are_counted_and_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "warm_start"] == ["slow"]
     found = json.loads((tmp_path / "runs/slow/links.json").read_text())
-    assert list(found) == ["PULSELoCo, patches", "PULSELoCo, all weights", "DiLoCo in FP32, all weights"]
+    ways = ["PULSELoCo, patches", "PULSELoCo, all weights", "DiLoCo in FP32, all weights", "DDP, all weights"]
+    assert list(found) == ways
     for name, one in found.items():
         assert f"| {name} | {one['seconds_per_step']:.3f} |" in done.stdout
         assert set(one["links"]) == {"site0", "site1", "worker0", "worker1"}
@@ -272,3 +291,5 @@ def test_slow_links_are_counted_and_named(tmp_path: Path) -> None:
         assert across < sum(link["sent_bytes"] for link in one["links"].values())
     rounds = [one["counts"]["round bytes"] for one in found.values()]
     assert rounds[2] > 20 * max(rounds[:2])
+    assert rounds[3] > 7.9 * rounds[2]  # in each of a round's eight steps
+    assert all(found[ways[3]]["shares"][f"site {k}"]["all-reduce"] > 0 for k in (0, 1))

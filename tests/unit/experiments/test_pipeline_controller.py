@@ -247,9 +247,9 @@ def test_a_run_that_goes_on_asks_what_was_not_used_and_scores_what_is_new() -> N
             assert await answered(before, "a", 1)
         found = [await taken(before, 1) for _ in range(4)]
         assert found == [[2, 3], [4, 5], [6, 7], [8, 9]]
-        used = await before.used(2)
+        used = await before.used(0, 2)
         assert [await taken(before, 2) for _ in range(2)] == [[10, 11], [12, 13]]  # are lost with the run
-        assert await before.used(2) == used
+        assert await before.used(1, 2) == used
         again = Controller(config_of("max_staleness=1", "eval_every=2"))
         for _ in range(2):  # by each site
             await again.resume(2, json.loads(json.dumps(used)))
