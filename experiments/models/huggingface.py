@@ -161,6 +161,9 @@ class HuggingFaceModel(nn.Module):
     def decode(self, tokens: list[int]) -> str:
         return self.words.decode(tokens)
 
+    def chat(self, messages: list[dict[str, Any]]) -> str:
+        return self.words.chat(messages)
+
     def _rounded(self) -> dict[str, Tensor]:
         if self.is_rounded:
             return {}  # as they are

@@ -3,10 +3,10 @@
     python -m experiments.pipeline links mbit=100 steps=96 eval_every=96
 
 Each part runs in a network namespace, as a node of a Ray cluster, behind a link that carries so much in
-either direction. Four runs, one after the other: PULSELoCo with patches to the workers; the same with all
-weights to the workers; and DiLoCo in FP32 and DDP over all sites with all weights. The first site's machine
-also has the controller and the store. Bytes are what the kernel counted on the links, Ray's own messages and
-all headers included.
+either direction. Four runs, one after the other: PULSELoCo with patches to the workers, one round behind and
+not; and DiLoCo in FP32 and DDP over all sites with all weights to the workers. The first site's machine also
+has the controller and the store. Bytes are what the kernel counted on the links, Ray's own messages and all
+headers included.
 
 Needs root, for the namespaces, and ip and tc. Results go to runs/<name>/, by default runs/pipeline-links/.
 """
@@ -41,11 +41,12 @@ from experiments.settings.merging import to_yaml
 _RAY, _STORE = 6379, 8765  # ports, which are free in namespaces of their own
 _START = 120.0  # seconds in which a node has started
 _JOINED = b"Ray runtime started"  # what `ray start` says then
+_DENSE: dict[str, Any] = {"patches": False, "saving": None, "overlap": None}
 WAYS: dict[str, dict[str, Any]] = {
-    "PULSELoCo, patches": {},
-    "PULSELoCo, all weights": {"patches": False},
-    "DiLoCo in FP32, all weights": {"patches": False, "method": "diloco", "saving": None},
-    "DDP, all weights": {"patches": False, "method": "ddp", "saving": None, "elastic": False},
+    "PULSELoCo a round behind, patches": {"overlap": 1.0},
+    "PULSELoCo, patches": {"overlap": None},
+    "DiLoCo in FP32, all weights": _DENSE | {"method": "diloco"},
+    "DDP, all weights": _DENSE | {"method": "ddp", "elastic": False},
 }
 COLUMNS = ("way", "s per step", "sites train", "rounds, MB", "to the store", "to the workers", "samples")
 COLUMNS += ("all that was sent, by the kernel", "score")

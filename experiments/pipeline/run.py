@@ -73,12 +73,14 @@ def _located(config: PipelineConfig) -> PipelineConfig:
     def whole(path: str | None) -> str | None:
         return path if path is None else str(Path(path).resolve())
 
-    prompts, reward = config.prompts, config.prompts.reward
-    if reward is not None and reward.rpartition(":")[0].endswith(".py"):
-        file, _, function = reward.rpartition(":")
-        reward = f"{whole(file)}:{function}"
+    def in_file(name: str | None) -> str | None:
+        source, _, own = (name or "").rpartition(":")
+        return f"{whole(source)}:{own}" if source.endswith(".py") else name
+
+    prompts = config.prompts
     files = {"file": whole(prompts.file), "held_out_file": whole(prompts.held_out_file)}
-    return replace(config, path=whole(config.path), prompts=replace(prompts, reward=reward, **files))
+    named = {"reward": in_file(prompts.reward), "environment": in_file(prompts.environment)}
+    return replace(config, path=whole(config.path), prompts=replace(prompts, **named, **files))
 
 
 def _run(

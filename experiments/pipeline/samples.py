@@ -24,6 +24,9 @@ _KINDS = {
 }
 
 
+GIVEN = -1  # the version of a token that was not sampled: an environment's
+
+
 @dataclass(frozen=True)
 class Group:
     """The answers to one prompt, with their advantages."""
@@ -59,8 +62,14 @@ class Group:
         return cls(*arrays)
 
     @property
+    def ages(self) -> np.ndarray:
+        """The versions of the tokens that were sampled."""
+        return self.versions[self.versions != GIVEN]
+
+    @property
     def tokens(self) -> int:
-        return len(self.answers)
+        """That were sampled."""
+        return len(self.ages)
 
     def rows(self) -> list[Tensor]:
         """Each prompt followed by its answer."""

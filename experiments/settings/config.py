@@ -152,9 +152,9 @@ class RunConfig:
             "prompts need a model that has been trained: set model=hf and path=<folder of the model>",
         )
         require(
-            (self.task == "prompts") == (self.prompts.file is not None) == (self.prompts.reward is not None),
-            "task=prompts, prompts.file=<JSONL or Parquet> and prompts.reward=<module:function> belong "
-            "together",
+            (self.task == "prompts") == (self.prompts.file is not None) == (self.prompts.judge is not None),
+            "task=prompts, prompts.file=<JSONL or Parquet> and prompts.reward=<module:function> or "
+            "prompts.environment=<module:Class> belong together",
         )
         require(
             self.saving is None or self.method == "pulseloco",
@@ -222,6 +222,7 @@ class TrainConfig(RunConfig):
             not self.save_every or self.method != "sparseloco",
             "save_every needs a method that can be saved: SparseLoCo's residual is not kept",
         )
+        _one_turn(self)
         require(
             bool(self.save_every) or not self.resume,
             "resume=true goes on from checkpoints, and save_every=0 writes none: say how often, save_every=1",
@@ -237,6 +238,14 @@ class CompareConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, self, "seeds")
+        _one_turn(self)
+
+
+def _one_turn(config: RunConfig) -> None:
+    require(
+        config.prompts.environment is None,
+        "answers of several turns need workers: use prompts.environment with experiments.pipeline",
+    )
 
 
 def told(config: RunConfig) -> dict[str, Any]:

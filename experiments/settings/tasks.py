@@ -68,19 +68,31 @@ class PromptsConfig(GrpoConfig):
     file: str | None = None  # JSONL, or Parquet
     column: str = "prompt"  # of the file: a text, or a list of messages
     reward: str | None = None  # module:function or path/file.py:function
+    environment: str | None = None  # instead, for answers of several turns: a class
+    turns: int = 4  # of an answer at most
     held_out: int = 256  # rows
     held_out_file: str | None = None  # instead: all rows of this one
 
     def __post_init__(self) -> None:
-        at_least(1, self, "prompts", "group", "held_out", part="prompts.")
+        at_least(1, self, "prompts", "group", "held_out", "turns", part="prompts.")
         for name in ("file", "held_out_file"):
             value = getattr(self, name)
             known = value is None or value.endswith((".jsonl", ".parquet"))
             require(known, f"prompts.{name} must end in .jsonl or .parquet, got {value}")
+        for name, what in (("reward", "function"), ("environment", "Class")):
+            value = getattr(self, name)
+            require(
+                value is None or (":" in value and value.rpartition(":")[2].isidentifier()),
+                f"prompts.{name} is written module:{what} or path/file.py:{what}, got {value}",
+            )
         require(
-            self.reward is None or (":" in self.reward and self.reward.rpartition(":")[2].isidentifier()),
-            f"prompts.reward is written module:function or path/file.py:function, got {self.reward}",
+            self.reward is None or self.environment is None,
+            "prompts.reward judges answers of one turn, and prompts.environment those of several: give one",
         )
+
+    @property
+    def judge(self) -> str | None:
+        return self.reward or self.environment
 
 
 @dataclass(frozen=True, kw_only=True)

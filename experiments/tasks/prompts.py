@@ -5,6 +5,10 @@
 A row of the file has the prompt, a text or a list of messages ({"role": …, "content": …}, which go through
 the tokenizer's chat template), and whatever else the function reads. The function is called as
 `function(prompt, completion, row)`, with the prompt as it is in the row, and returns a number.
+
+With prompts.environment=tools.py:Class an answer has several turns. Of each answer's Class() the methods are
+called `reset(row)` and, after each turn, `step(completion)`, which returns an observation (None: it is over)
+and a reward; the answer's reward is their sum.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import importlib.util
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +30,7 @@ from experiments.settings.tasks import PromptsConfig
 from experiments.tasks.problems import Problem, Problems
 
 Row = dict[str, Any]
+_TURN = "what was said"  # stands for a model's turn
 _LARGEST = 1e15  # of a reward: sums of squares are numbers, too
 
 
@@ -39,8 +45,7 @@ def prompts_of(config: PromptsConfig, words: Chat) -> Problems:
         ExperimentError: the file or the function can't be read, or a row has no prompt.
     """
     assert config.file is not None
-    assert config.reward is not None
-    judge = Reward(config.reward, config.column)
+    judge = judge_of(config)
     train = _problems(config.file, config.column, words)
     if config.held_out_file is not None:
         held_out = _problems(config.held_out_file, config.column, words)
@@ -51,6 +56,7 @@ def prompts_of(config: PromptsConfig, words: Chat) -> Problems:
         train, held_out = _split(train, config)
 
     def reward(problem: Problem, text: str) -> float:
+        assert isinstance(judge, Reward)
         try:
             return judge(problem.row, text)
         except Exception as error:  # whatever the user's function raises
@@ -81,21 +87,78 @@ class Reward:
     """A function of the user's, by its name."""
 
     def __init__(self, name: str, column: str) -> None:
-        self._function, self._column = _function(name), column
+        self._function, self._column = _named(name, "prompts.reward"), column
 
     def __call__(self, row: Row, text: str) -> float:
-        reward = float(self._function(row[self._column], text, row))
-        if not abs(reward) <= _LARGEST:
-            raise ValueError(f"the reward is {reward}")
-        return reward
+        return _number(self._function(row[self._column], text, row))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers to the model.
+
+    observation: a text, or messages. None: there is no further turn.
+    """
+
+    reward: float = 0.0
+    observation: Any = None
+
+
+class Environment:
+    """A class of the user's, by its name. An environment is made anew for each reply, and told all turns so
+    far: none is lost with its process, as long as it decides by what it is told."""
+
+    def __init__(self, name: str) -> None:
+        self._kind = _named(name, "prompts.environment")
+
+    def __call__(self, row: Row, said: Sequence[str]) -> Reply:
+        one: Any = self._kind()
+        one.reset(row)
+        for text in said[:-1]:
+            one.step(text)
+        observation, reward = one.step(said[-1])
+        if not isinstance(observation, str | list | None):
+            raise TypeError(f"an observation is a text, messages or None, got {type(observation).__name__}")
+        return Reply(_number(reward), observation)
+
+
+def judge_of(config: PromptsConfig) -> Reward | Environment:
+    if config.environment is not None:
+        return Environment(config.environment)
+    assert config.reward is not None
+    return Reward(config.reward, config.column)
+
+
+def between_turns(prompt: Any, observation: Any, words: Chat) -> str:
+    """The text from the end of a model's turn to the beginning of its next one."""
+    if isinstance(prompt, str):
+        if not isinstance(observation, str):
+            raise ExperimentError("prompts.environment: prompts are texts, so its observations must be, too")
+        return observation
+    if isinstance(observation, str):
+        observation = [{"role": "user", "content": observation}]
+    whole = words.chat([*prompt, {"role": "assistant", "content": _TURN}, *observation])
+    _, found, tail = whole.rpartition(_TURN)
+    if not found:
+        raise ExperimentError(
+            "the chat template leaves out what the assistant has said, so no turn can follow"
+        )
+    return tail
+
+
+def _number(value: Any) -> float:
+    reward = float(value)
+    if not abs(reward) <= _LARGEST:
+        raise ValueError(f"the reward is {reward}")
+    return reward
 
 
 @cache  # a file is not run again
-def _function(name: str) -> Callable[[Any, str, Row], Any]:
+def _named(name: str, setting: str) -> Callable[..., Any]:
     source, _, attribute = name.rpartition(":")
     try:
         if source.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(f"reward_of_{Path(source).stem}", source)
+            spec = importlib.util.spec_from_file_location(f"own_{Path(source).stem}", source)
             assert spec is not None
             assert spec.loader is not None
             module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -103,17 +166,16 @@ def _function(name: str) -> Callable[[Any, str, Row], Any]:
         else:
             module = importlib.import_module(source)
     except FileNotFoundError as error:
-        raise ExperimentError(f"prompts.reward: there is no file {source}") from error
+        raise ExperimentError(f"{setting}: there is no file {source}") from error
     except Exception as error:  # whatever the user's file raises
         raise ExperimentError(
-            f"prompts.reward: {source} can't be imported: {type(error).__name__}: {error}"
+            f"{setting}: {source} can't be imported: {type(error).__name__}: {error}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
+        what = "function" if setting == "prompts.reward" else "class"
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ExperimentError(
-            f"prompts.reward: {source} has no function '{attribute}'{nearest(attribute, known)}"
-        )
+        raise ExperimentError(f"{setting}: {source} has no {what} '{attribute}'{nearest(attribute, known)}")
     return function
 
 

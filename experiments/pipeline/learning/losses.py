@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.pipeline.config import PipelineConfig
-from experiments.pipeline.samples import Group
+from experiments.pipeline.samples import GIVEN, Group
 from experiments.tasks.grpo import token_losses
 from experiments.tasks.rollout import pad
 from experiments.tasks.verified import answer_log_probabilities
@@ -54,6 +54,7 @@ class _Answer:
     row: Tensor  # its prompt, and then its tokens
     head: int  # the prompt's length
     logp: Tensor  # of its tokens, when they were sampled
+    sampled: Tensor  # which of them were, and not given by an environment
     advantage: float
 
 
@@ -67,9 +68,15 @@ def learn(
         reference: the model that `config.kl` holds it to.
     """
     answers = [
-        _Answer(row, len(group.head), logp, float(advantage))
+        _Answer(row, len(group.head), logp, versions != GIVEN, float(advantage))
         for group in groups
-        for row, logp, advantage in zip(group.rows(), group.split(group.logp), group.advantage, strict=True)
+        for row, logp, versions, advantage in zip(
+            group.rows(),
+            group.split(group.logp),
+            group.split(group.versions),
+            group.advantage,
+            strict=True,
+        )
     ]
     if reference is None:  # those without an advantage have no gradient
         # One stays in any case: each of DDP's ranks must run the model.
@@ -113,4 +120,4 @@ def _sum_of_losses(
         with torch.no_grad():
             wanted, _, _ = answer_log_probabilities(reference, *arguments, temperature=temperature)
         losses = losses + config.kl * (torch.exp(wanted - logp) - (wanted - logp) - 1)
-    return losses[counts].sum()
+    return losses[counts & pad([one.sampled for one in answers])].sum()

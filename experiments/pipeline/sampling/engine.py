@@ -38,6 +38,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def room(self) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+    @property
     def active(self) -> int:
         """Answers that are asked for and have not ended."""
         ...
@@ -88,6 +93,10 @@ class TorchEngine:
     @property
     def words(self) -> Words:
         return self.model
+
+    @property
+    def room(self) -> int:
+        return self.model.context
 
     @property
     def active(self) -> int:

@@ -80,6 +80,10 @@ class VllmEngine:
         return None
 
     @property
+    def room(self) -> int:
+        return self._llm.llm_engine.model_config.max_model_len
+
+    @property
     def active(self) -> int:
         return len(self._places)
 

@@ -14,24 +14,26 @@ from ray.exceptions import RayError, RayTaskError
 from experiments.errors import ExperimentError
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
+from experiments.settings.tasks import PromptsConfig
 from experiments.tasks.problems import Problem
-from experiments.tasks.prompts import Reward
+from experiments.tasks.prompts import Reply, judge_of
 
+Said = str | list[str]  # an answer; or, of a conversation, all of the model's turns so far
 _TRIES = 2
 _MOST_LOST = 8  # answers in a row that can't be judged, before the function counts as one that does not work
 
 
 class Judge:
-    """An actor: one process that calls the reward function."""
+    """An actor: one process that calls the reward function, or the environment."""
 
-    def __init__(self, name: str, column: str) -> None:
-        self._reward = Reward(name, column)
+    def __init__(self, config: PromptsConfig) -> None:
+        self._judge: Any = judge_of(config)
 
     def ready(self) -> None:
         """The process has started, and the function's file is imported."""
 
-    def reward(self, row: dict[str, Any], text: str) -> float:
-        return self._reward(row, text)
+    def judge(self, row: dict[str, Any], said: Any) -> Any:
+        return self._judge(row, said)
 
 
 @dataclass
@@ -39,8 +41,8 @@ class _Case:
     """Answers that are judged together."""
 
     key: Hashable
-    answers: Sequence[tuple[Problem, str]]
-    rewards: list[float]
+    answers: Sequence[tuple[Problem, Said]]
+    found: list[Any]
     is_urgent: bool
     left: int  # without a reward yet
     lost: int = 0  # whose reward is 0 because the function failed
@@ -58,11 +60,12 @@ class _Call:
 
 class Judges:
     """The judges of one worker, at work while it samples. A call that fails or takes too long is repeated
-    once; then the reward is 0, which is counted and told."""
+    once; then the reward is 0, which is counted and told, and a conversation is over."""
 
     def __init__(self, config: PipelineConfig, diary: Diary) -> None:
-        assert config.prompts.reward is not None
-        self._arguments = config.prompts.reward, config.prompts.column
+        assert config.prompts.judge is not None
+        self._config, self._name = config.prompts, config.prompts.judge
+        self._nothing: Any = 0.0 if config.prompts.environment is None else Reply()
         self._timeout_s, self._diary = config.reward_timeout_s, diary
         self._kind: Any = ray.remote(num_cpus=0)(Judge)
         self._starting: dict[Any, Any] = {}  # judges, by the calls that say when they are ready
@@ -79,12 +82,14 @@ class Judges:
     def are_busy(self) -> bool:
         return bool(self._urgent or self._waiting or self._running or self._done)
 
-    def judge(self, key: Hashable, answers: Sequence[tuple[Problem, str]], *, is_urgent: bool = True) -> None:
-        case = _Case(key, answers, [0.0] * len(answers), is_urgent, left=len(answers))
+    def judge(
+        self, key: Hashable, answers: Sequence[tuple[Problem, Said]], *, is_urgent: bool = True
+    ) -> None:
+        case = _Case(key, answers, [self._nothing] * len(answers), is_urgent, left=len(answers))
         self._queue(case).extend(_Call(case, which, 1) for which in range(len(answers)))
 
-    def judged(self, wait: float = 0.0) -> list[tuple[Hashable, list[float]]]:
-        """What has been judged since the last call, by its key.
+    def judged(self, wait: float = 0.0) -> list[tuple[Hashable, list[Any]]]:
+        """What has been judged since the last call, by its key: rewards, or an environment's replies.
 
         Args:
             wait: seconds at most, if there is nothing yet.
@@ -108,13 +113,13 @@ class Judges:
                 del self._running[one]
                 self._ended(call, self._stop(call))
         done, self._done = self._done, []
-        return [(case.key, case.rewards) for case in done]
+        return [(case.key, case.found) for case in done]
 
     def _queue(self, case: _Case) -> deque[_Call]:
         return self._urgent if case.is_urgent else self._waiting
 
     def _start(self) -> None:
-        judge = self._kind.remote(*self._arguments)
+        judge = self._kind.remote(self._config)
         self._starting[judge.ready.remote()] = judge
 
     def _welcome(self) -> None:
@@ -126,14 +131,12 @@ class Judges:
             try:
                 ray.get(one)
             except RayError as error:
-                raise ExperimentError(
-                    f"{self._arguments[0]}: its process does not start: {_cause(error)}"
-                ) from error
+                raise ExperimentError(f"{self._name}: its process does not start: {_cause(error)}") from error
             self._idle.append(judge)
 
     def _begin(self, call: _Call) -> None:
-        judge, (problem, text) = self._idle.pop(), call.case.answers[call.which]
-        asked = judge.reward.remote(problem.row, text)
+        judge, (problem, said) = self._idle.pop(), call.case.answers[call.which]
+        asked = judge.judge.remote(problem.row, said)
         self._running[asked] = replace(call, judge=judge, begun=time.monotonic())
 
     def _ended(self, call: _Call, why: str | None) -> None:
@@ -146,7 +149,7 @@ class Judges:
             case.lost, case.why = case.lost + 1, why
         self._lost_in_a_row = self._lost_in_a_row + 1 if why is not None else 0
         if self._lost_in_a_row == _MOST_LOST:
-            raise ExperimentError(f"{self._arguments[0]} failed on {_MOST_LOST} answers in a row: {why}")
+            raise ExperimentError(f"{self._name} failed on {_MOST_LOST} answers in a row: {why}")
         case.left -= 1
         if not case.left:
             self._done.append(case)
@@ -156,7 +159,7 @@ class Judges:
     def _failure(self, ended: Any, call: _Call) -> str | None:
         """Keep what the call returned, and the judge if it lives. -> why it failed; None: it did not."""
         try:
-            call.case.rewards[call.which] = ray.get(ended)
+            call.case.found[call.which] = ray.get(ended)
         except RayTaskError as error:
             self._idle.append(call.judge)
             return _cause(error)
@@ -174,9 +177,8 @@ class Judges:
     def _tell(self, case: _Case) -> None:
         self._diary.notes.counts["rewards given up, counted as 0"] += case.lost
         if not self._told:
-            self._told, count = True, len(case.answers)
-            name = self._arguments[0]
-            self._diary.say(f"{name} failed on {case.lost} of {count} answers, whose reward is 0: {case.why}")
+            self._told, of = True, f"{case.lost} of {len(case.answers)} answers"
+            self._diary.say(f"{self._name} failed on {of}, whose reward is 0: {case.why}")
 
 
 def _cause(error: RayError) -> str:

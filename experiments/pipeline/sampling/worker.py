@@ -21,8 +21,11 @@ from experiments.pipeline.cluster import answer_of, ray
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
 from experiments.pipeline.samples import Lease, Parcel, groups_of
+from experiments.pipeline.sampling.conversations import Conversations, Place
 from experiments.pipeline.sampling.engine import POLL, Engine, Newer, TorchEngine
 from experiments.pipeline.sampling.judging import Judges
+from experiments.tasks.problems import Problem
+from experiments.tasks.prompts import Reply
 from experiments.tasks.rollout import Question, Rollout
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
@@ -53,6 +56,7 @@ class Worker:
         self._task = Verified(config, _ALONE)
         self._diary = Diary(self._name, self._controller)
         self._judges = Judges(config, self._diary) if config.task == "prompts" else None
+        self._conversations: Conversations | None = None  # where answers have several turns
         self._asked: Any = None  # the call that will bring more prompts
         self._held: deque[Lease] = deque()  # for which the weights are still too old
         self._asked_for = count()
@@ -66,6 +70,10 @@ class Worker:
             self._config, self._url, self._diary, lambda version: answer_of(ask.newer.remote(version, POLL))
         )
         self._decoding = self._task.decoding(self._engine.words)
+        if self._config.prompts.environment is not None:
+            self._conversations = Conversations(
+                self._config.prompts, self._engine.words, self._engine.room, self._uniforms_of_turn
+            )
         self._sampling = Sampling(self._diary)
         while self._take_leases():
             self._begin()
@@ -75,7 +83,7 @@ class Worker:
                     ended = self._engine.step()
                     self._sampling.count(ended, active)
                 for key, rollout in ended:
-                    self._judge(cast(Key, key), rollout)
+                    self._judge(key, rollout)
             self._give()
         self._sampling.note()
         self._engine.close()
@@ -86,7 +94,8 @@ class Worker:
     def _take_leases(self) -> bool:
         """Ask for prompts if there is room for them, and take what has come. False: there are no more."""
         most, group = self._config.lease, self._config.grpo.group
-        free = most - -(-self._engine.active // group) - sum(len(one.tickets) for one in self._held)
+        answers = self._engine.active if self._conversations is None else len(self._conversations)
+        free = most - -(-answers // group) - sum(len(one.tickets) for one in self._held)
         free -= max(0, len(self._sampled) - most)  # rewards may be slower than sampling
         # Where weights may not change in flight, all answers end before new ones begin.
         enough = most / _FREE if self._config.in_flight else most
@@ -123,7 +132,7 @@ class Worker:
                 self._evaluate()
                 continue
             for ticket in lease.tickets:
-                self._engine.add(self._question(ticket))
+                self._ask_engine(self._question(ticket))
             version = self._engine.version
             self._controller.began.remote(self._name, self._life, lease.tickets, version)
 
@@ -136,30 +145,66 @@ class Worker:
         key = Key(next(self._asked_for), ticket, is_ticket=True)
         return Question(key=key, prompt=prompt, group=group, decoding=decoding, uniforms=uniforms)
 
+    def _ask_engine(self, question: Question) -> None:
+        if self._conversations is None:
+            self._engine.add(question)
+            return
+        for turn in self._conversations.begin(question, self._problem_of(cast(Key, question.key))):
+            self._engine.add(turn)
+
+    def _uniforms_of_turn(self, place: Place, turn: int) -> torch.Tensor:
+        key = cast(Key, place.key)
+        if not key.is_ticket:
+            return torch.empty(1, 0)  # scores are of the likeliest tokens
+        chance = np.random.default_rng([_TICKETS, self._config.seed, key.number, place.which, turn])
+        return torch.from_numpy(chance.random((1, self._decoding.longest)))
+
+    def _problem_of(self, key: Key) -> Problem:
+        return self._task.of_ticket(key.number) if key.is_ticket else self._task.held_out[key.number]
+
     # ---- answers ----
 
     @property
     def _is_judging(self) -> bool:
         return self._judges is not None and self._judges.are_busy
 
-    def _judge(self, key: Key, rollout: Rollout) -> None:
-        problem = self._task.of_ticket(key.number) if key.is_ticket else self._task.held_out[key.number]
-        answers = self._task.answers([problem], rollout, self._decoding)
-        if key.is_ticket:
-            self._sampled[key] = rollout
-        elif self._evaluation is not None and self._evaluation.has_sampled_all():
-            self._engine.hold = False
+    def _judge(self, key: Any, rollout: Rollout) -> None:
+        if self._conversations is not None:
+            assert self._judges is not None
+            said = self._conversations.hear(key, rollout)
+            self._judges.judge(key, [said], is_urgent=key.key.is_ticket)
+            return
+        self._has_sampled(key, rollout)
+        answers = self._task.answers([self._problem_of(key)], rollout, self._decoding)
         if self._judges is not None:
             self._judges.judge(key, answers, is_urgent=key.is_ticket)
         else:
             self._judged(key, self._task.rewards(answers))
 
+    def _has_sampled(self, key: Key, rollout: Rollout) -> None:
+        if key.is_ticket:
+            self._sampled[key] = rollout
+        elif self._evaluation is not None and self._evaluation.has_sampled_all():
+            self._engine.hold = False
+
     def _give(self) -> None:
         if self._judges is None:
             return
         wait = 0.0 if self._engine.active else _NOTED / 10
-        for key, rewards in self._judges.judged(wait):
-            self._judged(key, rewards)
+        for key, found in self._judges.judged(wait):
+            if self._conversations is None:
+                self._judged(key, found)
+            else:
+                self._go_on(self._conversations, cast(Place, key), found[0])
+
+    def _go_on(self, conversations: Conversations, place: Place, reply: Reply) -> None:
+        then = conversations.reply(place, reply)
+        if isinstance(then, Question):
+            self._engine.add(then)
+        elif then is not None:
+            rollout, rewards = then
+            self._has_sampled(cast(Key, place.key), rollout)
+            self._judged(place.key, rewards)
 
     def _judged(self, key: Any, rewards: list[float]) -> None:
         if not key.is_ticket:
@@ -171,7 +216,7 @@ class Worker:
         (group,) = groups_of(rollout, torch.tensor(rewards), self._config.grpo.group)
         parcel = Parcel(
             ticket=key.number,
-            oldest=int(group.versions.min()),
+            oldest=int(group.ages.min()),
             tokens=group.tokens,
             reward=sum(rewards) / len(rewards),
             group=group.packed(),
@@ -194,7 +239,7 @@ class Worker:
         none, prompts = torch.empty(1, 0), self._task.prompts(self._engine.words, self._task.held_out)
         for k, prompt in enumerate(prompts):
             key = Key(next(self._asked_for), k, is_ticket=False)
-            self._engine.add(Question(key=key, prompt=prompt, group=1, decoding=greedy, uniforms=none))
+            self._ask_engine(Question(key=key, prompt=prompt, group=1, decoding=greedy, uniforms=none))
 
     def _end_evaluation(self, evaluation: Evaluation) -> None:
         self._evaluation = None

@@ -246,6 +246,33 @@ def test_a_model_a_prompt_file_and_a_reward_of_ones_own_are_trained_and_resumed(
 
 
 @pytest.mark.check(COMMANDS)
+def test_an_environment_replies_and_the_model_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the optional package transformers")
+    examples = REPOSITORY / "examples" / "own_model"
+    subprocess.run([sys.executable, examples / "make.py", "own"], cwd=tmp_path, check=True)
+    own = [
+        "task=prompts",
+        "model=hf",
+        "path=own/model",
+        "prompts.file=own/prompts.jsonl",
+        "prompts.held_out=6",
+    ]
+    own += [f"prompts.environment={examples}/rewards.py:Tries", "prompts.prompts=2", "prompts.group=2"]
+    own += ["answer.max_tokens=8", "steps=24", "eval_every=24"]
+    command = started(tmp_path, *own)
+    said, errors = command.communicate(timeout=PATIENCE)
+    assert command.returncode == 0, errors
+    found = json.loads((tmp_path / "runs/pipeline/pipeline.json").read_text())
+    assert [one["step"] for one in found["evaluations"]] == [0, 24]
+    counts = found["counts"]
+    assert counts["groups"] >= 24 * 2 * 2
+    # Two turns of 8 tokens at most, and nearly always two: what was given is not counted.
+    assert 8 < counts["tokens"] / counts["groups"] / 2 <= 16
+    assert found["reward"] > 0
+    assert f"reward {found['evaluations'][-1]['score']:.4f}" in said
+
+
+@pytest.mark.check(COMMANDS)
 def test_where_sites_stay_the_same_one_that_is_lost_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     command = started(tmp_path, "steps=4000", "timeout_s=20", "elastic=false")
     wait_for_versions(command, tmp_path, 3)
@@ -281,8 +308,7 @@ def test_slow_links_are_counted_and_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "warm_start"] == ["slow"]
     found = json.loads((tmp_path / "runs/slow/links.json").read_text())
-    ways = ["PULSELoCo, patches", "PULSELoCo, all weights", "DiLoCo in FP32, all weights", "DDP, all weights"]
-    assert list(found) == ways
+    assert list(found)[2:] == ["DiLoCo in FP32, all weights", "DDP, all weights"]
     for name, one in found.items():
         assert f"| {name} | {one['seconds_per_step']:.3f} |" in done.stdout
         assert set(one["links"]) == {"site0", "site1", "worker0", "worker1"}
@@ -292,4 +318,4 @@ def test_slow_links_are_counted_and_named(tmp_path: Path) -> None:
     rounds = [one["counts"]["round bytes"] for one in found.values()]
     assert rounds[2] > 20 * max(rounds[:2])
     assert rounds[3] > 7.9 * rounds[2]  # in each of a round's eight steps
-    assert all(found[ways[3]]["shares"][f"site {k}"]["all-reduce"] > 0 for k in (0, 1))
+    assert all(found["DDP, all weights"]["shares"][f"site {k}"]["all-reduce"] > 0 for k in (0, 1))
