@@ -62,14 +62,14 @@ class Group:
         return cls(*arrays)
 
     @property
-    def ages(self) -> np.ndarray:
+    def sampled_versions(self) -> np.ndarray:
         """The versions of the tokens that were sampled."""
         return self.versions[self.versions != GIVEN]
 
     @property
     def tokens(self) -> int:
         """That were sampled."""
-        return len(self.ages)
+        return len(self.sampled_versions)
 
     def rows(self) -> list[Tensor]:
         """Each prompt followed by its answer."""

@@ -207,7 +207,7 @@ class Trainer:
             self._asked = self._ask(step + 1)
         groups = [Group.unpacked(parcel) for parcel in parcels]
         for group in groups:
-            self._diary.notes.staleness.update((self._version - group.ages).tolist())
+            self._diary.notes.staleness.update((self._version - group.sampled_versions).tolist())
         return groups
 
     def _publish_again(self) -> None:

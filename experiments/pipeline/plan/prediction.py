@@ -65,6 +65,7 @@ class Prediction:
     bound: str  # which of them decides
     answers_s: float  # that are sampled, and learned from, in a second
     staleness: float  # versions, of the longest answer
+    age: float  # versions, of a token when it is learned from, the mean
 
 
 def training_of(rates: Rates, layout: Layout) -> float:
@@ -90,6 +91,8 @@ def predict(rates: Rates, layout: Layout) -> Prediction:
         bounds["cores"] = shared / min(layout.cores, layout.parts)
     if link_s > training:
         bounds["links"] = bounds.pop("training")
+    # Where samplers are ahead, each new version lets them sample what is learned from so many versions later.
+    are_ahead = bounds.get("links", bounds.get("training", 0.0)) >= bounds["sampling"]
     bound = max(bounds, key=lambda name: bounds[name])
     round_s = bounds[bound]
     if layout.max_staleness == 0:  # the first batch is there before training begins, then both go on
@@ -102,10 +105,12 @@ def predict(rates: Rates, layout: Layout) -> Prediction:
         bound = max(in_turn, key=lambda name: in_turn[name])
         if in_turn[bound] > round_s:
             round_s, bounds, bound = in_turn[bound], bounds | in_turn, f"turns, {bound}"
+    longest = rates.of_longest(layout.batch) / round_s if layout.max_staleness else 0.0
     return Prediction(
         round_s=round_s,
         bounds=bounds,
         bound=bound,
         answers_s=layout.answers / round_s,
-        staleness=rates.of_longest(layout.batch) / round_s if layout.max_staleness else 0.0,
+        staleness=longest,
+        age=layout.max_staleness if are_ahead else min(layout.max_staleness, 0.5 + longest),
     )

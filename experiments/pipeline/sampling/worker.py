@@ -216,7 +216,7 @@ class Worker:
         (group,) = groups_of(rollout, torch.tensor(rewards), self._config.grpo.group)
         parcel = Parcel(
             ticket=key.number,
-            oldest=int(group.ages.min()),
+            oldest=int(group.sampled_versions.min()),
             tokens=group.tokens,
             reward=sum(rewards) / len(rewards),
             group=group.packed(),

@@ -86,7 +86,7 @@ def test_a_conversation_is_one_sequence_of_which_replies_were_given() -> None:
     (group,) = groups_of(rollout, torch.tensor(rewards), 2)
     back = Group.unpacked(group.packed())
     assert back.tokens == 8
-    assert back.ages.tolist() == [1, 1, 1, 2, 3, 3, 3, 3]
+    assert back.sampled_versions.tolist() == [1, 1, 1, 2, 3, 3, 3, 3]
 
 
 def test_a_conversation_ends_after_so_many_turns_or_where_the_model_has_no_room() -> None:

@@ -266,12 +266,18 @@ def test_calls_take_time_from_each_part_and_from_the_cores() -> None:
 
 
 def test_predictions_are_held_against_what_was_measured() -> None:
-    seen = {"a": 100.0, "b": 200.0, "c": 300.0}
-    text = held_against({"a": 120.0, "b": 190.0, "c": 150.0}, seen)
-    assert "| a | 120 | 100 | +20% |" in text
-    assert "| c | 150 | 300 | -50% |" in text
+    seen = {"a": (100.0, 0.0), "b": (200.0, 1.9), "c": (300.0, 1.5)}
+    text = held_against({"a": (120.0, 0.0), "b": (190.0, 2.0), "c": (150.0, 0.75)}, seen)
+    assert "| a | 120 | 100 | +20% | 0.0 | 0.0 |" in text
+    assert "| c | 150 | 300 | -50% | 0.8 | 1.5 |" in text
     assert "predicted in 2 of 3 pairs" in text
-    assert "largest error: 50%" in text
+    assert "largest error: 50%, and 0.8 versions" in text
+
+
+def test_samples_are_as_old_as_they_may_be_where_samplers_are_ahead() -> None:
+    assert predict(RATES, replace(LAYOUT, samplers=5)).age == 2
+    assert predict(RATES, LAYOUT).age == pytest.approx(0.5 + 2 / 6.4)
+    assert predict(RATES, replace(LAYOUT, samplers=5, max_staleness=0)).age == 0
 
 
 @pytest.mark.check(PAGES)
