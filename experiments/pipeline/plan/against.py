@@ -50,8 +50,10 @@ def hold(
     }
     text = held_against(expected, seen)
     (folder / "against.md").write_text(text, encoding="utf-8")
-    fast = [{label: speed for label, (speed, _) in found.items()} for found in (expected, seen)]
-    draw_against(*fast, folder / "against.png")
+    expected_fast, seen_fast = (
+        {label: speed for label, (speed, _) in found.items()} for found in (expected, seen)
+    )
+    draw_against(expected_fast, seen_fast, folder / "against.png")
     return text
 
 
