@@ -102,9 +102,9 @@ class PipelineConfig(RunConfig):
 
         require(
             self.method != "ddp"
-            or not (self.elastic or self.shard or self.save_every or self.overlap is not None),
+            or not (self.elastic or self.shard or self.save_every or self.resume or self.overlap is not None),
             "method=ddp is there to compare with, all trainers as one site: set elastic=false save_every=0, "
-            "and leave out shard and overlap",
+            "and leave out shard, resume and overlap",
         )
         require(
             self.overlap is None or self.max_staleness > 0,

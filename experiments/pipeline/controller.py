@@ -29,6 +29,7 @@ from experiments.pipeline.diary import Notes
 from experiments.pipeline.samples import Lease, Parcel, UsedTickets
 
 _UNPUBLISHED = 10.0  # seconds that a trainer waits for another site to publish the current version
+_Aged = tuple[int, int, Parcel]  # by its oldest version and its ticket
 
 
 @dataclass
@@ -51,10 +52,10 @@ class Controller:
         self._tickets = 0  # handed out so far
         self._again: deque[int] = deque()  # tickets to be handed out again
         self._out: dict[str, _Holder] = {}  # by worker
-        self._ready: list[tuple[int, int, Parcel]] = []  # a heap, by age and ticket
+        self._ready: list[_Aged] = []  # a heap
         self._used = UsedTickets()
-        self._taken_by: dict[int, list[int]] = {}  # tickets that are not yet in `used`, by version
         self._at: dict[int, int] = {}  # each trainer's version
+        self._lacking: dict[int, int] = {}  # groups that trainers wait for, by trainer
         self._parts: set[tuple[int, int]] = set()  # of versions, that have been published
         self._turns: dict[int, object] = {}  # the latest `take` of each trainer
         self._to_evaluate: deque[int] = deque()  # versions
@@ -149,7 +150,9 @@ class Controller:
         config = self._config
         most = self._taken_before + (1 + config.max_staleness) * config.quota
         last = config.rounds * config.quota
-        return (min(most, last) if self._version > 0 else 0) - self._taken - self._waiting()
+        room = (min(most, last) if self._version > 0 else 0) - self._taken - self._waiting()
+        # What was lost is not in that: a trainer that returns, or one behind, takes more than its share.
+        return max(room, sum(self._lacking.values()) - self._waiting())
 
     def _waiting(self) -> int:
         """Prompts that are leased, and groups that no trainer has taken yet."""
@@ -158,39 +161,44 @@ class Controller:
     # ---- trainers ----
 
     async def take(self, trainer: int, version: int, step: int, count: int) -> list[bytes] | None:
-        """`count` groups for a trainer whose round began with this version. None: the version is still not
-        published after a while, and without it no more samples may be begun.
-
-        Args:
-            step: of the round: 0, 1, …
-        """
-        batch: list[tuple[int, int, Parcel]] = []
-        until = time.monotonic() + _UNPUBLISHED
+        """`count` groups for step 0, 1, … of a trainer's round that began with this version. None: the
+        version is still not published after a while, and without it no more samples may be begun."""
         async with self._changed:
             self._learn(version)
             self._at[trainer] = version
             turn = self._turns[trainer] = object()
             own = self._own_tickets(trainer, version, step, count)
-            while len(batch) < count:
-                lost = self._turns[trainer] is not turn  # the trainer was restarted and has asked again
-                if lost or (not self._ready and version > self._published and time.monotonic() >= until):
-                    for one in batch:
-                        heapq.heappush(self._ready, one)
-                    self._taken -= len(batch) if version == self._version else 0
-                    self._changed.notify_all()
-                    return None
-                found = self._next(version, own - {ticket for _, ticket, _ in batch})
-                if found is None:
-                    await self._some_time()
-                    continue
-                # Where rounds overlap, others are ahead. All of an earlier round counts as taken.
-                self._taken += version == self._version
-                batch.append(found)
-            self._taken_by.setdefault(version, []).extend(ticket for _, ticket, _ in batch)
-            self._changed.notify_all()
+            try:
+                batch = await self._gather(trainer, version, own, count)
+            finally:
+                if self._turns[trainer] is turn:
+                    self._lacking.pop(trainer, None)
+                self._changed.notify_all()
+            if batch is None:
+                return None
+            self._used.add((ticket for _, ticket, _ in batch), version)
         return [parcel.group for *_, parcel in sorted(batch, key=lambda one: one[1])]
 
-    def _next(self, version: int, own: set[int]) -> tuple[int, int, Parcel] | None:
+    async def _gather(self, trainer: int, version: int, own: set[int], count: int) -> list[_Aged] | None:
+        batch: list[_Aged] = []
+        turn, until = self._turns[trainer], time.monotonic() + _UNPUBLISHED
+        while len(batch) < count:
+            lost = self._turns[trainer] is not turn  # the trainer was restarted and has asked again
+            if lost or (not self._ready and version > self._published and time.monotonic() >= until):
+                for one in batch:
+                    heapq.heappush(self._ready, one)
+                self._taken -= len(batch) if version == self._version else 0
+                return None
+            found = self._next(version, own - {ticket for _, ticket, _ in batch})
+            if found is None:
+                await self._some_time(trainer, count - len(batch))
+                continue
+            # Where rounds overlap, others are ahead. All of an earlier round counts as taken.
+            self._taken += version == self._version
+            batch.append(found)
+        return batch
+
+    def _next(self, version: int, own: set[int]) -> _Aged | None:
         """What a trainer may have now."""
         self._drop_old(version)
         if own and self._will_come(own):
@@ -240,8 +248,11 @@ class Controller:
         self._again += sorted(one.ticket for one in too_old if one.ticket >= first)
         self._changed.notify_all()
 
-    async def _some_time(self) -> None:
+    async def _some_time(self, trainer: int, lacking: int) -> None:
         """Wait for a change, but wake up now and then to check the time limit."""
+        if self._lacking.get(trainer) != lacking:
+            self._lacking[trainer] = lacking
+            self._changed.notify_all()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), _UNPUBLISHED / 10)
 
@@ -271,28 +282,28 @@ class Controller:
             self._at[trainer] = version
             self._changed.notify_all()
             limit = 0.0 if self._config.overlap is None else _UNPUBLISHED
+            all_there = self._changed.wait_for(lambda: min(self._at.values()) >= version)
             with suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait_for(lambda: min(self._at.values()) >= version), limit
-                )
-            for one in [one for one in self._taken_by if one < version]:
-                self._used.add(self._taken_by.pop(one))
-            return self._used.state()
+                await asyncio.wait_for(all_there, limit)
+            return self._used.before(version)
 
     async def resume(self, version: int, used: dict[str, Any]) -> None:
         """The run goes on with this version. Tickets below the highest that were not used are asked again."""
         async with self._changed:
-            if version > self._version and not any(holder.tickets for holder in self._out.values()):
-                self._used = UsedTickets(**used)
-                self._tickets, self._again = self._used.end, deque(self._used.unused())
+            saved, known = UsedTickets(**used), self._version
             self._learn(version)
+            if version > known and not any(holder.tickets for holder in self._out.values()):
+                self._used, self._again = saved, deque(saved.unused())
+                self._tickets = max(self._tickets, saved.end)
+            elif version == known:  # another trainer may have seen more of them taken
+                self._again = deque(ticket for ticket in self._again if ticket not in saved)
 
     def _learn(self, version: int) -> None:
         """Note the trainers' version; a restarted controller learns here how far the run is."""
         if version > self._version:
             used = (version - 1) * self._config.quota
             if not self._version:
-                self._seen = version - 1
+                self._seen, self._used = version - 1, UsedTickets(used)
             self._version, self._taken = version, max(self._taken, used)
             self._tickets, self._taken_before = max(self._tickets, used), self._taken
             self._changed.notify_all()

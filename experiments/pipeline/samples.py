@@ -105,19 +105,27 @@ def _joined(parts: Sequence[Tensor]) -> np.ndarray:
 
 
 class UsedTickets:
-    """Those whose groups trainers have been given: all below a number, and some beyond it."""
+    """Those whose groups trainers have been given: all below a number, and some beyond it; and the latest
+    ones, by version."""
 
     def __init__(self, all_below: int = 0, beyond: Iterable[int] = ()) -> None:
         self._all_below, self._beyond = all_below, set(beyond)
+        self._latest: dict[int, list[int]] = {}
 
-    def add(self, tickets: Iterable[int]) -> None:
-        self._beyond.update(ticket for ticket in tickets if ticket >= self._all_below)
+    def add(self, tickets: Iterable[int], version: int) -> None:
+        self._latest.setdefault(version, []).extend(tickets)
 
-    def state(self) -> dict[str, Any]:
+    def before(self, version: int) -> dict[str, Any]:
+        """Those of earlier versions. They are no longer told apart."""
+        for one in [one for one in self._latest if one < version]:
+            self._beyond.update(ticket for ticket in self._latest.pop(one) if ticket >= self._all_below)
         while self._all_below in self._beyond:
             self._beyond.remove(self._all_below)
             self._all_below += 1
         return {"all_below": self._all_below, "beyond": sorted(self._beyond)}
+
+    def __contains__(self, ticket: int) -> bool:
+        return ticket < self._all_below or ticket in self._beyond
 
     def unused(self) -> list[int]:
         """Below the highest one."""

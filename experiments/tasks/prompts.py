@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import json
 import random
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from experiments.settings.tasks import PromptsConfig
 from experiments.tasks.problems import Problem, Problems
 
 Row = dict[str, Any]
-_TURN = "what was said"  # stands for a model's turn
 _LARGEST = 1e15  # of a reward: sums of squares are numbers, too
 
 
@@ -137,8 +137,9 @@ def between_turns(prompt: Any, observation: Any, words: Chat) -> str:
         return observation
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
-    whole = words.chat([*prompt, {"role": "assistant", "content": _TURN}, *observation])
-    _, found, tail = whole.rpartition(_TURN)
+    turn = secrets.token_hex(16)  # stands for the model's, and occurs nowhere else
+    whole = words.chat([*prompt, {"role": "assistant", "content": turn}, *observation])
+    _, found, tail = whole.rpartition(turn)
     if not found:
         raise ExperimentError(
             "the chat template leaves out what the assistant has said, so no turn can follow"

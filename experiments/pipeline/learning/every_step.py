@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,24 +10,17 @@ from experiments.errors import ExperimentError
 from experiments.training.ledger import ring_all_reduce_bytes
 
 
-@dataclass(frozen=True)
-class Report:
-    sent_bytes: int  # of a round's steps, as worked out
-    exchange: str = "every step"
-
-
 class EveryStep:
-    """An inner optimizer behind DDP, as a loop sees it that expects rounds."""
+    """An inner optimizer behind DDP, as a loop sees it that expects rounds.
+
+    bytes_per_round: that each rank sends, as worked out.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer, *, sync_every: int, ranks: int) -> None:
         self._inner, self._every = inner, sync_every
         self._steps = 0
         numel = sum(p.numel() for group in inner.param_groups for p in group["params"])
-        self._bytes = sync_every * ring_all_reduce_bytes(numel, ranks)
-
-    @property
-    def last_report(self) -> Report:
-        return Report(self._bytes)
+        self.bytes_per_round = sync_every * ring_all_reduce_bytes(numel, ranks)
 
     @property
     def round(self) -> int:

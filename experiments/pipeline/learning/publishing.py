@@ -80,8 +80,19 @@ class Publishing:
             if self._newest < version:
                 self.begin(version)
                 self.finish()
+            else:  # a controller that was lost does not know it
+                answer_of(self._controller.published.remote(version, *self._part))
             if self._newest < version or self._part[1] > 1:
                 time.sleep(_PAUSE)
+
+    def has(self, version: int) -> bool:
+        """Whether this rank's part of it is in the store, once what is being written is; the controller is
+        told again."""
+        self.finish()
+        if self._newest < version:
+            return False
+        answer_of(self._controller.published.remote(version, *self._part))
+        return True
 
     def _begun(self, version: int) -> loco.sync.Publisher:
         url = self._url if self._config.patches else whole(self._url, version)

@@ -21,7 +21,7 @@ from experiments.pipeline import cluster
 from experiments.pipeline.cluster import answer_of
 from experiments.pipeline.config import PipelineConfig
 from experiments.pipeline.diary import Diary
-from experiments.pipeline.learning.every_step import EveryStep, Report
+from experiments.pipeline.learning.every_step import EveryStep
 from experiments.pipeline.learning.losses import learn
 from experiments.pipeline.learning.publishing import Publishing
 from experiments.pipeline.learning.saving import Saving, newest_round
@@ -48,7 +48,7 @@ class Trainer:
         self._task = Verified(config, _ALONE)
         self._asked: Any = None  # the controller, for samples
         self._all_reduce: AllReduceWait | None = None
-        self._reported: loco.SyncReport | Report | None = None  # the last round
+        self._has_rejoined = False  # in the last round: the others went on without this site
 
     def address(self) -> str:
         """An address at which others can reach this process: a port that is free now."""
@@ -82,7 +82,8 @@ class Trainer:
         )
         # A site that resumes without a checkpoint is given what the others have, in its first round.
         has_nothing = config.resume and self._optimizer.round == 0
-        if not has_nothing and answer_of(self._controller.newer.remote(0, 0.0)) < self._version:
+        is_over = self._is_late and self._version > config.rounds  # but for the last round, on its way
+        if not (has_nothing or is_over) and answer_of(self._controller.newer.remote(0, 0.0)) < self._version:
             self._publish()
         if self._optimizer.round > 0:
             self._diary.say(f"goes on after round {self._optimizer.round}")
@@ -91,7 +92,6 @@ class Trainer:
         if self._is_late:  # the last round is on its way
             with self._diary.doing("exchanging"):
                 self._optimizer.sync()
-            self._count_bytes()
             self._publish()
         if self._publishes:
             self._publishing.until_there(self._version)  # to be scored
@@ -127,6 +127,7 @@ class Trainer:
             timeout=config.timeout_s,
         )
         self._optimizer = in_rounds(inner, self._topology, config)
+        self._optimizer.register_report_hook(self._after_round)
         if not config.resume and before == 0:
             self._saving.clear()
         self._saving.resume(self._optimizer)
@@ -162,22 +163,21 @@ class Trainer:
                     optimizer.step()
                 found["tokens"] = sum(group.tokens for group in groups)
                 found["answers"] = sum(len(group.lengths) for group in groups)
+        self._has_rejoined = False
         with self._diary.doing("exchanging", step=last):
             optimizer.step()
-        self._count_bytes()
-        if self._reported is not None and self._reported.exchange == "rejoin":
+        if self._has_rejoined:
             return
         if not (self._is_late and last == config.steps):  # else that version is still to come
             self._publish()
-        if not isinstance(optimizer, EveryStep):
+        if isinstance(optimizer, EveryStep):
+            self._diary.notes.counts["round bytes"] += optimizer.bytes_per_round
+        else:
             self._saving.after_round(optimizer, self._version)
 
-    def _count_bytes(self) -> None:
-        """Of the round that has been applied since the last call, if any."""
-        report = self._optimizer.last_report
-        if report is not None and report is not self._reported:
-            self._diary.notes.counts["round bytes"] += report.sent_bytes
-        self._reported = report
+    def _after_round(self, report: loco.SyncReport) -> None:
+        self._diary.notes.counts["round bytes"] += report.sent_bytes
+        self._has_rejoined = report.exchange == "rejoin"
 
     @property
     def _publishes(self) -> bool:
@@ -213,10 +213,15 @@ class Trainer:
     def _publish_again(self) -> None:
         """The site that publishes was lost, or the store was. Another site can take its place if it is one
         rank. The ranks of a site call this together."""
-        if self._config.ranks_per_site > 1 and not self._is_first:
-            return
+        config, publishes = self._config, self._publishes
+        if config.method != "ddp":
+            if config.ranks_per_site > 1 and not self._is_first:
+                return
+            publishes |= config.ranks_per_site == 1
+        if not _any(publishes and not self._publishing.has(self._version)):
+            return  # it was only slow, or the controller was lost
         with self._agreed(True):
-            if self._publishes or self._config.ranks_per_site == 1:
+            if publishes:
                 with self._diary.doing("publishing", version=self._version):
                     self._publishing.until_there(self._version)
 

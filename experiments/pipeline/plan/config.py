@@ -66,6 +66,7 @@ class PlanConfig(PipelineConfig):
         require(
             not (self.gpus and self.against), "runs on this machine are predicted without gpus: leave it out"
         )
+        require(self.method != "ddp", "a plan is for sites that run rounds, not for method=ddp")
         link = self.link_mbit
         require(link is None or link > 0, f"link_mbit must be > 0, got {link}")
 

@@ -34,9 +34,8 @@ from experiments.settings.merging import derive
 
 _ROUNDS = 12  # of the runs that measure
 _NOT_BUILT = (
-    "The pipeline can't run this plan yet: its parts compute on CPUs, and a site of several ranks is copies "
-    "of the whole model (DDP), with elastic=false. What loco itself does is built: rounds of sharded sites, "
-    "and updates of vLLM."
+    "The pipeline can't run this plan yet: its parts compute on CPUs. What loco itself does is built: rounds "
+    "of sharded sites, and updates of vLLM."
 )
 
 

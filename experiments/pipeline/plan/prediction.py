@@ -22,6 +22,7 @@ class Layout:
     max_staleness: int
     cores: int | None = None  # that all of them share; None: each has a device of its own
     link: float | None = None  # bytes a second, between a site and the others
+    overlaps: bool = False  # rounds travel while sites train
 
     @staticmethod
     def of(config: PipelineConfig, *, cores: int | None, link: float | None) -> Layout:
@@ -36,6 +37,7 @@ class Layout:
             max_staleness=config.max_staleness,
             cores=cores,
             link=link,
+            overlaps=config.overlap is not None,
         )
 
     @property
@@ -85,12 +87,14 @@ def predict(rates: Rates, layout: Layout) -> Prediction:
     batch_s = rates.of_batch(layout.batch) + rates.lease_s
     most = (1 + layout.max_staleness) * layout.batches  # batches out at once
     at_work = min(layout.samplers, most)
-    bounds = {"training": training + link_s + rates.publish_s, "sampling": layout.batches * batch_s / at_work}
+    waited_s = 0.0 if layout.overlaps else link_s
+    bounds = {"training": training + waited_s + rates.publish_s}
+    bounds["sampling"] = layout.batches * batch_s / at_work
     if layout.cores is not None:
         shared = rates.shared_s * work_of(rates, layout) + rates.call_s * layout.calls
         bounds["cores"] = shared / min(layout.cores, layout.parts)
     if link_s > training:
-        bounds["links"] = bounds.pop("training")
+        bounds["links"] = max(bounds.pop("training"), link_s)
     # Where samplers are ahead, each new version lets them sample what is learned from so many versions later.
     are_ahead = bounds.get("links", bounds.get("training", 0.0)) >= bounds["sampling"]
     bound = max(bounds, key=lambda name: bounds[name])

@@ -62,6 +62,7 @@ class Worker:
         self._asked_for = count()
         self._sampled: dict[Key, Rollout] = {}  # and not judged yet
         self._evaluation: Evaluation | None = None
+        self._is_evaluating = False  # sampling for it, by weights that stay
 
     def run(self) -> None:
         """Answer prompts until there are no more."""
@@ -77,6 +78,9 @@ class Worker:
         self._sampling = Sampling(self._diary)
         while self._take_leases():
             self._begin()
+            # An answer of several turns is one answer.
+            goes_on = self._conversations is not None and len(self._conversations) > 0
+            self._engine.hold = self._is_evaluating or (goes_on and not self._config.in_flight)
             if self._engine.active:
                 with self._sampling:
                     active = self._engine.active
@@ -185,7 +189,7 @@ class Worker:
         if key.is_ticket:
             self._sampled[key] = rollout
         elif self._evaluation is not None and self._evaluation.has_sampled_all():
-            self._engine.hold = False
+            self._is_evaluating = self._engine.hold = False
 
     def _give(self) -> None:
         if self._judges is None:
@@ -234,7 +238,8 @@ class Worker:
             evaluation.scores = evaluate(self._task, cast(nn.Module, self._engine.model), _ALONE)
             self._end_evaluation(evaluation)
             return
-        self._evaluation, self._engine.hold = evaluation, True
+        self._evaluation, self._is_evaluating = evaluation, True
+        self._engine.hold = True
         greedy = replace(self._decoding, temperature=0.0)
         none, prompts = torch.empty(1, 0), self._task.prompts(self._engine.words, self._task.held_out)
         for k, prompt in enumerate(prompts):

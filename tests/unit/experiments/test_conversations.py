@@ -116,6 +116,8 @@ def test_between_two_turns_of_messages_is_what_the_chat_template_writes_there() 
     then = talks.reply(Place("q", 1), Reply(0.0, [{"role": "tool", "content": "7"}]))
     assert isinstance(then, Question)
     assert bytes(then.prompt) == b"ask abcdef\n<tool>7\n<assistant>"
+    said = "tell me what was said"
+    assert between_turns(prompt, said, Words()) == f"\n<user>{said}\n<assistant>"
     with pytest.raises(ExperimentError, match="prompts are texts, so its observations must be, too"):
         between_turns("a text", [{"role": "tool", "content": "7"}], Words())
 

@@ -238,6 +238,43 @@ def test_a_controller_that_was_lost_learns_from_a_trainer_where_it_is() -> None:
     asyncio.run(play())
 
 
+def test_a_trainer_that_is_behind_gets_the_samples_of_its_last_steps() -> None:
+    """Rounds overlap, and a group is lost: the other one has saved its last round, so all counts as taken."""
+
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=1", "overlap=1"))
+        await controller.published(4)
+        for _ in range(2):
+            assert await answered(controller, "a", 4)
+        assert [await taken(controller, 4, trainer=0) for _ in range(2)] == [[24, 25], [26, 27]]
+        assert await taken(controller, 4, trainer=1) == [28, 29]
+        used = asyncio.ensure_future(controller.used(0, 5))
+        await asyncio.sleep(0)
+        controller._ready.clear()  # what was there for its last step is lost
+        waiting = asyncio.ensure_future(controller.take(1, 4, 1, 2))
+        await asyncio.sleep(0.01)
+        tickets = await answered(controller, "b", 4)
+        assert tickets is not None
+        assert len(tickets) == 2
+        assert await waiting == [bytes([ticket]) for ticket in tickets]
+        assert not used.done()  # it waits for the other one to come as far
+        assert (await controller.used(1, 5))["beyond"] == tickets
+        assert (await used)["all_below"] == 30
+
+    asyncio.run(play())
+
+
+def test_a_controller_that_takes_over_in_the_middle_counts_what_was_used_before() -> None:
+    async def play() -> None:
+        controller = Controller(config_of("max_staleness=1"))
+        await controller.published(3)
+        assert await answered(controller, "a", 3)
+        assert await taken(controller, 3) == [16, 17]
+        assert await controller.used(0, 4) == {"all_below": 18, "beyond": []}
+
+    asyncio.run(play())
+
+
 def test_a_run_that_goes_on_asks_what_was_not_used_and_scores_what_is_new() -> None:
     async def play() -> None:
         before = Controller(config_of("max_staleness=1", "eval_every=2"))  # each round

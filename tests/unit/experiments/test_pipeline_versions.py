@@ -150,6 +150,9 @@ def test_a_version_that_is_missing_is_published_as_often_as_it_takes(
     assert torch.equal(site.published(), site.model.weight.detach().bfloat16())
     site.publishing.until_there(1)  # it is
     assert site.controller.versions == [1]
+    site.controller.versions.clear()  # a controller that was lost
+    site.publishing.until_there(1)
+    assert site.controller.versions == [1]
 
 
 def test_a_version_that_another_site_has_published_counts(
