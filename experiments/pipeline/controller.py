@@ -281,7 +281,7 @@ class Controller:
             self._learn(version)
             self._at[trainer] = version
             self._changed.notify_all()
-            limit = 0.0 if self._config.overlap is None else _UNPUBLISHED
+            limit = 0.0 if self._config.overlap is None else _UNPUBLISHED / 5
             all_there = self._changed.wait_for(lambda: min(self._at.values()) >= version)
             with suppress(TimeoutError):
                 await asyncio.wait_for(all_there, limit)

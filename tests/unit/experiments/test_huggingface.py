@@ -282,11 +282,9 @@ def test_weights_that_are_rounded_already_are_not_copied(model: HuggingFaceModel
         logits, past = model.extend(TOKENS, None)
         model.is_rounded = True
         again, same = model.extend(TOKENS, None)
-    for name, weight in same.weights.items():
-        assert torch.equal(weight, past.weights[name])
+    assert not same.weights
     assert close(again, logits)  # a copy lies elsewhere, and products are summed by how memory is aligned
     own = {weight.data_ptr() for weight in model.parameters()}
-    assert {weight.data_ptr() for weight in same.weights.values()} == own
     assert not own & {weight.data_ptr() for weight in past.weights.values()}
 
 
