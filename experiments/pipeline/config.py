@@ -99,7 +99,6 @@ class PipelineConfig(RunConfig):
             not self.elastic or self.ranks_per_site == 1,
             "sites of several ranks stay the same, and the run ends when one is lost: set elastic=false",
         )
-
         require(
             self.method != "ddp"
             or not (self.elastic or self.shard or self.save_every or self.resume or self.overlap is not None),

@@ -150,9 +150,10 @@ class Controller:
         config = self._config
         most = self._taken_before + (1 + config.max_staleness) * config.quota
         last = config.rounds * config.quota
-        room = (min(most, last) if self._version > 0 else 0) - self._taken - self._waiting()
+        waiting = self._waiting()
+        room = (min(most, last) if self._version > 0 else 0) - self._taken - waiting
         # What was lost is not in that: a trainer that returns, or one behind, takes more than its share.
-        return max(room, sum(self._lacking.values()) - self._waiting())
+        return max(room, sum(self._lacking.values()) - waiting)
 
     def _waiting(self) -> int:
         """Prompts that are leased, and groups that no trainer has taken yet."""

@@ -13,6 +13,13 @@ import torch
 import torch.distributed as dist
 
 
+def most(count: int) -> int:
+    """Of any rank, in one small message; every rank calls this together. For gloo."""
+    found = torch.tensor(count)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
 def from_all(value: Any) -> list[Any]:
     """By rank. Plain containers, numbers, strings and tensors; every rank calls this together."""
     file = io.BytesIO()

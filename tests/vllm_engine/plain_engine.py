@@ -138,7 +138,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def plugins(folder: Path) -> str:
     """A PYTHONPATH with which every process of vLLM keeps weights plain, and fails when it is told."""
     package = folder / "plain_engine-0.dist-info"
-    package.mkdir(parents=True)
+    package.mkdir(parents=True, exist_ok=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: plain_engine\nVersion: 0\n")
     (package / "entry_points.txt").write_text(
         "[vllm.general_plugins]\n"

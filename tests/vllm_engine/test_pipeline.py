@@ -147,9 +147,7 @@ def started(folder: Path, settings: str) -> subprocess.Popen[str]:
     if not (folder / "configs").exists():
         (folder / "configs").symlink_to(REPOSITORY / "configs")
     command = [sys.executable, "-m", "experiments.pipeline", "model=hf", "engine=vllm", "workers=1", *options]
-    path = f"{folder / 'plugins'}:{REPOSITORY / 'tests' / 'vllm_engine'}:{REPOSITORY}"
-    if not (folder / "plugins").exists():
-        path = f"{plugins(folder / 'plugins')}:{REPOSITORY}"
+    path = f"{plugins(folder / 'plugins')}:{REPOSITORY}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": path}
     return subprocess.Popen(
         [*command, *settings.split()],
@@ -202,8 +200,10 @@ def test_sharded_sites_learn_from_vllm_by_a_reward_of_ones_own_and_resume_to_the
     assert last > first + 0.2
     folder = tmp_path / "killed"
     killed = started(folder, settings)
+    deadline = time.monotonic() + PATIENCE
     while len(list(folder.glob("runs/pipeline/checkpoints/site */round-00000004"))) < 2:
         assert killed.poll() is None, killed.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     killed.kill()
     killed.communicate()

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +27,7 @@ from experiments.pipeline.samples import GIVEN, Group
 from experiments.tasks.grpo import token_losses
 from experiments.tasks.rollout import pad
 from experiments.tasks.verified import answer_log_probabilities
+from experiments.training.gathering import most
 
 
 def losses_of(
@@ -84,7 +84,7 @@ def learn(
     tokens = sum(group.tokens for group in groups)
     size = config.micro_batch or len(answers)
     parts = [answers[first : first + size] for first in range(0, len(answers), size)]
-    idle = _most(len(parts)) - len(parts) if config.shard else 0
+    idle = most(len(parts)) - len(parts) if config.shard else 0
     for k, part in enumerate(parts, 1):
         # Gradients of DDP's ranks are averaged once.
         is_ddp = isinstance(module, DistributedDataParallel)
@@ -92,13 +92,6 @@ def learn(
             (_sum_of_losses(module, part, config, reference) / tokens).backward()
     for _ in range(idle):  # a shard's weights are gathered by all ranks together
         (0.0 * _sum_of_losses(module, answers[:1], config, reference)).backward()
-
-
-def _most(count: int) -> int:
-    """Of any rank of the site."""
-    most = torch.tensor(count)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
 
 
 def _sum_of_losses(

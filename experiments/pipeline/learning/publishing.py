@@ -77,17 +77,15 @@ class Publishing:
         """Publish this version, as often as it takes: without it no more samples may be begun."""
         self.finish()
         while answer_of(self._controller.newer.remote(version - 1, 0.0)) < version:
-            if self._newest < version:
+            if not self.has(version):
                 self.begin(version)
                 self.finish()
-            else:  # a controller that was lost does not know it
-                answer_of(self._controller.published.remote(version, *self._part))
             if self._newest < version or self._part[1] > 1:
                 time.sleep(_PAUSE)
 
     def has(self, version: int) -> bool:
-        """Whether this rank's part of it is in the store, once what is being written is; the controller is
-        told again."""
+        """Whether this rank's part of it is in the store, once what is being written is. The controller is
+        told again, since one that was lost does not know it."""
         self.finish()
         if self._newest < version:
             return False

@@ -30,6 +30,7 @@ from experiments.pipeline.samples import Group
 from experiments.tasks.rollout import PublishedModel
 from experiments.tasks.task import Seat
 from experiments.tasks.verified import Verified
+from experiments.training.gathering import most
 from experiments.training.loop import warm_up
 
 _ALONE = Seat(0, 1, torch.device("cpu"))
@@ -257,11 +258,7 @@ class Trainer:
 
 def _any(flag: bool) -> bool:
     """Whether it is so on any of the ranks that meet in every step."""
-    if not dist.is_initialized():
-        return flag
-    found = torch.tensor(int(flag))
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+    return bool(most(int(flag))) if dist.is_initialized() else flag
 
 
 @torch.no_grad()

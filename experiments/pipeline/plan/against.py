@@ -50,10 +50,7 @@ def hold(
     }
     text = held_against(expected, seen)
     (folder / "against.md").write_text(text, encoding="utf-8")
-    expected_fast, seen_fast = (
-        {label: speed for label, (speed, _) in found.items()} for found in (expected, seen)
-    )
-    draw_against(expected_fast, seen_fast, folder / "against.png")
+    draw_against(expected, seen, folder / "against.png")
     return text
 
 
@@ -80,15 +77,17 @@ def held_against(expected: dict[str, tuple[float, float]], seen: dict[str, tuple
     )
 
 
-def draw_against(expected: dict[str, float], seen: dict[str, float], path: Path) -> None:
+def draw_against(
+    expected: dict[str, tuple[float, float]], seen: dict[str, tuple[float, float]], path: Path
+) -> None:
+    """Answers per second."""
+    predicted, measured = ([found[label][0] for label in seen] for found in (expected, seen))
     with plt.rc_context(LOOK):
         figure, axis = plt.subplots(figsize=(9, 0.45 * len(seen) + 2))
-        for k, label in enumerate(seen):
-            axis.plot([expected[label], seen[label]], [k, k], color="#B0B0B0", zorder=1)
-        axis.plot(list(seen.values()), range(len(seen)), "o", color=CYCLE[0], label="measured")
-        axis.plot(
-            [expected[label] for label in seen], range(len(seen)), "D", color=CYCLE[1], label="expected"
-        )
+        for k, both in enumerate(zip(predicted, measured, strict=True)):
+            axis.plot(both, [k, k], color="#B0B0B0", zorder=1)
+        axis.plot(measured, range(len(seen)), "o", color=CYCLE[0], label="measured")
+        axis.plot(predicted, range(len(seen)), "D", color=CYCLE[1], label="expected")
         axis.set_yticks(range(len(seen)), list(seen))
         axis.set(title="Answers per second", xlim=(0, None))
         axis.invert_yaxis()

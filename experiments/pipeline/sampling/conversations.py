@@ -33,16 +33,16 @@ class Conversation:
 
     problem: Problem
     question: Question  # of one answer: the next turn
-    head: int  # tokens of the prompt
+    tokens: list[int]  # all so far: the prompt's first
     turns: list[str] = field(default_factory=list)
     reward: float = 0.0
     logp: list[Tensor] = field(default_factory=list)  # of all tokens behind the prompt
     versions: list[Tensor] = field(default_factory=list)
-    tokens: Tensor | None = None  # with the prompt
 
     def hear(self, rollout: Rollout) -> None:
         """The model's turn. It has been given all tokens so far, so it returns them."""
-        (self.tokens,), (text,) = rollout.tokens, rollout.texts
+        (tokens,), (text,) = rollout.tokens, rollout.texts
+        self.tokens = tokens.tolist()
         self.turns.append(text)
         self.logp += rollout.logp
         self.versions += rollout.versions
@@ -73,7 +73,7 @@ class Conversations:
 
     def _first(self, place: Place, question: Question, problem: Problem) -> Question:
         first = replace(question, key=place, group=1, uniforms=self._uniforms(place, 0))
-        self._going_on[place] = Conversation(problem, first, len(question.prompt))
+        self._going_on[place] = Conversation(problem, first, question.prompt)
         return first
 
     def hear(self, place: Place, rollout: Rollout) -> tuple[Problem, list[str]]:
@@ -89,7 +89,7 @@ class Conversations:
         if reply.observation is not None and len(one.turns) < self._config.turns:
             question = self._next(place, one, reply)
             if len(question.prompt) + question.decoding.longest <= self._room:
-                given = len(question.prompt) - len(self._tokens(one))
+                given = len(question.prompt) - len(one.tokens)
                 one.logp.append(torch.zeros(given))
                 one.versions.append(torch.full((given,), GIVEN))
                 one.question = question
@@ -105,27 +105,23 @@ class Conversations:
 
     def _next(self, place: Place, one: Conversation, reply: Reply) -> Question:
         chat: Chat = self._words  # type: ignore[assignment]  # prompts are for models that have one
-        tokens = self._tokens(one)
         text = between_turns(one.problem.row[self._config.column], reply.observation, chat)
-        if not is_cut_off(tokens[-1:], one.question.decoding):
-            text = text.removeprefix(self._words.decode(tokens[-1:]))  # the model has ended its turn itself
+        if not is_cut_off(one.tokens[-1:], one.question.decoding):
+            text = text.removeprefix(
+                self._words.decode(one.tokens[-1:])
+            )  # the model has ended its turn itself
         return replace(
             one.question,
-            prompt=[*tokens, *self._words.encode(text)],
+            prompt=[*one.tokens, *self._words.encode(text)],
             uniforms=self._uniforms(place, len(one.turns)),
         )
-
-    def _tokens(self, one: Conversation) -> list[int]:
-        assert one.tokens is not None
-        return one.tokens.tolist()
 
 
 def _joined(answers: list[Conversation]) -> Rollout:
     """As those to one prompt."""
-    tokens = [answer.tokens for answer in answers]
     return Rollout(
         texts=[answer.turns[-1] for answer in answers],
-        tokens=[one for one in tokens if one is not None],
+        tokens=[torch.tensor(answer.tokens) for answer in answers],
         logp=[torch.cat(answer.logp) for answer in answers],
         versions=[torch.cat(answer.versions) for answer in answers],
     )

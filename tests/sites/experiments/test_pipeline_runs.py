@@ -196,7 +196,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_
         assert ("resume=true goes on from the checkpoints of round" in errors) == (k == 1)
         assert gone(at_work)  # Ray's own processes take a minute
     found, errors = ended(started(folder, *settings, "resume=true"), folder)
-    assert "goes on after round" in errors
+    assert f"site 0{' rank 0' if more else ''}: goes on after round" in errors
     assert found["digests"] == whole["digests"]
     assert found["evaluations"][-1]["scores"] == whole["evaluations"][-1]["scores"]
 
@@ -309,7 +309,8 @@ def test_slow_links_are_counted_and_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "warm_start"] == ["slow"]
     found = json.loads((tmp_path / "runs/slow/links.json").read_text())
-    assert list(found)[2:] == ["DiLoCo in FP32, all weights", "DDP, all weights"]
+    late, waiting = "PULSELoCo a round behind, patches", "PULSELoCo, patches"
+    assert list(found) == [late, waiting, "DiLoCo in FP32, all weights", "DDP, all weights"]
     for name, one in found.items():
         assert f"| {name} | {one['seconds_per_step']:.3f} |" in done.stdout
         assert set(one["links"]) == {"site0", "site1", "worker0", "worker1"}
