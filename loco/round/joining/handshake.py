@@ -1,5 +1,6 @@
 """The sites prove, before the first round, that they were built alike."""
 
+import functools
 import hashlib
 import json
 import math
@@ -120,12 +121,17 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, Any,
 
 def check_denormals(device: torch.device) -> None:
     """The sites' bits agree only if all of them keep denormals."""
-    tiny = torch.full((1,), 2.0**-140, dtype=torch.float32, device=device)
-    if float(tiny * 0.5) == 0.0:
+    if float(_denormal(device) * 0.5) == 0.0:
         raise ValueError(
             "this process flushes denormal numbers to zero, so its bits would differ from the other sites': "
             "call torch.set_flush_denormal(False)"
         )
+
+
+@functools.cache
+def _denormal(device: torch.device) -> torch.Tensor:
+    # By its bits, 2^-140: making it from a number would flush it.
+    return torch.full((1,), 1 << 9, dtype=torch.int32, device=device).view(torch.float32)
 
 
 def check_first_anchor(all_ranks: Transport, state: OuterState) -> None:
