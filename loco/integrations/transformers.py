@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import loco
-from loco.sync import Publisher
+from loco.sync import Publisher, lora_adapter
+from loco.sync.weights.adapter import is_peft
 
 from . import rank_file
 from .one_site import advance, steps_of_the_run, topology_of_one_world
@@ -35,7 +36,8 @@ class LocoCallback(TrainerCallback):
       they end with the best that they have evaluated, which is the same if they evaluate on the same data.
     - Logs have `handle.metrics()` of the latest round, and all of `report_to` get them under these names:
       docs/integrations.md lists them.
-    - With `publish` all sites together publish the model after each round, for inference workers.
+    - With `publish` all sites together publish the model after each round, for inference workers; of a PEFT
+      model the adapter.
 
     All sites must take equally many steps: give them the same `max_steps`. Where sites come and go
     (LOCO_AT_LEAST) one that comes back goes on at the step at which the others are.
@@ -99,7 +101,8 @@ class LocoCallback(TrainerCallback):
         self._catch_up(state, kwargs["lr_scheduler"])
         log_before_reporters(self)
         if self._publish is not None:
-            self.publisher = Publisher(model, self._publish, stream=topology)
+            source = lora_adapter(model, model.active_adapter) if is_peft(model) else model
+            self.publisher = Publisher(source, self._publish, stream=topology)
             self.publisher.after(handle)
         if args.eval_on_start:
             handle.eval()

@@ -11,18 +11,27 @@ The package registers itself in every process of vLLM, so that the backend only 
     POST /finish_weight_update         {"weight_version": "7"}
     POST /reset_prefix_cache                                                which is of the old weights
 
+LoRA adapters can have publishers of their own, with enable_lora, and two of `max_loras` for each such one:
+
+    POST /init_weight_transfer_engine  {"init_info": {"adapters": {"1": {"url": "…", "folder": "…"}}}}
+
+where 1 is the `lora_int_id` of its requests, and `folder` what they name as its path. All adapters and the
+weights change between the same two steps.
+
 `vllm.LLM` and `AsyncLLM` have methods of the same names. Requests in flight go on, from keys and values that
 the old weights made. Between `/pause?mode=keep` and `/resume` they wait, and vLLM makes these anew, and
 forgets its prefix cache, too: the last call is not needed then.
 """
 
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -31,9 +40,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from loco import PeerError
 from loco.sync import Prepared, Subscriber
+from loco.sync.weights.memory import Target
 
+from .engines.vllm_adapters import Adapter, Loaded
 from .engines.vllm_ranks import from_all_ranks, last_rank_raises, on_all_ranks
 from .engines.vllm_source import check_source
 from .engines.vllm_weights import Weights, checkpoint_of, weights_of
@@ -50,21 +60,25 @@ class InitInfo(WeightTransferInitInfo):
     """What `init_weight_transfer_engine` takes.
 
     Attributes:
-        url: where the trainer publishes its weights; LOCO_SYNC_URL, if it is set, or below that.
-        key_file: a file with the publisher's key, on the machine of each worker; no secret is sent by HTTP.
-        training: the publisher's name for it, if it has one.
+        url: where the trainer publishes its weights; LOCO_SYNC_URL, if it is set, or below that. "": they
+            stay.
+        key_file: a file with the publishers' key, on the machine of each worker; no secret is sent by HTTP.
+        training: the publishers' name for it, if it has one.
+        adapters: by the `lora_int_id` of their requests, the `url` and the `folder` of each.
     """
 
-    url: str
+    url: str = ""
     key_file: str | None = None
     training: str | None = None
+    adapters: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What `update_weights` takes: a version, by default the newest."""
+    """What `update_weights` takes: versions of the weights and of adapters, by default the newest of each."""
 
     version: int | None = None
+    adapters: dict[str, int] = field(default_factory=dict)
 
 
 class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -85,19 +99,26 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._weights: Weights | None = None
-        self._subscriber: Subscriber | None = None
+        self._followers: dict[str, Subscriber | Adapter] = {}  # of the weights, by "", and of adapters
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loco-fetch")
-        self._fetching: Future[Prepared] | None = None
+        self._fetching: dict[str, Future[Prepared | Loaded]] = {}
 
     @last_rank_raises
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Learn where the weights are, the first time; then begin to follow a publisher."""
         self.shutdown()
-        on_all_ranks(lambda: self._follow(init_info))
+        try:
+            on_all_ranks(lambda: self._follow(init_info))
+        except Exception:
+            self.shutdown()
+            raise
 
     @last_rank_raises
     def start_weight_update(self) -> None:
-        self._fetching = self._thread.submit(self.subscriber.prepare)
+        self._require_followers()
+        self._fetching = {
+            name: self._thread.submit(follower.prepare) for name, follower in self._followers.items()
+        }
 
     @last_rank_raises
     def update_weights(self, update_info: dict[str, int | None]) -> None:
@@ -106,48 +127,104 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        found = on_all_ranks(lambda: self._fetch(update_info.version))
-        # Asked for the newest, ranks may have found different ones: the first rank's counts.
-        version = from_all_ranks(found.version)[0]
-        prepared = on_all_ranks(lambda: found if found.version == version else self._fetch(version))
+        asked = on_all_ranks(lambda: self._asked(update_info))
+        prepared = {name: self._prepared(name, version) for name, version in asked.items()}
+        applied: list[str] = []
+
+        def apply() -> None:
+            for name, one in prepared.items():
+                self._followers[name].apply(one)  # type: ignore[arg-type]
+                applied.append(name)
+
         try:
-            on_all_ranks(lambda: self.subscriber.apply(prepared))
-        except PeerError:
-            self.subscriber.rollback()
+            on_all_ranks(apply)
+        except Exception:
+            for name in reversed(applied):
+                self._followers[name].rollback()
             raise
+
+    def _asked(self, update_info: UpdateInfo) -> dict[str, int | None]:
+        """The version of each follower."""
+        self._require_followers()
+        asked = {str(number): version for number, version in update_info.adapters.items()}
+        if update_info.version is not None:
+            asked[""] = update_info.version
+        if unknown := asked.keys() - self._followers.keys():
+            what = [f"adapter {name}" if name else "the weights" for name in sorted(unknown)]
+            raise ValueError(f"init_weight_transfer_engine named no publisher of {', '.join(what)}")
+        return {name: asked.get(name) for name in self._followers}
+
+    def _prepared(self, name: str, version: int | None) -> Prepared | Loaded:
+        """The same version on all ranks."""
+        found = on_all_ranks(lambda: self._fetch(name, version))
+        # Asked for the newest, ranks may have found different ones: the first rank's counts.
+        first = from_all_ranks(found.version)[0]
+        return on_all_ranks(lambda: found if found.version == first else self._fetch(name, first))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: the weights are in place."""
 
     def shutdown(self) -> None:
         """Stop following; another `init_weight_transfer_engine` may come."""
-        if self._fetching is not None:
-            self._fetching.cancel()
-        self._fetching = self._subscriber = None
+        for fetching in self._fetching.values():
+            fetching.cancel()
+        followers, self._followers, self._fetching = self._followers, {}, {}
+        self._thread.submit(lambda: None).result()  # what it had begun is over
+        for follower in followers.values():
+            if isinstance(follower, Adapter):
+                follower.leave()
 
     def _follow(self, init_info: InitInfo) -> None:
-        url = check_source(init_info.url, os.environ)
+        if not (init_info.url or init_info.adapters):
+            raise ValueError("init_info must name the url of the weights' publisher, or adapters, or both")
         key = Path(init_info.key_file).read_bytes() if init_info.key_file else None
+
+        def subscriber(target: Target, url: str, loaded: Mapping[str, Tensor] | None = None) -> Subscriber:
+            url = check_source(url, os.environ)
+            return Subscriber(target, url, training=init_info.training, key=key, loaded=loaded)
+
+        if init_info.url:
+            self._followers[""] = self._of_weights(partial(subscriber, url=init_info.url))
+        for name, one in init_info.adapters.items():
+            if one.keys() != {"url", "folder"}:
+                raise ValueError(
+                    f"adapter {name} needs a url and a folder, got {', '.join(one) or 'nothing'}"
+                )
+            self._followers[name] = Adapter(
+                self.model,
+                self.vllm_config,
+                int(name),
+                Path(one["folder"]),
+                partial(subscriber, url=one["url"]),
+            )
+
+    def _of_weights(self, subscriber: Callable[..., Subscriber]) -> Subscriber:
         if self._weights is None:
             self._weights = weights_of(self.model, self.vllm_config)
         # Of tensors that the ranks have divided each must know the whole: at first, what it has loaded.
         divided = any(isinstance(one, list) for one in self._weights.values())
         loaded = checkpoint_of(self.vllm_config) if divided else None
-        subscriber = Subscriber(self._weights, url, training=init_info.training, key=key, loaded=loaded)
-        subscriber.check()
-        self._subscriber = subscriber
+        follower = subscriber(self._weights, loaded=loaded)
+        follower.check()
+        return follower
 
     @property
     def subscriber(self) -> Subscriber:
-        if self._subscriber is None:
-            raise RuntimeError("call init_weight_transfer_engine first: nobody is followed")
-        return self._subscriber
+        """To the weights."""
+        self._require_followers()
+        follower = self._followers[""]
+        assert isinstance(follower, Subscriber)
+        return follower
 
-    def _fetch(self, version: int | None) -> Prepared:
+    def _require_followers(self) -> None:
+        if not self._followers:
+            raise RuntimeError("call init_weight_transfer_engine first: nobody is followed")
+
+    def _fetch(self, name: str, version: int | None) -> Prepared | Loaded:
         """What `start_weight_update` has begun to fetch, if it is this version."""
-        fetching, self._fetching = self._fetching, None
+        fetching = self._fetching.pop(name, None)
         if fetching is not None and (version is None or fetching.exception() is None):
             prepared = fetching.result()
             if version in (None, prepared.version):
                 return prepared
-        return self.subscriber.prepare(version)
+        return self._followers[name].prepare(version)

@@ -15,6 +15,7 @@ from .prepared import Prepared
 from .publisher import Publisher
 from .reports import Published, Updated
 from .subscriber import Subscriber
+from .weights.adapter import lora_adapter
 from .weights.fp8 import fp8_checkpoint
 from .weights.tensors import EngineSlice
 
@@ -35,4 +36,5 @@ __all__ = [
     "TakenOverError",
     "Updated",
     "fp8_checkpoint",
+    "lora_adapter",
 ]

@@ -40,9 +40,9 @@ def warned_of_many_changes(published: Published) -> bool:
     is_dense = not published.reason and share > _MANY
     if is_dense:
         logger.warning(
-            "version %d changes %.0f%% of the weights, so that its patch takes %.0f%% of their bytes: is the "
-            "learning rate far above 1e-5, are there many steps between two versions, or does the training "
-            "keep no FP32 weights, so that each of its steps rounds?",
+            "version %d changes %.0f%% of the weights, so that its patch takes %.0f%% of their bytes, as "
+            "is usual for adapters. Else: is the learning rate far above 1e-5, are there many steps between "
+            "two versions, or does the training keep no FP32 weights, so that each of its steps rounds?",
             published.version,
             100 * share,
             100 * published.patch_bytes / published.dense_bytes,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import loco
-from loco.sync import LayoutError, Publisher, Subscriber
+from loco.sync import EngineSlice, LayoutError, Publisher, Subscriber
 
 LAYOUTS = {
     "fsdp": ((2,), ("shard",)),
@@ -83,6 +83,56 @@ def test_every_rank_publishes_its_own_shards(layout: str, tmp_path: Path) -> Non
     every = sum(p.numel() for p in Tied().parameters()) * 2
     assert [sum(of_step) for of_step in zip(*sizes, strict=True)] == [every] * 3
     assert max(map(max, sizes)) < every
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.down = nn.Linear(16, 8, bias=False)
+
+
+def engine_rank(rank: int, ranks: int) -> tuple[dict[str, list[EngineSlice]], dict[str, torch.Tensor]]:
+    """What an engine's rank of tensor parallelism holds: rows of `up`, columns of `down`, all of the norm.
+    -> its places, and its memory"""
+    every, part = slice(0, 8), slice(16 * rank // ranks, 16 * (rank + 1) // ranks)
+    regions = {"up.weight": (part, every), "up.bias": (part,), "down.weight": (every, part)}
+    regions |= {"norm.weight": (slice(0, 16),), "norm.bias": (slice(0, 16),)}
+    held = {
+        name: torch.zeros([one.stop - one.start for one in region], dtype=torch.bfloat16)
+        for name, region in regions.items()
+    }
+    return {name: [EngineSlice(region, held[name])] for name, region in regions.items()}, held
+
+
+def publishing_to_engines(rank: int, folder: str) -> None:
+    model, world = Layer(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    distribute_module(model, mesh)
+    publisher = Publisher(model, folder, stream=(rank, world))
+    engines = [engine_rank(k, ranks) for ranks in (1, 2, 4) for k in range(ranks)]
+    followers = [(Subscriber(places, folder), places, held) for places, held in engines]
+    for step in range(1, 4):
+        with torch.no_grad():
+            for p in model.parameters():
+                p *= 1.25
+        publisher.publish(step)
+        dist.barrier()
+        expected = {name: cast(p.full_tensor()) for name, p in model.named_parameters()}  # pyright: ignore
+        for subscriber, places, held in followers:
+            subscriber.update()
+            same_bits(held, {name: expected[name][of[0].region].contiguous() for name, of in places.items()})
+        dist.barrier()
+
+
+@pytest.mark.check(SHARDINGS, sample="2")
+@pytest.mark.parametrize("trainers", [2, 4])
+def test_an_engine_is_divided_otherwise_than_its_trainers(trainers: int, tmp_path: Path) -> None:
+    """Tensor parallelism over two or four, into engines of one, two and four ranks."""
+    run_ranks(trainers, publishing_to_engines, str(tmp_path))
 
 
 def publishing_twice(rank: int, layout: str, folder: str) -> str:

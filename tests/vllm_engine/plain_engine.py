@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
@@ -29,6 +30,7 @@ from loco.sync import Prepared, Subscriber, Updated
 
 BUILT: list[LLM] = []  # in this test: the end of one takes the process groups of all with it
 PROMPTS = ([5, 6, 7], [200, 3, 9, 27, 81, 243], [11])
+GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False, logprobs=0, ignore_eos=True)
 
 
 def keep_weights_plain(patch: pytest.MonkeyPatch | None = None, *, experts: bool = True) -> None:
@@ -103,9 +105,10 @@ def follow(folder: Path, options: Mapping[str, Any] = MappingProxyType({}), **in
     return engine
 
 
-def update(engine: LLM, version: int | None = None) -> None:
+def update(engine: LLM, version: int | None = None, **adapters: int) -> None:
+    """`adapters`: versions of them, by their numbers."""
     engine.start_weight_update()
-    engine.update_weights({"update_info": {"version": version}})
+    engine.update_weights({"update_info": {"version": version, "adapters": adapters}})
     engine.finish_weight_update(f"version {version}")
     engine.reset_prefix_cache()
 
@@ -116,12 +119,12 @@ def weights(engine: LLM) -> dict[str, Tensor]:
 
 
 def generate(
-    engine: LLM, prompts: Sequence[list[int]] = PROMPTS
+    engine: LLM, prompts: Sequence[list[int]] = PROMPTS, adapter: LoRARequest | None = None
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Greedy tokens, and their log-probabilities."""
-    greedy = SamplingParams(temperature=0, max_tokens=12, detokenize=False, logprobs=0, ignore_eos=True)
     inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = [one.outputs[0] for one in engine.generate(inputs, greedy, use_tqdm=False)]
+    generated = engine.generate(inputs, GREEDY, use_tqdm=False, lora_request=adapter)
+    outputs = [one.outputs[0] for one in generated]
     chosen = [
         [(found or {})[token].logprob for token, found in zip(one.token_ids, one.logprobs or (), strict=True)]
         for one in outputs

@@ -9,6 +9,8 @@ from typing import Any
 
 import plain_engine
 import pytest
+from adapters import AdapterTrainer
+from safetensors.torch import load_file
 from trained import publish
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
@@ -37,4 +39,20 @@ def test_both_ranks_change_to_the_same_version_or_neither_does(tmp_path: Path) -
     assert last == fresh
     assert old["generated"] != fresh["generated"]
     assert len(fresh["ranks"]) == 2
+    assert fresh["ranks"][0] != fresh["ranks"][1]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each rank wants a core of its own")
+def test_weights_and_adapter_change_on_both_ranks_or_on_neither(tmp_path: Path) -> None:
+    publish("qwen3", tmp_path, 3)
+    trained = AdapterTrainer(tmp_path, load_file(tmp_path / "1/model.safetensors"))
+    trained.step()
+    trained.step()
+    # Rank 1 can't write version 2 of the weights: on rank 0 these and the adapter have changed by then.
+    first, last = run(tmp_path, "1", 2, 3, fails="2 1")
+    assert "version 2 fails here" in first["error"]
+    (old,), (fresh,) = run(tmp_path, "1"), run(tmp_path, "3")
+    assert first | {"error": ""} == old
+    assert last == fresh
+    assert len({str(one) for one in (*old["generated"], *fresh["generated"])}) == 4
     assert fresh["ranks"][0] != fresh["ranks"][1]

@@ -1,6 +1,7 @@
 """An engine of two ranks, run by test_two_ranks.py: `two_ranks.py FOLDER CHECKPOINT [VERSION …]`.
 
-It is built on a checkpoint and becomes each version in turn; of each it prints a line of JSON.
+It is built on a checkpoint and becomes each version in turn; of each it prints a line of JSON. An adapter
+that is published has the version of the weights.
 """
 
 import hashlib
@@ -11,36 +12,53 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adapters import SLOTS
 from plain_engine import build, generate
 from vllm import LLM
 from vllm.config import WeightTransferConfig
+from vllm.lora.request import LoRARequest
 
 
 def digests(model: Any) -> dict[str, str]:
-    """Of this rank's parameters."""
+    """Of this rank's parameters, and of what lies in the slot of adapter 1."""
+    found = dict(model.named_parameters())
+    manager = getattr(model, "lora_manager", None)
+    if manager is not None:
+        at = manager.lora_index_to_id.index(1)
+        for name, layer in manager.modules.items():
+            for kind in ("lora_a_stacked", "lora_b_stacked"):
+                if isinstance(stacked := getattr(layer, kind), tuple):
+                    found |= {f"{name} {kind} {k}": one[at] for k, one in enumerate(stacked)}
     return {
-        name: hashlib.sha256(parameter.contiguous().view(torch.int16).numpy().tobytes()).hexdigest()
-        for name, parameter in model.named_parameters()
+        name: hashlib.sha256(tensor.contiguous().view(torch.int16).numpy().tobytes()).hexdigest()
+        for name, tensor in found.items()
     }
 
 
 def main(folder: Path, checkpoint: str, versions: list[int]) -> None:
     config = WeightTransferConfig(backend="loco")
-    engine = build(folder / checkpoint, tensor_parallel_size=2, weight_transfer_config=config)
+    url, of_adapter = folder / "url", folder / "url of adapter"
+    has_adapter = of_adapter.is_dir()
+    more = SLOTS if has_adapter else {}
+    engine = build(folder / checkpoint, tensor_parallel_size=2, weight_transfer_config=config, **more)
+    served = folder / f"adapter-{checkpoint}"
+    adapter = LoRARequest("adapter", 1, str(served)) if has_adapter else None
+    adapters = {"1": {"url": str(of_adapter), "folder": str(served)}} if has_adapter else {}
     if versions:
-        engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url")}})
+        engine.init_weight_transfer_engine({"init_info": {"url": str(url), "adapters": adapters}})
     for version in versions or [None]:
-        error = "" if version is None else update(engine, version)
+        error = "" if version is None else update(engine, version, dict.fromkeys(adapters, version))
+        generated = generate(engine), generate(engine, adapter=adapter)
         ranks = engine.apply_model(digests)
-        print(json.dumps({"ranks": ranks, "generated": generate(engine), "error": error}), flush=True)
+        print(json.dumps({"ranks": ranks, "generated": generated, "error": error}), flush=True)
 
 
-def update(engine: LLM, version: int) -> str:
+def update(engine: LLM, version: int, adapters: dict[str, int | None]) -> str:
     """-> the error, if it fails"""
     error = ""
     engine.start_weight_update()
     try:
-        engine.update_weights({"update_info": {"version": version}})
+        engine.update_weights({"update_info": {"version": version, "adapters": adapters}})
         engine.finish_weight_update()
     except RuntimeError as failed:
         error = str(failed)

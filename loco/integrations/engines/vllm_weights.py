@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
@@ -134,6 +135,8 @@ def second_copy(model: nn.Module) -> str | None:
     known = {_address(one) for one in (*model.parameters(), *model.buffers())}
     for layer, module in model.named_modules():
         for name, value in vars(module).items():
+            if "lora_" in name and isinstance(module, BaseLayerWithLoRA):
+                continue  # an adapter's
             is_weight = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
             if is_weight and name != "kv_cache" and _address(value) not in known:
                 return f"{layer}.{name}"
