@@ -30,7 +30,7 @@ def with_adapters() -> PeftModel:
 
 
 def saved(model: PeftModel, folder: Path, adapter: str = "default") -> dict[str, Tensor]:
-    model.save_pretrained(folder, selected_adapters=[adapter], save_embedding_layers=False)
+    model.save_pretrained(str(folder), selected_adapters=[adapter], save_embedding_layers=False)
     return load_file(folder / ("" if adapter == "default" else adapter) / "adapter_model.safetensors")
 
 

@@ -12,7 +12,7 @@ from plain_engine import GREEDY, PROMPTS, build, generate, keep_weights_plain, u
 from safetensors.torch import load_file
 from torch import Tensor
 from trained import publish
-from vllm import LLM
+from vllm import LLM, RequestOutput
 from vllm.config import WeightTransferConfig
 from vllm.lora.request import LoRARequest
 
@@ -53,12 +53,15 @@ def same(one: Known, other: Known) -> bool:
     return one[1] == other[1] and all(torch.equal(bits, other[0][name]) for name, bits in one[0].items())
 
 
-def follow(folder: Path, engine: LLM | None = None, **publishers: AdapterTrainer) -> LLM:
-    """An engine whose adapters, by their numbers, follow publishers."""
+def follow(folder: Path, trained: AdapterTrainer, engine: LLM | None = None) -> LLM:
+    """An engine whose adapter 1 follows its publisher."""
     engine = engine or build(folder / "1", weight_transfer_config=LOCO, **SLOTS)
-    adapters = {number: trainer.followed() for number, trainer in publishers.items()}
-    engine.init_weight_transfer_engine({"init_info": {"adapters": adapters}})
+    engine.init_weight_transfer_engine({"init_info": {"adapters": {"1": trained.followed()}}})
     return engine
+
+
+def before_last_layer(model: Any) -> Any:
+    return list(model.lora_manager.modules.values())[-2]
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def test_each_version_of_an_adapter_is_a_fresh_load_of_it(tmp_path: Path, traine
         v: known(build(tmp_path / "1", **SLOTS), request(tmp_path, f"adapter-{v}")) for v in (1, 2, 3, 4)
     }
     assert len({str(one[1]) for one in fresh.values()}) == 4
-    engine = follow(tmp_path, **{"1": trained})
+    engine = follow(tmp_path, trained)
     served = request(tmp_path, "adapter-1")  # its requests go on naming the folder that they began with
     assert same(known(engine, served), fresh[1])
     base = generate(engine)
@@ -88,7 +91,7 @@ def test_each_version_of_an_adapter_is_a_fresh_load_of_it(tmp_path: Path, traine
     assert same(known(engine, served), known(build(tmp_path / "1", **SLOTS), request(tmp_path, "adapter-5")))
     assert generate(engine) == base
     # Followed anew, it is where it was, in as many slots.
-    assert same(known(follow(tmp_path, engine, **{"1": trained}), served), known(engine, served))
+    assert same(known(follow(tmp_path, trained, engine), served), known(engine, served))
     update(engine, **{"1": 2})
     assert same(known(engine, served), fresh[2])
 
@@ -122,7 +125,7 @@ def test_weights_and_several_adapters_change_together(
 
 def test_requests_in_flight_change_between_two_tokens(tmp_path: Path, trained: AdapterTrainer) -> None:
     trained.step()
-    engine = follow(tmp_path, **{"1": trained})
+    engine = follow(tmp_path, trained)
     served = request(tmp_path, "adapter-1")
     old = generate(engine, adapter=served)[0]
 
@@ -132,7 +135,7 @@ def test_requests_in_flight_change_between_two_tokens(tmp_path: Path, trained: A
         for number, prompt in enumerate(PROMPTS):
             inputs: Any = {"prompt_token_ids": prompt}
             engine.llm_engine.add_request(str(number), inputs, GREEDY, lora_request=served)
-        tokens = {}
+        tokens: dict[str, list[int]] = {}
         for step in range(30):
             if step == 6:
                 for version in versions:
@@ -140,6 +143,7 @@ def test_requests_in_flight_change_between_two_tokens(tmp_path: Path, trained: A
                     engine.update_weights({"update_info": {"adapters": {"1": version}}})
                     engine.finish_weight_update()
             for one in engine.llm_engine.step():
+                assert isinstance(one, RequestOutput)
                 tokens[one.request_id[:1]] = list(one.outputs[0].token_ids)
             if not engine.llm_engine.has_unfinished_requests():
                 break
@@ -158,7 +162,7 @@ def test_requests_in_flight_change_between_two_tokens(tmp_path: Path, trained: A
 def test_a_version_that_can_not_be_had_leaves_the_adapter_as_it_is(
     tmp_path: Path, trained: AdapterTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = follow(tmp_path, **{"1": trained})
+    engine = follow(tmp_path, trained)
     served = request(tmp_path, "adapter-1")
     fresh = known(build(tmp_path / "1", **SLOTS), served)
 
@@ -172,7 +176,7 @@ def test_a_version_that_can_not_be_had_leaves_the_adapter_as_it_is(
     fails(ValueError, "named no publisher of adapter 2", **{"2": 1})
     trained.step()
     with monkeypatch.context() as patched:
-        (layer,) = engine.apply_model(lambda model: list(model.lora_manager.modules.values())[-2])
+        (layer,) = engine.apply_model(before_last_layer)
         patched.setattr(layer, "set_lora", None)  # when the layers before it have been written
         fails(TypeError, "not callable", **{"1": 2})
     update(engine)
@@ -211,7 +215,7 @@ def test_what_can_not_be_followed_is_refused(tmp_path: Path, trained: AdapterTra
     (too_large / "adapter_config.json").write_text(config.replace('"r": 8', '"r": 16'))
     refused(ValueError, "max_lora_rank", adapters={"1": followed | {"folder": str(too_large)}})
     # After all of that the engine has its slots, and one that is removed says so.
-    follow(tmp_path, engine, **{"1": trained})
+    follow(tmp_path, trained, engine)
     engine.llm_engine.remove_lora(1)
     with pytest.raises(RuntimeError, match="adapter 1 was removed or loaded anew by another call"):
         update(engine)

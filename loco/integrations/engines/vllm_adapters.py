@@ -118,12 +118,13 @@ class _Slots:
         Raises:
             ValueError: it serves no adapters.
         """
-        manager = getattr(model, "lora_manager", None)
+        manager: Any = getattr(model, "lora_manager", None)
         if not isinstance(manager, LoRAModelManager):
             raise ValueError("adapters can't follow publishers: the engine was started without enable_lora")
-        if not hasattr(manager, "loco_slots"):
-            manager.loco_slots = cls(manager)  # type: ignore[attr-defined]
-        return manager.loco_slots
+        kept = vars(manager)
+        if "loco_slots" not in kept:
+            kept["loco_slots"] = cls(manager)
+        return kept["loco_slots"]
 
     def take(self, number: int, lora: LoRAModel) -> None:
         """Two slots for an adapter, which is this one if the engine has none of that number yet."""

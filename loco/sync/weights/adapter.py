@@ -28,6 +28,6 @@ def lora_adapter(model: Any, name: str = "default") -> Callable[[], dict[str, Te
     if name not in model.peft_config:
         known = ", ".join(sorted(model.peft_config))
         raise ValueError(f"the model has no adapter named {name!r}, but these: {known}")
-    from peft import get_peft_model_state_dict
+    from peft import get_peft_model_state_dict  # pyright: ignore[reportMissingImports]
 
     return lambda: get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
