@@ -11,7 +11,7 @@ The package registers itself in every process of vLLM, so that the backend only 
     POST /finish_weight_update         {"weight_version": "7"}
     POST /reset_prefix_cache                                                which is of the old weights
 
-LoRA adapters can have publishers of their own, with enable_lora, and two of `max_loras` for each such one:
+LoRA adapters can have publishers of their own, in an engine with enable_lora:
 
     POST /init_weight_transfer_engine  {"init_info": {"adapters": {"1": {"url": "…", "folder": "…"}}}}
 
@@ -24,8 +24,9 @@ forgets its prefix cache, too: the last call is not needed then.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from loco.sync.weights.memory import Target
 from .engines.vllm_adapters import Adapter, Loaded
 from .engines.vllm_ranks import from_all_ranks, last_rank_raises, on_all_ranks
 from .engines.vllm_source import check_source
-from .engines.vllm_weights import Weights, checkpoint_of, weights_of
+from .engines.vllm_weights import Weights, checkpoint_of, layers_that_compute, weights_of
 
 
 def register() -> None:
@@ -106,9 +107,13 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     @last_rank_raises
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Learn where the weights are, the first time; then begin to follow a publisher."""
-        self.shutdown()
+
+        def begin() -> None:
+            self.shutdown()
+            self._follow(init_info)
+
         try:
-            on_all_ranks(lambda: self._follow(init_info))
+            on_all_ranks(begin)
         except Exception:
             self.shutdown()
             raise
@@ -135,13 +140,21 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             for name, one in prepared.items():
                 self._followers[name].apply(one)  # type: ignore[arg-type]
                 applied.append(name)
+                self._compute_again(name)
 
         try:
             on_all_ranks(apply)
         except Exception:
             for name in reversed(applied):
                 self._followers[name].rollback()
+                self._compute_again(name)
             raise
+
+    def _compute_again(self, name: str) -> None:
+        """What the engine keeps of weights beside them."""
+        if name == "":
+            for layer in layers_that_compute(self.model):
+                layer.process_weights_after_loading(self.vllm_config.model_config.dtype)
 
     def _asked(self, update_info: UpdateInfo) -> dict[str, int | None]:
         """The version of each follower."""
@@ -166,10 +179,11 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Stop following; another `init_weight_transfer_engine` may come."""
-        for fetching in self._fetching.values():
-            fetching.cancel()
-        followers, self._followers, self._fetching = self._followers, {}, {}
-        self._thread.submit(lambda: None).result()  # what it had begun is over
+        fetching, followers = self._fetching.values(), self._followers
+        self._fetching, self._followers = {}, {}
+        for one in fetching:
+            one.cancel()
+        wait(fetching)  # for what had begun
         for follower in followers.values():
             if isinstance(follower, Adapter):
                 follower.leave()
@@ -183,9 +197,10 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             url = check_source(url, os.environ)
             return Subscriber(target, url, training=init_info.training, key=key, loaded=loaded)
 
-        if init_info.url:
-            self._followers[""] = self._of_weights(partial(subscriber, url=init_info.url))
+        # Adapters first: what they change can always be taken back.
         for name, one in init_info.adapters.items():
+            if not re.fullmatch("[1-9][0-9]*", name):
+                raise ValueError(f"an adapter is named by the lora_int_id of its requests, got {name!r}")
             if one.keys() != {"url", "folder"}:
                 raise ValueError(
                     f"adapter {name} needs a url and a folder, got {', '.join(one) or 'nothing'}"
@@ -197,6 +212,8 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 Path(one["folder"]),
                 partial(subscriber, url=one["url"]),
             )
+        if init_info.url:
+            self._followers[""] = self._of_weights(partial(subscriber, url=init_info.url))
 
     def _of_weights(self, subscriber: Callable[..., Subscriber]) -> Subscriber:
         if self._weights is None:

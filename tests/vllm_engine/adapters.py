@@ -13,7 +13,7 @@ RANK = 8
 # alpha / RANK is no power of two, so that vLLM rounds when it multiplies.
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 12, "bias": "none"}
 CONFIG |= {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
-SLOTS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}  # of an engine
+SLOTS = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4, "max_lora_rank": RANK}  # of an engine
 
 
 def adapter(checkpoint: dict[str, Tensor], seed: int) -> dict[str, Tensor]:

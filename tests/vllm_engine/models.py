@@ -8,6 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -29,6 +35,12 @@ SIZES = {"vocab_size": 250, "hidden_size": 128, "intermediate_size": 256, "num_h
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
+# Of vLLM's CPU kernels: 512 and 64. A dense layer, and one of experts that are chosen by a bias.
+MLA = {"q_lora_rank": 96, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 4}
+MLA |= {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+MLA |= {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MORE = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # as DeepSeek's own config.json has them
+
 KINDS: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),  # biases
@@ -38,12 +50,15 @@ KINDS: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, 
         {"tie_word_embeddings": True, "head_dim": 32},
     ),  # norms of q and k
     "phi3": (Phi3Config, Phi3ForCausalLM, {}),  # the checkpoint is fused, too
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 32}),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {"head_dim": 32}),  # norms of q and k
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
     "qwen3_moe": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, MLA | MORE),
 }
 
 Changes = dict[str, tuple[Tensor, Tensor]]  # by name: positions in the flat tensor, and the values there
@@ -51,9 +66,13 @@ Changes = dict[str, tuple[Tensor, Tensor]]  # by name: positions in the flat ten
 
 def trainer(kind: str) -> PreTrainedModel:
     config, model, more = KINDS[kind]
+    sizes: dict[str, Any] = SIZES | more
     torch.manual_seed(0)
-    made = model(config(**SIZES, **more))
+    made = model(config(**sizes))
     torch.nn.Module.to(made, torch.bfloat16)
+    for module in made.modules():
+        if isinstance(bias := getattr(module, "e_score_correction_bias", None), Tensor):
+            module.e_score_correction_bias = bias.float()  # as in published checkpoints
     return made
 
 
@@ -71,7 +90,7 @@ def change(tensors: dict[str, Tensor], seed: int = 0, share: float = 0.2) -> Cha
         some = torch.randperm(tensor.numel(), generator=random)[: int(share * tensor.numel())]
         positions = torch.cat([some, torch.tensor([0, tensor.numel() - 1])]).unique()
         values = tensor.flatten()[positions].float() * 3 + 0.1 * torch.randn(len(positions), generator=random)
-        changes[name] = (positions, values.bfloat16())
+        changes[name] = (positions, values.to(tensor.dtype))
     return changes
 
 

@@ -24,6 +24,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 )
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.quantization import fp8
 from vllm.platforms import current_platform
 
 from loco.sync import Prepared, Subscriber, Updated
@@ -41,6 +43,8 @@ def keep_weights_plain(patch: pytest.MonkeyPatch | None = None, *, experts: bool
         return
     put(CPUUnquantizedExperts, "process_weights_after_loading", lambda experts, layer: None)
     put(CPUUnquantizedExperts, "apply", _plain_experts)
+    # Of vLLM's backends for FP8 experts this one, too, keeps them as they were loaded.
+    put(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.TRITON, PlainFp8Experts))
 
 
 def fail_when_told() -> None:
@@ -69,10 +73,29 @@ class PlainBlocks(Fp8BlockScaledMMLinearKernel):
         return True, None
 
     def apply_block_scaled_mm(self, **given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight, scales = given["B"], given["Bs"]
-        rows, columns = weight.shape
-        scales = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-        return linear(given["A"], (weight.float() * scales).to(given["A"].dtype))
+        return linear(given["A"], _times(given["B"], given["Bs"]).to(given["A"].dtype))
+
+
+class PlainFp8Experts(CPUUnquantizedExperts):
+    """Of FP8 in blocks."""
+
+    def apply(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, **more: Any
+    ) -> None:
+        assert self.w1_scale is not None
+        assert self.w2_scale is not None
+        one, two = _times(w1, self.w1_scale), _times(w2, self.w2_scale)
+        dtype = hidden_states.dtype
+        _plain_experts(self, output, hidden_states, one.to(dtype), two.to(dtype), **more)
+
+
+def _times(weight: Tensor, scales: Tensor) -> Tensor:
+    """By its blocks' scales."""
+    rows, columns = weight.shape[-2:]
+    return (
+        weight.float()
+        * scales.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
+    )
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:
@@ -134,7 +157,7 @@ def generate(
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one
+        torch.equal(*(bits[name].contiguous().view(torch.uint8) for bits in (one, other))) for name in one
     )
 
 

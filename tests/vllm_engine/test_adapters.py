@@ -70,14 +70,19 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AdapterTrainer:
     return AdapterTrainer(tmp_path, save("llama", tmp_path / "1"))
 
 
-def test_each_version_of_an_adapter_is_a_fresh_load_of_it(tmp_path: Path, trained: AdapterTrainer) -> None:
+@pytest.mark.parametrize("slots", [2, 1])
+def test_each_version_of_an_adapter_is_a_fresh_load_of_it(
+    slots: int, tmp_path: Path, trained: AdapterTrainer
+) -> None:
+    """Also where no second slot is free."""
     for _ in range(3):
         trained.step()
     fresh = {
         v: known(build(tmp_path / "1", **SLOTS), request(tmp_path, f"adapter-{v}")) for v in (1, 2, 3, 4)
     }
     assert len({str(one[1]) for one in fresh.values()}) == 4
-    engine = follow(tmp_path, trained)
+    engine = build(tmp_path / "1", weight_transfer_config=LOCO, **SLOTS | {"max_loras": slots})
+    follow(tmp_path, trained, engine)
     served = request(tmp_path, "adapter-1")  # its requests go on naming the folder that they began with
     assert same(known(engine, served), fresh[1])
     base = generate(engine)
@@ -105,7 +110,7 @@ def test_weights_and_several_adapters_change_together(
     one, two = (AdapterTrainer(tmp_path, checkpoint, name) for name in ("one", "second"))
     one.step()
     two.step()
-    more = {"max_loras": 5}
+    more = {"max_loras": 3, "max_cpu_loras": 5}
     engine = build(tmp_path / "1", weight_transfer_config=LOCO, **SLOTS | more)
     adapters = {"1": one.followed(), "2": two.followed()}
     init_info = {"url": str(tmp_path / "url"), "adapters": adapters}
@@ -188,6 +193,65 @@ def test_a_version_that_can_not_be_had_leaves_the_adapter_as_it_is(
     fails(SyncError, "damaged", **{"1": 3})
 
 
+def test_other_adapters_may_want_all_slots(tmp_path: Path, trained: AdapterTrainer) -> None:
+    for _ in range(3):
+        trained.step()
+    checkpoint, engine = load_file(tmp_path / "1/model.safetensors"), follow(tmp_path, trained)
+    served = request(tmp_path, "adapter-1")
+    others = [
+        LoRARequest(str(n), n, str(save_adapter(tmp_path / str(n), adapter(checkpoint, n))))
+        for n in range(5, 9)
+    ]
+    fresh = build(tmp_path / "1", **SLOTS)
+    expected = [generate(fresh, adapter=one) for one in others]
+    of_versions = {
+        version: generate(fresh, adapter=request(tmp_path, f"adapter-{version}", number=20 + version))
+        for version in (1, 2, 3, 4)
+    }
+    for version in (2, 3, 4):
+        assert generate(engine, adapter=served) == of_versions[version - 1]
+        engine.start_weight_update()
+        assert [generate(engine, adapter=one) for one in others] == expected
+        engine.update_weights({"update_info": {"adapters": {"1": version}}})
+        assert generate(engine, adapter=others[version - 1]) == expected[version - 1]
+        engine.reset_prefix_cache()
+        # Many at once, of which the engine takes two at a time.
+        for number, one in enumerate([*others, served, others[0]]):
+            inputs: Any = {"prompt_token_ids": PROMPTS[0]}
+            engine.llm_engine.add_request(str(number), inputs, GREEDY, lora_request=one)
+        tokens: dict[str, list[int]] = {}
+        while engine.llm_engine.has_unfinished_requests():
+            for output in engine.llm_engine.step():
+                assert isinstance(output, RequestOutput)
+                tokens[output.request_id[:1]] = list(output.outputs[0].token_ids)
+        assert tokens["4"] == of_versions[version][0][0]
+        assert [tokens[k] for k in "01235"] == [one[0][0] for one in (*expected, expected[0])]
+        engine.finish_weight_update(str(version))
+        engine.reset_prefix_cache()
+    assert generate(engine, adapter=served) == of_versions[4]
+
+
+def test_one_that_is_followed_is_not_loaded_from_its_folder_again(
+    tmp_path: Path, trained: AdapterTrainer
+) -> None:
+    trained.step()
+    engine = follow(tmp_path, trained)
+    update(engine)
+    served = request(tmp_path, "adapter-1")
+    second = known(engine, served)
+    assert not engine.llm_engine.remove_lora(1)
+    assert same(known(engine, served), second)
+    again = LoRARequest("again", 1, served.lora_path, load_inplace=True)
+    engine.reset_prefix_cache()
+    assert same(known(engine, again), second)
+    # When nobody follows any more vLLM does as ever.
+    engine.shutdown_weight_transfer_engine()
+    engine.reset_prefix_cache()
+    first = known(build(tmp_path / "1", **SLOTS), served)
+    assert same(known(engine, again), first)
+    assert not same(first, second)
+
+
 def test_what_can_not_be_followed_is_refused(tmp_path: Path, trained: AdapterTrainer) -> None:
     followed, checkpoint = trained.followed(), load_file(tmp_path / "1/model.safetensors")
     engine = build(tmp_path / "1", weight_transfer_config=LOCO, **SLOTS)
@@ -201,10 +265,11 @@ def test_what_can_not_be_followed_is_refused(tmp_path: Path, trained: AdapterTra
     refused(
         ValueError, "there is no adapter_model.safetensors in", adapters={"1": followed | {"folder": "x"}}
     )
+    refused(ValueError, "named by the lora_int_id of its requests, got '01'", adapters={"01": followed})
     refused(
         ValueError,
-        r"adapter 2 needs two of the engine's max_loras=3, and 2 are taken for good",
-        adapters={"1": followed, "2": followed},
+        r"max_cpu_loras must be at least 5, as adapter 3 .* beside max_loras=2 others .*; it is 4",
+        adapters={"1": followed, "2": followed, "3": followed},
     )
     Publisher(checkpoint, tmp_path / "whole").publish()
     other = followed | {"url": str(tmp_path / "whole")}
@@ -214,10 +279,7 @@ def test_what_can_not_be_followed_is_refused(tmp_path: Path, trained: AdapterTra
     config = (too_large / "adapter_config.json").read_text()
     (too_large / "adapter_config.json").write_text(config.replace('"r": 8', '"r": 16'))
     refused(ValueError, "max_lora_rank", adapters={"1": followed | {"folder": str(too_large)}})
-    # After all of that the engine has its slots, and one that is removed says so.
+    # After all of that the engine has room.
     follow(tmp_path, trained, engine)
-    engine.llm_engine.remove_lora(1)
-    with pytest.raises(RuntimeError, match="adapter 1 was removed or loaded anew by another call"):
-        update(engine)
     engine = build(tmp_path / "1", weight_transfer_config=LOCO)
     refused(ValueError, "started without enable_lora", adapters={"1": followed})

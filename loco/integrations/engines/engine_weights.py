@@ -122,8 +122,13 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module, checkpoint: Mapping[str, Tensor], spare: Collection[str]) -> None:
         super().__init__()
         self.places: dict[str, list[EngineSlice]] = {name: [] for name in checkpoint}
+        parameters = {name: one.detach() for name, one in model.named_parameters()}
+        # Others that share the memory of such a one are its elements once more, as MLA's are of kv_b_proj.
+        filling = [(_memory(one), name) for name, one in parameters.items() if _fills_its_memory(one)]
+        whole = dict(reversed(filling))  # the first of each
         self.targets = [
-            _Target(name, one.detach(), name not in spare) for name, one in model.named_parameters()
+            _Target(name, one, name not in spare and whole.get(_memory(one), name) == name)
+            for name, one in parameters.items()
         ]
         self.targets += [_Target(name, one, False) for name, one in model.named_buffers()]
         self._sources = {_memory(whole): (name, whole) for name, whole in checkpoint.items()}
@@ -176,6 +181,10 @@ class _Recorder(TorchDispatchMode):
 def _memory(tensor: Tensor) -> int:
     """Which storage: also of meta tensors, which have no address."""
     return tensor.untyped_storage()._cdata
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _slice(name: str, source: Tensor, whole: Tensor, written: Tensor) -> EngineSlice:

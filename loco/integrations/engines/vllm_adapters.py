@@ -1,13 +1,13 @@
 """A LoRA adapter of a running vLLM that follows its publisher.
 
-It has two of vLLM's slots. While the engine generates, a version is decoded and loaded as vLLM loads an
-adapter from its folder, into the slot that no request uses. Between two steps the slots change places: that
-takes as long for a large adapter as for a small one, and the version before stays in the other slot until the
-next is loaded.
+While the engine generates, a version is decoded, loaded as vLLM loads an adapter from its folder, and written
+into a slot that no request uses, if one is free. Between two steps the two slots change places: that takes as
+long for a large adapter as for a small one. Where no slot is free the adapter is written then.
 """
 
-import shutil
+import logging
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,17 +19,20 @@ from vllm.config import VllmConfig
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import is_base_embedding_weights
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from loco.sync import Subscriber
 
+logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Loaded(NamedTuple):
-    """What lies in the slot that no request uses."""
+    """A version in host memory, packed as the engine has it."""
 
     version: int
+    lora: LoRAModel
 
 
 class Adapter:
@@ -52,67 +55,91 @@ class Adapter:
         folder: Path,
         follow: Callable[[dict[str, Tensor]], Subscriber],
     ) -> None:
-        self._slots = _Slots.of(model)
+        self._slots = _Slots.of(model, sleeps=vllm_config.model_config.enable_sleep_mode)
         manager = self._slots.manager
         if not (folder / WEIGHTS).is_file():
             raise ValueError(f"adapter {number}: there is no {WEIGHTS} in {folder}")
-        self._number, self._folder = number, folder
+        self._number, self._config = number, (folder / CONFIG).read_bytes()
         self._loader = WorkerLoRAManager(vllm_config, manager.device, getattr(model, "embedding_modules", {}))
         self._loader._adapter_manager = manager
-        dtype = manager.lora_config.lora_dtype
-        published = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-        self._tensors = {name: one.to(published) for name, one in load_file(folder / WEIGHTS).items()}
+        # A copy: the file may be written again.
+        self._tensors = {
+            name: one.to(torch.float16 if one.dtype == torch.float16 else torch.bfloat16, copy=True)
+            for name, one in load_file(folder / WEIGHTS).items()
+            if not is_base_embedding_weights(name)
+        }
         self._subscriber = follow(self._tensors)
         self._subscriber.check()
-        self._slots.take(number, self._load(folder))
-        # Which one lies in each slot: of requests, and the other.
-        self._loras = [self._slots.registered(number), self._slots.registered(number)]
+        lora = self._load()
+        if lora.modules_to_save:
+            raise ValueError(f"adapter {number} has modules that are saved whole, which can't be followed")
+        self._slots.take(number, lora)
+        self._before = self._slots.followed[number]
+        self._past: LoRAModel | None = None
 
     def prepare(self, version: int | None = None) -> Loaded:
         """Load a version, by default the newest. No request sees anything of it."""
-        self._slots.require(self._number)
+        self._past = None  # here, since giving large memory back takes as long as the rest of `apply`
         found = self._subscriber.update(version)
-        with tempfile.TemporaryDirectory(prefix="loco-adapter-") as name:
-            folder = Path(name)
-            shutil.copy(self._folder / CONFIG, folder)
-            save_file(self._tensors, folder / WEIGHTS)
-            lora = self._load(folder)
-        self._slots.write(self._number, lora)
-        self._loras[1] = lora
-        return Loaded(found.version)
+        lora = self._load()
+        self._slots.pack(lora)
+        self._slots.write_ahead(self._number, lora)
+        return Loaded(found.version, lora)
 
     def apply(self, loaded: Loaded) -> None:
-        """Between two steps of the engine: from now on requests see what was loaded last."""
-        self._loras.reverse()
-        self._slots.swap(self._number, self._loras[0])
+        """Between two steps of the engine: from now on requests see this version."""
+        self._past, self._before = self._before, self._slots.followed[self._number]
+        self._slots.change(self._number, loaded.lora)
 
     def rollback(self) -> None:
-        """As before `apply`, if nothing was loaded since."""
-        self._loras.reverse()
-        self._slots.swap(self._number, self._loras[0])
+        """As before the last `apply`."""
+        self._slots.change(self._number, self._before)
 
     def leave(self) -> None:
-        """Follow nobody: the adapter stays as it is, and its second slot is free."""
+        """Follow nobody. The adapter stays until vLLM drops it, and is then loaded from its folder."""
         self._slots.give_back(self._number)
 
-    def _load(self, folder: Path) -> LoRAModel:
-        return self._loader._load_adapter(LoRARequest(str(self._number), self._number, str(folder)))
+    def _load(self) -> LoRAModel:
+        with tempfile.TemporaryDirectory(prefix="loco-adapter-") as folder:
+            (Path(folder) / CONFIG).write_bytes(self._config)
+            save_file(self._tensors, Path(folder) / WEIGHTS)
+            return self._loader._load_adapter(LoRARequest(str(self._number), self._number, folder))
+
+
+class _Spare(NamedTuple):
+    """A second slot of an adapter, and what was written into it."""
+
+    slot: int
+    lora: LoRAModel | None
 
 
 class _Slots:
-    """For each adapter that follows a publisher the slot of its requests and another one, which vLLM knows by
-    the negative number. It gives neither to other adapters, and keeps both when it drops all adapters, which
-    it does after every update of weights.
+    """The followed adapters among all of an engine.
+
+    vLLM keeps adapters in host memory, and copies of those in use in the slots of its kernels; it drops what
+    it needs room for. Followed ones stay in host memory, so that a slot always gets the version that was
+    applied last, and none is read from its folder again. Slots are vLLM's to give; it knows a second one by
+    the adapter's negative number.
+
+    Attributes:
+        followed: by number, the version that requests see.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, sleeps: bool) -> None:
         self.manager = manager
-        self._of: dict[int, tuple[int, int]] = {}  # by the adapter's number
-        self._drop_all = manager.remove_all_adapters
-        manager.remove_all_adapters = self._drop_others
+        self.followed: dict[int, LoRAModel] = {}
+        self._spares: dict[int, _Spare] = {}
+        self._told: set[int] = set()
+        self._writing = threading.RLock()  # into a spare slot, which vLLM may want meanwhile
+        # The memory of slots comes and goes then.
+        self._sleeps = sleeps
+        self._free, self._drop_all = manager._active_adapters.deactivate_fn, manager.remove_all_adapters
+        self._remove = manager.remove_adapter
+        manager._active_adapters.deactivate_fn = self._freed
+        manager.remove_all_adapters, manager.remove_adapter = self._drop_others, self._remove_other
 
     @classmethod
-    def of(cls, model: nn.Module) -> "_Slots":
+    def of(cls, model: nn.Module, sleeps: bool) -> "_Slots":
         """The one of an engine.
 
         Raises:
@@ -123,35 +150,77 @@ class _Slots:
             raise ValueError("adapters can't follow publishers: the engine was started without enable_lora")
         kept = vars(manager)
         if "loco_slots" not in kept:
-            kept["loco_slots"] = cls(manager)
+            kept["loco_slots"] = cls(manager, sleeps)
         return kept["loco_slots"]
 
     def take(self, number: int, lora: LoRAModel) -> None:
-        """Two slots for an adapter, which is this one if the engine has none of that number yet."""
+        """Keep an adapter in host memory: this one, unless the engine has one of that number."""
         manager = self.manager
-        pinned = len(manager._active_adapters.pinned_items - {number})
-        if pinned + 2 > manager.lora_slots:
+        needed = manager.lora_slots + len(self.followed) + 1
+        if manager.capacity < needed:
             raise ValueError(
-                f"adapter {number} needs two of the engine's max_loras={manager.lora_slots}, and {pinned} "
-                f"are taken for good: an adapter that follows a publisher has two"
+                f"max_cpu_loras must be at least {needed}, as adapter {number} stays in host memory beside "
+                f"max_loras={manager.lora_slots} others while it follows its publisher; it is "
+                f"{manager.capacity}"
             )
         if number not in manager._registered_adapters:
             manager.add_adapter(lora)
-        manager.activate_adapter(number)
-        slots = manager.lora_index_to_id
-        manager._active_adapters.pin(number)
-        if None not in slots:
-            manager._active_adapters.remove_oldest()
-        self._of[number] = slots.index(number), slots.index(None)
-        self._hold(number, self.registered(number))
+        self._keep(number, manager._registered_adapters[number])
+        self._reserve(number)
 
-    def registered(self, number: int) -> LoRAModel:
-        return self.manager._registered_adapters[number]
-
-    def write(self, number: int, lora: LoRAModel) -> None:
-        """Into the slot that no request uses, as vLLM does when it activates an adapter."""
+    def pack(self, lora: LoRAModel) -> None:
         self.manager._create_merged_loras_inplace(lora)
-        slot = self._of[number][1]
+
+    def write_ahead(self, number: int, lora: LoRAModel) -> None:
+        """In the thread that fetches: into the second slot, if there is one."""
+        with self._writing:
+            if spare := self._spares.get(number):
+                self._spares[number] = _Spare(spare.slot, None)
+                self._write(spare.slot, lora)
+                if self.manager.device.type != "cpu":
+                    torch.accelerator.current_stream().synchronize()
+                self._spares[number] = _Spare(spare.slot, lora)
+
+    def change(self, number: int, lora: LoRAModel) -> None:
+        """What requests see."""
+        slots, spare = self.manager.lora_index_to_id, self._spares.get(number)
+        if number not in slots:  # it is written when it is asked for
+            self.manager._active_adapters.pop(-number, None)
+        elif spare is not None and spare.lora is lora:
+            used = slots.index(number)
+            slots[used], slots[spare.slot] = -number, number
+            self._spares[number] = _Spare(used, self.followed[number])
+        else:
+            self._write(slots.index(number), lora)
+        self._keep(number, lora)
+        self._reserve(number)
+
+    def give_back(self, number: int) -> None:
+        manager = self.manager
+        manager._active_adapters.pop(-number, None)
+        del self.followed[number]
+        if number in manager._registered_adapters.pinned_items:
+            manager._registered_adapters._unpin(number)
+
+    def _keep(self, number: int, lora: LoRAModel) -> None:
+        self.manager._registered_adapters[number] = self.followed[number] = lora
+        self.manager._registered_adapters.pin(number)
+
+    def _reserve(self, number: int) -> None:
+        """A second slot, if one is free."""
+        slots = self.manager.lora_index_to_id
+        # Another one is for the adapter itself.
+        enough = slots.count(None) >= (1 if number in slots else 2)
+        if enough and -number not in slots and not self._sleeps:
+            self._hold(-number, slots.index(None))
+            self._spares[number] = _Spare(slots.index(-number), None)
+
+    def _hold(self, number: int, slot: int) -> None:
+        self.manager.lora_index_to_id[slot] = number
+        self.manager._active_adapters[number] = None
+
+    def _write(self, slot: int, lora: LoRAModel) -> None:
+        """As vLLM does when it activates an adapter."""
         for name, module in self.manager.modules.items():
             weights = self.manager._get_lora_layer_weights(lora, name)
             if weights is None:
@@ -159,49 +228,34 @@ class _Slots:
             else:
                 module.set_lora(slot, weights.lora_a, weights.lora_b)
 
-    def swap(self, number: int, lora: LoRAModel) -> None:
-        """
-        Args:
-            lora: what lies in the slot that no request uses.
-        """
-        self.require(number)
-        used, other = self._of[number]
-        self._of[number] = other, used
-        self._hold(number, lora)
-
-    def give_back(self, number: int) -> None:
-        is_held = self._is_held(number)
-        del self._of[number]
-        if is_held:
-            self.manager._active_adapters.pop(-number)
-
-    def require(self, number: int) -> None:
-        """
-        Raises:
-            RuntimeError: somebody has taken the adapter out.
-        """
-        if not self._is_held(number):
-            raise RuntimeError(
-                f"adapter {number} was removed or loaded anew by another call: it follows nobody until "
-                f"init_weight_transfer_engine is called again"
-            )
-
-    def _is_held(self, number: int) -> bool:
-        used, other = self._of[number]
-        slots = self.manager.lora_index_to_id
-        return (slots[used], slots[other]) == (number, -number)
-
-    def _hold(self, number: int, lora: LoRAModel) -> None:
-        manager = self.manager
-        manager._registered_adapters[number] = lora
-        manager._registered_adapters.pin(number)
-        for one, slot in zip((number, -number), self._of[number], strict=True):
-            manager.lora_index_to_id[slot] = one
-            manager._active_adapters[one] = None
-            manager._active_adapters.pin(one)
+    def _freed(self, number: int) -> None:
+        """vLLM takes a slot back."""
+        if number > 0:
+            self._free(number)
+            return
+        with self._writing:
+            self._spares.pop(-number, None)
+            self._free(number)
 
     def _drop_others(self) -> None:
-        held = {number: self.registered(number) for number in self._of if self._is_held(number)}
-        self._drop_all()
-        for number, lora in held.items():
-            self._hold(number, lora)
+        """vLLM drops all adapters, as after every update of weights."""
+        with self._writing:
+            spares = dict(self._spares)
+            slots = {} if self._sleeps else {n: k for k, n in enumerate(self.manager.lora_index_to_id) if n}
+            self._drop_all()
+            for number, lora in self.followed.items():
+                self._keep(number, lora)
+                for one in (number, -number):
+                    if one in slots:
+                        self._hold(one, slots[one])
+                if -number in slots:
+                    self._spares[number] = spares[number]
+
+    def _remove_other(self, number: int) -> bool:
+        if number not in self.followed:
+            return self._remove(number)
+        if number not in self._told:
+            text = "adapter %d follows its publisher, and is neither removed nor loaded from its folder"
+            logger.warning(text, number)
+            self._told.add(number)
+        return False

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
@@ -62,6 +63,11 @@ def _learn_quantized(model: nn.Module, checkpoint: dict[str, Tensor]) -> dict[st
         loaded = {name: one.detach() for name, one in (*model.named_parameters(), *model.named_buffers())}
         names = {one.untyped_storage()._cdata: name for name, one in loaded.items()}
         homes = {name: [names[p.view.untyped_storage()._cdata] for p in of] for name, of in places.items()}
+    computed = set().union(*(_of_their_own(layer) for layer in layers_that_compute(model)))
+    memory = {live[name].untyped_storage()._cdata for name in loaded.keys() & live.keys()}
+    for name, one in model.named_parameters():
+        if one not in computed and one.untyped_storage()._cdata not in memory:
+            raise ValueError(f"{name} is computed from weights, and would not change with them")
     for name in {home for of in homes.values() for home in of}:
         one = loaded[name]
         if name not in live or _form(live[name]) != _form(one):
@@ -73,6 +79,18 @@ def _learn_quantized(model: nn.Module, checkpoint: dict[str, Tensor]) -> dict[st
         name: [_moved(piece, loaded[home], live[home]) for piece, home in zip(of, homes[name], strict=True)]
         for name, of in places.items()
     }
+
+
+def layers_that_compute(model: nn.Module) -> list[MLAAttention]:
+    """Those that keep what they have computed from a weight, and compute it again when they are asked: MLA's
+    absorbed projections, from a kv_b_proj that is quantized."""
+    return [one for one in model.modules() if isinstance(one, MLAAttention) and _of_their_own(one)]
+
+
+def _of_their_own(layer: MLAAttention) -> set[nn.Parameter]:
+    """The parameters that are not views of kv_b_proj's."""
+    known = {_address(one) for one in layer.kv_b_proj.parameters()}
+    return {one for one in layer.parameters(recurse=False) if _address(one) not in known}
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
