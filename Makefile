@@ -70,6 +70,7 @@ integrations: .venv/installed .venv-integrations/installed
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet $$(grep '^torch==' requirements-vllm.txt)
 	.venv-vllm/bin/python -m pip install --quiet -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-deps $$(grep -o 'verl==[0-9.]*' requirements-vllm.txt)
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@

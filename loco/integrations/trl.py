@@ -24,7 +24,9 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from loco.sync import Published, Publisher, SyncError
+from loco.sync import Published, SyncError
+
+from .streamed import StreamedPublisher
 
 HOW_TO_SERVE = """VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "loco"}'"""
 
@@ -71,8 +73,7 @@ class WeightTransfer:
         }
         self._options: dict[str, Any] = options | {"key": Path(key_file).read_bytes() if key_file else None}
         self._timeout = timeout
-        self._held: dict[str, Tensor] = {}  # what the publisher reads
-        self._publisher: Publisher | None = None
+        self._publisher: StreamedPublisher | None = None
 
     def init_weight_transfer(self) -> None:
         """Make the server follow what is published.
@@ -98,7 +99,11 @@ class WeightTransfer:
             SyncError: the server can't take them; it goes on with the weights that it had.
             LocoError, OSError: they can't be published, as of `Publisher.publish`.
         """
-        self.published = self._publish(iterator)
+        if self._publisher is None:
+            self._publisher = StreamedPublisher(self.url, **self._options)
+        for name, tensor in iterator:
+            self._publisher.take(name, tensor)
+        self.published = self._publisher.publish()
         version = self.published.version
         try:
             self._update(version)
@@ -117,19 +122,6 @@ class WeightTransfer:
         if self._publisher is not None:
             self._publisher.close()
         self._publisher = None
-        self._held.clear()
-
-    def _publish(self, weights: Iterable[tuple[str, Tensor]]) -> Published:
-        dtype, gone = self._options.get("dtype", torch.bfloat16), set(self._held)
-        for name, tensor in weights:  # each may be there only until the next one comes
-            casts = tensor.dtype == torch.float32 and isinstance(dtype, torch.dtype)
-            self._held[name] = tensor.detach().to("cpu", dtype if casts else tensor.dtype, copy=True)
-            gone.discard(name)
-        for name in gone:
-            del self._held[name]
-        if self._publisher is None:
-            self._publisher = Publisher(self._held, self.url, **self._options)
-        return self._publisher.publish()
 
     def _update(self, version: int) -> None:
         try:
