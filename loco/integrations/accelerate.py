@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 import loco
 
-from . import rank_file
-from .one_site import log_rounds, topology_of_one_world
+from .trainers import rank_file
+from .trainers.one_site import log_rounds, topology_of_one_world
 
 
 def attach(

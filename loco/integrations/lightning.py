@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 import loco
 
-from .one_site import advance, log_rounds, steps_of_the_run, topology_of_one_world
-from .site_state import SiteState
+from .trainers.one_site import advance, log_rounds, steps_of_the_run, topology_of_one_world
+from .trainers.site_state import SiteState
 
 
 class LocoCallback(Callback):

@@ -20,7 +20,7 @@ from torchtitan.components.validate import Validator
 
 import loco
 
-from .one_site import topology_of_one_world
+from .trainers.one_site import topology_of_one_world
 
 # By the first part of the model, which is all that a validator is told.
 _handles: WeakKeyDictionary[nn.Module, loco.Attached] = WeakKeyDictionary()

@@ -18,10 +18,10 @@ import loco
 from loco.sync import Publisher, lora_adapter
 from loco.sync.weights.adapter import is_peft
 
-from . import rank_file
-from .one_site import advance, steps_of_the_run, topology_of_one_world
-from .reporters import log_before_reporters
-from .resuming import find_checkpoints_by, newest_of_all
+from .trainers import rank_file
+from .trainers.one_site import advance, steps_of_the_run, topology_of_one_world
+from .trainers.reporters import log_before_reporters
+from .trainers.resuming import find_checkpoints_by, newest_of_all
 
 
 class LocoCallback(TrainerCallback):

@@ -25,8 +25,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
 from loco.sync import Published, SyncError
-
-from .streamed import StreamedPublisher
+from loco.sync.streamed import StreamedPublisher
 
 HOW_TO_SERVE = """VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "loco"}'"""
 

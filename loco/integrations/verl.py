@@ -21,8 +21,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from loco.sync import NoVersionError, Subscriber
 from loco.sync.archive import Archive
-
-from .streamed import StreamedPublisher
+from loco.sync.streamed import StreamedPublisher
 
 _POLL = 0.05  # seconds
 

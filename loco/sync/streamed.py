@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loco.sync import Published, Publisher
+from .publisher import Publisher
+from .reports import Published
 
 
 class StreamedPublisher:

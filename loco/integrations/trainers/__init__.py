@@ -1,0 +1,1 @@
+"""What the frameworks' trainers have in common."""
