@@ -37,11 +37,17 @@ def save_adapter(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 class AdapterTrainer:
-    """Publishes an adapter under `url of NAME`. Folder `NAME-2` holds it as of its version 2."""
+    """Publishes an adapter under `url of NAME`. Folder `NAME-2` holds it as of its version 2.
 
-    def __init__(self, folder: Path, checkpoint: dict[str, Tensor], name: str = "adapter") -> None:
+    Args:
+        first: version.
+    """
+
+    def __init__(
+        self, folder: Path, checkpoint: dict[str, Tensor], name: str = "adapter", first: int = 1
+    ) -> None:
         self._checkpoint, self._folder, self._name = checkpoint, folder, name
-        self._seed = 1000 * len(name)
+        self._seed, self._version = 1000 * len(name), first
         self._tensors = adapter(checkpoint, self._seed)
         self._publisher = Publisher(self._tensors, folder / f"url of {name}")
         self._publish()
@@ -54,8 +60,9 @@ class AdapterTrainer:
         self._publish()
 
     def _publish(self) -> None:
-        version = self._publisher.publish().version
-        save_adapter(self._folder / f"{self._name}-{version}", self._tensors)
+        self._publisher.publish(self._version)
+        save_adapter(self._folder / f"{self._name}-{self._version}", self._tensors)
+        self._version += 1
 
     def followed(self) -> dict[str, str]:
         """For `init_info.adapters`."""

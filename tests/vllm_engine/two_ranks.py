@@ -1,7 +1,7 @@
 """An engine of two ranks, run by test_two_ranks.py: `two_ranks.py FOLDER CHECKPOINT [VERSION …]`.
 
-It is built on a checkpoint and becomes each version in turn; of each it prints a line of JSON. An adapter
-that is published has the version of the weights.
+It is built on a checkpoint and becomes each version in turn, with an adapter whose versions are 10 more; of
+each it prints a line of JSON.
 """
 
 import hashlib
@@ -21,14 +21,12 @@ from vllm.lora.request import LoRARequest
 
 def digests(model: Any) -> dict[str, str]:
     """Of this rank's parameters, and of what lies in the slot of adapter 1."""
-    found = dict(model.named_parameters())
-    manager = getattr(model, "lora_manager", None)
-    if manager is not None:
-        at = manager.lora_index_to_id.index(1)
-        for name, layer in manager.modules.items():
-            for kind in ("lora_a_stacked", "lora_b_stacked"):
-                if isinstance(stacked := getattr(layer, kind), tuple):
-                    found |= {f"{name} {kind} {k}": one[at] for k, one in enumerate(stacked)}
+    found, manager = dict(model.named_parameters()), model.lora_manager
+    at = manager.lora_index_to_id.index(1)
+    for name, layer in manager.modules.items():
+        for kind in ("lora_a_stacked", "lora_b_stacked"):
+            if isinstance(stacked := getattr(layer, kind), tuple):
+                found |= {f"{name} {kind} {k}": one[at] for k, one in enumerate(stacked)}
     return {
         name: hashlib.sha256(tensor.contiguous().view(torch.int16).numpy().tobytes()).hexdigest()
         for name, tensor in found.items()
@@ -37,28 +35,24 @@ def digests(model: Any) -> dict[str, str]:
 
 def main(folder: Path, checkpoint: str, versions: list[int]) -> None:
     config = WeightTransferConfig(backend="loco")
-    url, of_adapter = folder / "url", folder / "url of adapter"
-    has_adapter = of_adapter.is_dir()
-    more = SLOTS if has_adapter else {}
-    engine = build(folder / checkpoint, tensor_parallel_size=2, weight_transfer_config=config, **more)
-    served = folder / f"adapter-{checkpoint}"
-    adapter = LoRARequest("adapter", 1, str(served)) if has_adapter else None
-    adapters = {"1": {"url": str(of_adapter), "folder": str(served)}} if has_adapter else {}
+    engine = build(folder / checkpoint, tensor_parallel_size=2, weight_transfer_config=config, **SLOTS)
+    served = folder / f"adapter-{10 + int(checkpoint)}"
+    adapters = {"1": {"url": str(folder / "url of adapter"), "folder": str(served)}}
     if versions:
-        engine.init_weight_transfer_engine({"init_info": {"url": str(url), "adapters": adapters}})
+        engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url"), "adapters": adapters}})
     for version in versions or [None]:
-        error = "" if version is None else update(engine, version, dict.fromkeys(adapters, version))
-        generated = generate(engine), generate(engine, adapter=adapter)
+        error = "" if version is None else update(engine, version)
+        generated = generate(engine), generate(engine, adapter=LoRARequest("adapter", 1, str(served)))
         ranks = engine.apply_model(digests)
         print(json.dumps({"ranks": ranks, "generated": generated, "error": error}), flush=True)
 
 
-def update(engine: LLM, version: int, adapters: dict[str, int | None]) -> str:
+def update(engine: LLM, version: int) -> str:
     """-> the error, if it fails"""
     error = ""
     engine.start_weight_update()
     try:
-        engine.update_weights({"update_info": {"version": version, "adapters": adapters}})
+        engine.update_weights({"update_info": {"version": version, "adapters": {"1": 10 + version}}})
         engine.finish_weight_update()
     except RuntimeError as failed:
         error = str(failed)
