@@ -124,6 +124,36 @@ def test_a_version_that_fails_at_the_end_leaves_what_is_computed_from_weights_to
     assert not same_bits(weights(engine), before[0])
 
 
+def test_weights_that_are_kept_as_transposed_views_are_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM keeps them for kernels that take columns."""
+    keep_weights_plain(monkeypatch)
+    params = PlainBlocks._get_layer_params
+
+    def transpose(_: object, layer: Any) -> None:
+        layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
+
+    def transposed_back(kernel: PlainBlocks, layer: Any) -> Any:
+        found = params(kernel, layer)
+        found.weight = found.weight.t()
+        return found
+
+    monkeypatch.setattr(PlainBlocks, "process_weights_after_loading", transpose)
+    monkeypatch.setattr(PlainBlocks, "_get_layer_params", transposed_back)
+    trainer = Trainer("llama", tmp_path)
+    engine = follow(tmp_path)
+    assert not weights(engine)["model.layers.0.mlp.down_proj.weight"].is_contiguous()
+    before = generate(engine)
+    for _ in range(10):
+        trainer.step()
+    update(engine)
+    trainer.save("last")
+    fresh = build(tmp_path / "last")
+    assert same_bits(weights(engine), weights(fresh))
+    assert generate(engine) == generate(fresh) != before
+
+
 @pytest.mark.parametrize(
     ("transposed", "said"),
     [

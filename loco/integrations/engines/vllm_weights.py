@@ -94,7 +94,8 @@ def _of_their_own(layer: MLAAttention) -> set[nn.Parameter]:
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+    """How its elements lie in memory: a transposed view has the same."""
+    return sorted(zip(tensor.shape, tensor.stride(), strict=True)), tensor.dtype
 
 
 def _moved(piece: EngineSlice, loaded: Tensor, live: Tensor) -> EngineSlice:
