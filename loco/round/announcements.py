@@ -111,18 +111,16 @@ def announce(view: View, mine: Announcement | Vote, frame: Tensor | None = None)
     across.post(sent, list(incoming.items()), phase=phase, may_be_shorter=True).wait(across.patience)
     said = Said([], {})
     for site in range(across.size):
-        if site == across.rank:
-            said.records.append(mine)
-            continue
-        room = incoming[site]
+        room = incoming.get(site, message)
         try:
             theirs = _read(to_bytes(room[:RECORD_BYTES]))
             _check(theirs, mine, site, most_enclosed(view))
         except WireError as error:
             raise unreadable(f"round {mine.round}", across.called(site), error) from error
         said.records.append(theirs)
-        if isinstance(theirs, Announcement) and theirs.enclosed_bytes:
-            said.enclosed[site] = room[RECORD_BYTES : RECORD_BYTES + theirs.enclosed_bytes]
+        enclosed = theirs.enclosed_bytes if isinstance(theirs, Announcement) else 0
+        if site in incoming and enclosed:
+            said.enclosed[site] = room[RECORD_BYTES : RECORD_BYTES + enclosed]
     return said
 
 

@@ -52,12 +52,10 @@ def vote(view: View, mine: Vote, problem: Problem | None, *, name_of: NameOf) ->
     for transport in (view.inside, view.across):
         if transport.size == 1:
             continue
-        told = transport.swap_records(mine.pack(), phase=f"round {round}, vote")
+        # Also this rank's own: if it says something else than it means, all notice together.
         votes = [
-            mine
-            if k == transport.rank
-            else read_vote(raw, k if transport is view.across else view.site, transport, k, round)
-            for k, raw in enumerate(told)
+            read_vote(raw, k if transport is view.across else view.site, transport, k, round)
+            for k, raw in enumerate(transport.swap_records(mine.pack(), phase=f"round {round}, vote"))
         ]
         mine = _worst(mine, votes)
         if transport is view.inside:
