@@ -9,7 +9,6 @@ after it; every rollout worker reads what changed, and hands all weights to its 
 """
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,11 +18,9 @@ from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from loco.sync import NoVersionError, Subscriber
+from loco.sync import Subscriber
 from loco.sync.archive import Archive
 from loco.sync.streamed import StreamedPublisher
-
-_POLL = 0.05  # seconds
 
 
 @CheckpointEngineRegistry.register("loco")  # pyright: ignore[reportAttributeAccessIssue]  its self has another name
@@ -113,17 +110,6 @@ class LocoCheckpointEngine(CheckpointEngine):
     def _update(self) -> None:
         """Hold the version that this is about, once it is there."""
         if self._subscriber is None:
-            self._held = self._first()
+            _, self._held = Archive(self._where, key=self._key).tensors(self._version, wait=self._timeout)
             self._subscriber = Subscriber(self._held, self._where, key=self._key)
         self._subscriber.update(self._version, wait=self._timeout)
-
-    def _first(self) -> dict[str, Tensor]:
-        """Room for what is published. Its names are known when it is there."""
-        until = time.monotonic() + self._timeout
-        while True:
-            try:
-                return Archive(self._where, key=self._key).tensors(self._version)[1]
-            except NoVersionError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(_POLL)

@@ -40,6 +40,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from loco.sync import Prepared, Subscriber
 from loco.sync.weights.memory import Target
@@ -100,6 +101,7 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._weights: Weights | None = None
+        self._computing: list[MLAAttention] = []  # layers that keep something that they compute from these
         self._followers: dict[str, Subscriber | Adapter] = {}  # of the weights, by "", and of adapters
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loco-fetch")
         self._fetching: dict[str, Future[Prepared | Loaded]] = {}
@@ -151,9 +153,9 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def _compute_again(self, name: str) -> None:
-        """What the engine keeps of weights beside them."""
+        """What layers keep of the weights."""
         if name == "":
-            for layer in layers_that_compute(self.model):
+            for layer in self._computing:
                 layer.process_weights_after_loading(self.vllm_config.model_config.dtype)
 
     def _asked(self, update_info: UpdateInfo) -> dict[str, int | None]:
@@ -218,6 +220,7 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _of_weights(self, subscriber: Callable[..., Subscriber]) -> Subscriber:
         if self._weights is None:
             self._weights = weights_of(self.model, self.vllm_config)
+            self._computing = layers_that_compute(self.model)
         # Of tensors that the ranks have divided each must know the whole: at first, what it has loaded.
         divided = any(isinstance(one, list) for one in self._weights.values())
         loaded = checkpoint_of(self.vllm_config) if divided else None

@@ -89,13 +89,16 @@ class Archive:
             for number, count in named.items()
         ]
 
-    def tensors(self, version: int | None = None) -> tuple[int, dict[str, Tensor]]:
+    def tensors(self, version: int | None = None, *, wait: float = 0.0) -> tuple[int, dict[str, Tensor]]:
         """A version, by default the newest, in fresh memory. -> its number, and the weights by name
+
+        Args:
+            wait: seconds to wait for it.
 
         Raises:
             NoVersionError, DamagedError, AuthenticationError, OSError: as of `Subscriber.update`.
         """
-        manifests = self._reader.choose(version, None, 0, 0.0)
+        manifests = self._reader.choose(version, None, 0, wait)
         weights = self._blank(manifests)
         return self._subscriber(weights).update(manifests[0].version).version, weights
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,6 +35,20 @@ def save_adapter(folder: Path, tensors: dict[str, Tensor]) -> Path:
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
     return folder
+
+
+def in_slot(model: Any, number: int) -> dict[str, Tensor]:
+    """What an engine has in the slot of an adapter's requests. Of the table of words, which is of no adapter
+    here, it has another form."""
+    manager = model.lora_manager
+    at = manager.lora_index_to_id.index(number)
+    return {
+        f"{name} {kind} {k}": stacked[at]
+        for name, layer in manager.modules.items()
+        for kind in ("lora_a_stacked", "lora_b_stacked")
+        if isinstance(getattr(layer, kind), tuple)
+        for k, stacked in enumerate(getattr(layer, kind))
+    }
 
 
 class AdapterTrainer:

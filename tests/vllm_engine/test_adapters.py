@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import SLOTS, AdapterTrainer, adapter, save_adapter
+from adapters import SLOTS, AdapterTrainer, adapter, in_slot, save_adapter
 from models import save
 from plain_engine import GREEDY, PROMPTS, build, generate, keep_weights_plain, update
 from safetensors.torch import load_file
@@ -28,20 +28,9 @@ def request(folder: Path, name: str, number: int = 1) -> LoRARequest:
 
 def slot(engine: LLM, number: int) -> dict[str, Tensor]:
     """What lies in the slot of an adapter's requests."""
-
-    def read(model: Any) -> dict[str, Tensor]:
-        at = model.lora_manager.lora_index_to_id.index(number)
-        return {
-            f"{name} {kind} {k}": stacked[at].clone()
-            for name, layer in model.lora_manager.modules.items()
-            for kind in ("lora_a_stacked", "lora_b_stacked")
-            for k, stacked in enumerate(getattr(layer, kind))
-            if isinstance(
-                getattr(layer, kind), tuple
-            )  # of the table of words it is one, and of no adapter here
-        }
-
-    return engine.apply_model(read)[0]
+    return engine.apply_model(
+        lambda model: {name: bits.clone() for name, bits in in_slot(model, number).items()}
+    )[0]
 
 
 def known(engine: LLM, asked: LoRARequest) -> Known:

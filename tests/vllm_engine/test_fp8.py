@@ -94,6 +94,11 @@ def test_after_50_versions_an_fp8_engine_is_a_fresh_one(
     assert not same_bits(weights(engine), before)
     update(engine, last)
     assert same_bits(weights(engine), before)
+    update(engine)
+    (transfer,) = engine.collective_rpc(lambda worker: worker.weight_transfer_engine)
+    assert transfer.subscriber.rollback() == last
+    transfer._compute_again("")
+    assert same_bits(weights(engine), before)
 
 
 def test_a_version_that_fails_at_the_end_leaves_what_is_computed_from_weights_too(

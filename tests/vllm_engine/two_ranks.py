@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapters import SLOTS
+from adapters import SLOTS, in_slot
 from plain_engine import build, generate
 from vllm import LLM
 from vllm.config import WeightTransferConfig
@@ -21,12 +21,7 @@ from vllm.lora.request import LoRARequest
 
 def digests(model: Any) -> dict[str, str]:
     """Of this rank's parameters, and of what lies in the slot of adapter 1."""
-    found, manager = dict(model.named_parameters()), model.lora_manager
-    at = manager.lora_index_to_id.index(1)
-    for name, layer in manager.modules.items():
-        for kind in ("lora_a_stacked", "lora_b_stacked"):
-            if isinstance(stacked := getattr(layer, kind), tuple):
-                found |= {f"{name} {kind} {k}": one[at] for k, one in enumerate(stacked)}
+    found = dict(model.named_parameters()) | in_slot(model, 1)
     return {
         name: hashlib.sha256(tensor.contiguous().view(torch.int16).numpy().tobytes()).hexdigest()
         for name, tensor in found.items()
