@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -346,7 +347,7 @@ class _Pieces:
             raise ValueError(f"the weights must be {numel} elements together")
         self._columns = (
             np.array([_address(w) for w in weights], dtype=np.int64),
-            np.cumsum([0, *(w.numel() for w in weights)], dtype=np.int64),
+            np.array([*accumulate((w.numel() for w in weights), initial=0)], dtype=np.int64),
             np.array([_DTYPES[w.dtype] for w in weights], dtype=np.int32),
         )
         self.arguments = (len(weights), *(column.ctypes.data for column in self._columns))

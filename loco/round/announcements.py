@@ -5,7 +5,7 @@ All ranks that exchange entries with each other hear the same, so none of them s
 Few entries follow their announcement in the same message: then no exchange is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from statistics import median
@@ -151,24 +151,23 @@ def replica_problem(across: Transport, said: Sequence[Announcement | Vote]) -> P
 
     A site that refuses the round announces no digest.
     """
-    by_round = ", ".join(f"{across.called(one.site)} in round {one.round}" for one in said)
-    announced = [one for one in said if isinstance(one, Announcement)]
-    by_digest = ", ".join(f"{across.called(one.site)} holds {one.digest:016x}" for one in announced)
-    first = said[0]
-    for one in said:
-        if one.round != first.round:
-            seen = ReplicaError(
-                f"the sites are in different rounds ({by_round}): resume all from the same checkpoint"
-            )
-            return Problem(Status.REPLICA, one.site, seen)
-    for one in announced:
-        if one.digest != announced[0].digest:
-            seen = ReplicaError(
-                f"round {first.round}: the sites' anchors differ ({by_digest}): "
-                f"resume all from the same checkpoint"
-            )
-            return Problem(Status.REPLICA, one.site, seen)
+    by_round = {one.site: one.round for one in said}
+    if (other := _who_differs(by_round)) is not None:
+        rounds = ", ".join(f"{across.called(site)} in round {round}" for site, round in by_round.items())
+        text = f"the sites are in different rounds ({rounds}): resume all from the same checkpoint"
+        return Problem(Status.REPLICA, other, ReplicaError(text))
+    by_digest = {one.site: one.digest for one in said if isinstance(one, Announcement)}
+    if (other := _who_differs(by_digest)) is not None:
+        held = ", ".join(f"{across.called(site)} holds {digest:016x}" for site, digest in by_digest.items())
+        text = f"the sites' anchors differ ({held}): resume all from the same checkpoint"
+        return Problem(Status.REPLICA, other, ReplicaError(f"round {said[0].round}: {text}"))
     return None
+
+
+def _who_differs(by_site: Mapping[int, int]) -> int | None:
+    """The first site that holds another number than the first of all, if there is one."""
+    first = next(iter(by_site.values()), 0)
+    return next((site for site, held in by_site.items() if held != first), None)
 
 
 def outliers(announced: Sequence[Announcement], factor: float | None) -> tuple[int, ...]:

@@ -121,7 +121,7 @@ class Round:
         self.view.liveness.say(f"round {self.number}, encoding")
 
         def encoded() -> Encoded:
-            check_denormals(state.device)
+            check_denormals()
             self._call_hooks()
             return self._encode()
 
