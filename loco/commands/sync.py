@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..sync.archive import Archive, Version
-from ..sync.storage.bearer import TOKEN_VARIABLE
+from ..sync.storage.headers import TOKEN_VARIABLE
 from ..sync.storage.server import DEFAULT_PORT, serve
 from .ended import ended
 

@@ -218,8 +218,9 @@ def test_without_the_token_nothing_is_told(tmp_path: Path, monkeypatch: pytest.M
             ):
                 with pytest.raises(PermissionError, match="asks for a token"):
                     use("a")
-        status, headers, _ = ask(server, "GET", "/a")
-        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+        for target in ("/a", "/metrics"):
+            status, headers, _ = ask(server, "GET", target)
+            assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
         monkeypatch.setenv("LOCO_SYNC_TOKEN", "right")
         assert HttpStore(server.url).read("a", WHOLE) == DATA
     with pytest.raises(ValueError, match="printable ASCII"):
@@ -295,6 +296,29 @@ def test_a_body_that_ends_early_leaves_nothing(server: SyncServer, tmp_path: Pat
     for end in (b"", b"4", b"4\r\n", b"4\r\nab", b"4\r\nabcd", b"4\r\nabcd\r\n", b"4\r\nabcd\r\n0\r\n"):
         assert b"204" not in raw(server, CHUNKED.replace(b"/a", b"/versions/a") + end)
     assert not list((tmp_path / "served/versions").iterdir())
+
+
+def test_prometheus_reads_what_was_done(server: SyncServer) -> None:
+    for method, target, body in (
+        ("PUT", "/a.bin", b"x" * 1000),
+        ("GET", "/a.bin", None),
+        ("GET", "/a.bin", None),
+        ("GET", "/b.bin", None),
+        ('A"TRAP', "/a.bin", None),
+    ):
+        ask(server, method, target, body=body)
+    status, headers, text = ask(server, "GET", "/metrics")
+    assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    found = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if not line.startswith("#"))
+    assert found.pop("loco_sync_connections") in ("1", "2")  # the last client's thread may not have ended
+    assert int(found.pop("loco_sync_sent_bytes_total")) > 2000  # with the sentences of two refusals
+    assert found == {
+        "loco_sync_received_bytes_total": "1000",
+        'loco_sync_requests_total{method="PUT",status="204"}': "1",
+        'loco_sync_requests_total{method="GET",status="200"}': "2",
+        'loco_sync_requests_total{method="GET",status="404"}': "1",
+        'loco_sync_requests_total{method="other",status="501"}': "1",
+    }
 
 
 def test_a_large_file_is_streamed(server: SyncServer) -> None:

@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from urllib.parse import quote, urlsplit
 
-from .bearer import authorization, find_token
-from .headers import SLOWEST_LINK
+from .headers import SLOWEST_LINK, authorization, find_token
 from .names import Buffer, check_folder, check_path, is_path, listing_tag, poll
 
 _CONNECTING = 5.0  # seconds

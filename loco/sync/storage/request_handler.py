@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from .bearer import TOKEN_VARIABLE, is_authorized
 from .folder_store import FolderStore
-from .headers import file_tag, parse_range, preferred_wait
+from .headers import TOKEN_VARIABLE, file_tag, is_authorized, parse_range, preferred_wait
 from .listener import QUIET, Connection
+from .metrics import CONTENT_TYPE, PATH, Metrics
 from .names import check_folder, check_path, encode_listing, listing_tag, may_change
 from .relay import Relay
 from .watches import Watches
@@ -51,6 +51,7 @@ class Service:
     watches: Watches
     is_writable: bool
     token: str
+    metrics: Metrics
 
 
 class _RefusalError(Exception):
@@ -75,8 +76,12 @@ class RequestHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # else a header and a short body wait for each other
 
     def __init__(self, service: Service, client: Connection, *args: Any) -> None:
-        self._service, self._client = service, client
-        super().__init__(*args)  # which answers them
+        self._service, self._client, self._count = service, client, service.metrics.add
+        self._count("connections")
+        try:
+            super().__init__(*args)  # which answers them
+        finally:
+            self._count("connections", -1)
 
     def handle_one_request(self) -> None:
         self._client.await_request()
@@ -85,7 +90,9 @@ class RequestHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         with self._refusing():
             path = self._path()
-            if path.endswith("/") or not path:
+            if path == PATH:
+                self._answer(HTTPStatus.OK, {"Content-Type": CONTENT_TYPE}, self._service.metrics.text())
+            elif path.endswith("/") or not path:
                 self._send_listing(path.removesuffix("/"))
             else:
                 with self._open(path) as file:
@@ -152,6 +159,7 @@ class RequestHandler(BaseHTTPRequestHandler):
         self._client.begin_window()
         for chunk in chunks:
             self._client.moved(len(chunk))
+            self._count("received_bytes_total", len(chunk))
             yield chunk
         self._client.begin_request()  # what is left is done by the disk
 
@@ -223,8 +231,11 @@ class RequestHandler(BaseHTTPRequestHandler):
                     if self.connection.sendfile(file, start, size) < size:
                         raise ConnectionError(f"{path} has become shorter")
                     self._client.moved(size)
+                    self._count("sent_bytes_total", size)
 
     def _answer(self, status: int, headers: Mapping[str, str], body: bytes | None = None) -> None:
+        method = self.command if hasattr(self, f"do_{self.command}") else "other"
+        self._count("requests_total", labels=f'{{method="{method}",status="{status:d}"}}')
         with self._of_client():
             self.send_response(status)
             for name, value in headers.items():
@@ -234,6 +245,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             self.end_headers()
             if body and self.command != "HEAD":
                 self.wfile.write(body)
+                self._count("sent_bytes_total", len(body))
 
     def _still_waiting(self) -> None:
         """Clients skip any number of these, and take no server for down that sends them."""

@@ -14,9 +14,10 @@ from functools import partial
 from typing import Self
 from urllib.parse import quote
 
-from .bearer import TOKEN_VARIABLE, find_token
 from .folder_store import FolderStore
+from .headers import TOKEN_VARIABLE, find_token
 from .listener import Listener, most_connections
+from .metrics import Metrics
 from .relay import Relay
 from .request_handler import RequestHandler, Service
 from .stores import open_store
@@ -78,7 +79,7 @@ def serve(
     most = most_connections()
     # Half of the connections may wait for changes, so that the others can always be answered.
     watches = Watches(relay or files, _UPSTREAM_WATCH if relay else _LOCAL_WATCH, most // 2)
-    return SyncServer(Service(files, relay, watches, writable, token), host, port, most, tls)
+    return SyncServer(Service(files, relay, watches, writable, token, Metrics()), host, port, most, tls)
 
 
 class SyncServer:
