@@ -17,7 +17,7 @@ from .prepared import Part, Prepared
 from .reports import Updated
 from .storage.stores import open_store
 from .versions.manifest import Manifest, Stream, checked_key
-from .versions.reader import Reader
+from .versions.reader import Download, Reader
 from .versions.route import Held, find_route
 from .versions.training import checked_training
 from .weights.memory import Memory, Target
@@ -137,7 +137,11 @@ class Subscriber:
         with self._turn:
             memories = self._find_memories(manifests)
             self._recognise(manifests, memories)
-            parts = [self._prepare(manifest, memories[manifest.stream]) for manifest in manifests]
+            with self._reader.several(self._download, manifests) as downloaded:
+                found = zip(manifests, downloaded, strict=True)
+                parts = [
+                    self._decode(manifest, memories[manifest.stream], files) for manifest, files in found
+                ]
             return Prepared(manifests[0].version, self._now.number, parts, perf_counter() - begun)
 
     def apply(self, prepared: Prepared) -> Updated:
@@ -230,7 +234,8 @@ class Subscriber:
         self._now = self._now._replace(held=held)
         self._memories = memories
 
-    def _prepare(self, manifest: Manifest, memory: PublisherMemory) -> Part:
+    def _download(self, manifest: Manifest) -> list[Download]:
+        """The files that lead to a publisher's part of a version."""
         held = self._now.held.get(manifest.stream)
         read = {manifest.version: manifest}
 
@@ -246,8 +251,10 @@ class Subscriber:
         if route is None:
             lost = f"; damaged: {', '.join(sorted(self._reader.avoid))}" if self._reader.avoid else ""
             raise NoVersionError(f"no way leads to version {manifest.version} of {self._reader.url}{lost}")
-        downloads = [self._reader.download(step) for step in route]
-        if held is None and self.version is None:
+        return [self._reader.download(step) for step in route]
+
+    def _decode(self, manifest: Manifest, memory: PublisherMemory, downloads: list[Download]) -> Part:
+        if self._now.held.get(manifest.stream) is None and self.version is None:
             return Part(memory, manifest, downloads, None)
         try:
             changes = decoded(memory, downloads)

@@ -99,7 +99,7 @@ class SlowStore:
 
     def __init__(self, store: Store, versions: int, last: int) -> None:
         self._store, self._versions, self._last = store, versions, last
-        self.url = store.url
+        self.url, self.at_once = store.url, 1
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)

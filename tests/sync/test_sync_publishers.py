@@ -1,6 +1,8 @@
 """Several publishers of one version, one that comes back, two of one name, one that follows an optimizer."""
 
 import math
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from faulty_store import MemoryStore, publisher_at, step, subscriber_at, zeros
 from published import blank, held, model, publish, same_bits, train
 from torch import nn
 
@@ -42,6 +45,56 @@ def test_publishers_that_share_the_work_make_one_version(tmp_path: Path, generat
     same_bits(engine, held(trained))
     assert subscriber.rollback() == 10
     subscriber.verify()
+
+
+class CrowdedStore(MemoryStore):
+    """Bears three reads at once, and once it is told to answers no fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_once = 3
+        self.together: threading.Barrier | None = None
+
+    def before(self, call: str, path: str) -> None:
+        if self.together is not None and call == "read":
+            self.together.wait(60.0)
+
+
+def test_files_of_several_publishers_are_read_at_once(generator: torch.Generator) -> None:
+    store, trained = CrowdedStore(), {name: torch.randn(40, 9, generator=generator) for name in "abcdef"}
+    publishers = [publisher_at(store, trained, stream=(k, 6)) for k in range(6)]
+    engine = zeros(trained)
+    subscriber = subscriber_at(store, engine)
+    for version in range(1, 4):
+        after = step(trained, generator)
+        for publisher in publishers:
+            publisher.publish(version)
+        # What publishers read, and layouts, which are read once, are read by one thread.
+        store.together = threading.Barrier(3) if version > 1 else None
+        subscriber.update()
+        store.together = None
+        same_bits(engine, after)
+
+
+def test_ctrl_c_waits_for_no_file(generator: torch.Generator) -> None:
+    store, trained = CrowdedStore(), {name: torch.randn(40, 9, generator=generator) for name in "abc"}
+    publishers = [publisher_at(store, trained, stream=(k, 3)) for k in range(3)]
+    engine = zeros(trained)
+    subscriber = subscriber_at(store, engine)
+    after = step(trained, generator)
+    for publisher in publishers:
+        publisher.publish(1)
+    store.together = barrier = threading.Barrier(4)  # which three reads do not reach
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(KeyboardInterrupt):
+        subscriber.update()
+    signal.signal(signal.SIGALRM, before)
+    assert barrier.n_waiting == 3
+    store.together = None
+    barrier.abort()
+    assert subscriber.update().version == 1
+    same_bits(engine, after)
 
 
 def test_publishers_that_share_the_work_must_name_their_versions(tmp_path: Path) -> None:
@@ -115,12 +168,12 @@ def test_an_optimizer_publishes_after_each_round(tmp_path: Path, caplog: pytest.
     handle = publisher.after(optimizer)
     engine = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in trained.state_dict().items()}
     subscriber = Subscriber(engine, tmp_path)
-    for step in range(1, 7):
+    for number in range(1, 7):
         optimizer.zero_grad()
         trained(torch.ones(1, 8)).sum().backward()
         optimizer.step()
-        if step % 2 == 0:
-            assert subscriber.update().version == step // 2
+        if number % 2 == 0:
+            assert subscriber.update().version == number // 2
             same_bits(engine, held(trained))
     with mock.patch.object(publisher._writer._store, "create", side_effect=OSError("no room")):
         optimizer.sync()
@@ -147,13 +200,13 @@ def test_where_rounds_overlap_what_the_sites_agree_on_is_published(tmp_path: Pat
     publisher.after(optimizer)
     engine = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in trained.state_dict().items()}
     subscriber = Subscriber(engine, tmp_path)
-    for step in range(1, 7):
+    for number in range(1, 7):
         optimizer.zero_grad()
         trained(torch.ones(1, 8)).sum().backward()
         optimizer.step()
-        if step % 2 == 0 and step > 2:
+        if number % 2 == 0 and number > 2:
             before = [p.detach().clone() for p in trained.parameters()]
-            assert subscriber.update().version == step // 2 - 1
+            assert subscriber.update().version == number // 2 - 1
             optimizer.eval()
             same_bits(engine, held(trained))
             optimizer.train()

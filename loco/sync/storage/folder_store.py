@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .names import Buffer, check_folder, check_path, is_path, poll
+from .names import AT_ONCE, Buffer, check_folder, check_path, is_path, poll
 
 _PARTIAL = ".partial-"
 _ABANDONED = 3600.0  # seconds without a write after which a partial file's writer is taken for dead
@@ -28,6 +28,8 @@ class FolderStore:
     Args:
         folder: need not be there; the first write makes it.
     """
+
+    at_once = AT_ONCE
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser().absolute()

@@ -20,7 +20,7 @@ from http import HTTPStatus
 from urllib.parse import quote, urlsplit
 
 from .headers import SLOWEST_LINK, authorization, find_token
-from .names import Buffer, check_folder, check_path, is_path, listing_tag, poll
+from .names import AT_ONCE, Buffer, check_folder, check_path, is_path, listing_tag, poll
 
 _CONNECTING = 5.0  # seconds
 _LONGEST_WAIT = 30.0  # seconds of one request; routers and proxies forget connections that are quiet for long
@@ -57,6 +57,8 @@ class HttpStore:
     Raises:
         ValueError: the URL cannot be a server's, or the token is none.
     """
+
+    at_once = AT_ONCE
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 30.0) -> None:
         self.url, self._timeout = url.rstrip("/"), timeout

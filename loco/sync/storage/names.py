@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 Buffer = bytes | memoryview
+AT_ONCE = 8  # reads of one store, unless it can't bear several
 
 # A name may not be empty, nor begin with a dot: "." and ".." do, and so do hidden and unfinished files.
 _REFUSED = re.compile(r"(^|/)(\.|/|$)|[\\\x00-\x1f\x7f\ud800-\udfff]")

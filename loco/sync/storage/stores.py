@@ -16,7 +16,7 @@ import fsspec.core
 
 from .folder_store import FolderStore
 from .http_store import HttpStore
-from .names import Buffer, check_folder, check_path, is_path, poll
+from .names import AT_ONCE, Buffer, check_folder, check_path, is_path, poll
 
 # fsspec has many more protocols, of which some wrap other stores or run code that a store's files contain.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "oci", "tos")
@@ -34,6 +34,7 @@ class Store(Protocol):
     """
 
     url: str  # for messages
+    at_once: int  # reads by threads
 
     def read(self, path: str, most: int) -> bytes:
         """The first `most` bytes of a file, or all of them if it has fewer. No more are held in memory.
@@ -131,6 +132,8 @@ class FsspecStore:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        # fsspec gives each thread an instance of its own, since some of its file systems serve one alone.
+        self.at_once = AT_ONCE if url.partition("://")[0] in OBJECT_STORES else 1
         try:
             # An instance of its own, because instances of one URL share a cache of listings.
             self._files, self._root = fsspec.core.url_to_fs(url, skip_instance_cache=True)

@@ -2,10 +2,12 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ from .route import Step
 from .ties import why_mixed
 
 logger = logging.getLogger(__name__)
+_Of = TypeVar("_Of")
+_Found = TypeVar("_Found")
 _FORMATS = {name_of_dtype(format): format for format in kernels.FORMATS}
 
 
@@ -84,7 +88,9 @@ class Reader:
                         f"the newest version of {self._store.url} is {goal}, and {least} was held: it is "
                         f"a copy that lags behind, or versions were removed. update({goal}) goes back to it"
                     )
-                manifests = [self.manifest(goal, Stream(k, there[goal])) for k in range(there[goal])]
+                streams = [Stream(k, there[goal]) for k in range(there[goal])]
+                with self.several(partial(self.manifest, goal), streams) as found:
+                    manifests = list(found)
                 if not (why := why_mixed(manifests)):
                     return manifests
                 self._mixed[goal] = why
@@ -99,6 +105,20 @@ class Reader:
             f"; {number} is none: {why}" for number, why in self._mixed.items() if number in named
         )
         raise NoVersionError(f"{self._store.url} has {which}: {there_is}{mixed}")
+
+    @contextmanager
+    def several(self, read: Callable[[_Of], _Found], of: Sequence[_Of]) -> Iterator[Iterator[_Found]]:
+        """Read something of several publishers. The results come in order; while one is used, threads read
+        those that follow."""
+        threads = min(len(of), self._store.at_once)
+        if threads < 2:
+            yield map(read, of)
+            return
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="loco-read")
+        try:
+            yield pool.map(read, of)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for a file
 
     def manifest(self, version: int, stream: Stream) -> Manifest:
         """

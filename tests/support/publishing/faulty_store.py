@@ -55,6 +55,7 @@ class MemoryStore:
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self.files = {} if files is None else files
         self.url = "memory"
+        self.at_once = 1
 
     def before(self, call: str, path: str) -> None:
         """Called before each call."""
