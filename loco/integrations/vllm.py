@@ -136,27 +136,26 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         asked = on_all_ranks(lambda: self._asked(update_info))
         prepared = {name: self._prepared(name, version) for name, version in asked.items()}
-        applied: list[str] = []
+        before = {name: follower.version for name, follower in self._followers.items()}
 
         def apply() -> None:
             for name, one in prepared.items():
                 self._followers[name].apply(one)  # type: ignore[arg-type]
-                applied.append(name)
-                self._compute_again(name)
+            self._compute_again()
 
         try:
             on_all_ranks(apply)
-        except Exception:
-            for name in reversed(applied):
-                self._followers[name].rollback()
-                self._compute_again(name)
+        except BaseException:
+            for name, follower in self._followers.items():
+                if follower.version != before[name]:
+                    follower.rollback()
+            self._compute_again()
             raise
 
-    def _compute_again(self, name: str) -> None:
+    def _compute_again(self) -> None:
         """What layers keep of the weights."""
-        if name == "":
-            for layer in self._computing:
-                layer.process_weights_after_loading(self.vllm_config.model_config.dtype)
+        for layer in self._computing:
+            layer.process_weights_after_loading(self.vllm_config.model_config.dtype)
 
     def _asked(self, update_info: UpdateInfo) -> dict[str, int | None]:
         """The version of each follower."""

@@ -31,7 +31,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 class Loaded(NamedTuple):
     """A version in host memory, packed as the engine has it."""
 
-    version: int
+    version: int | None  # None: as it was in its folder
     lora: LoRAModel
 
 
@@ -75,7 +75,12 @@ class Adapter:
             raise ValueError(f"adapter {number} has modules that are saved whole, which can't be followed")
         self._slots.take(number, lora)
         self._before = self._slots.followed[number]
-        self._past: LoRAModel | None = None
+        self._past: Loaded | None = None
+
+    @property
+    def version(self) -> int | None:
+        """That requests see."""
+        return self._slots.followed[self._number].version
 
     def prepare(self, version: int | None = None) -> Loaded:
         """Load a version, by default the newest. No request sees anything of it."""
@@ -83,13 +88,22 @@ class Adapter:
         found = self._subscriber.update(version)
         lora = self._load()
         self._slots.pack(lora)
-        self._slots.write_ahead(self._number, lora)
-        return Loaded(found.version, lora)
+        loaded = Loaded(found.version, lora)
+        self._slots.write_ahead(self._number, loaded)
+        return loaded
 
     def apply(self, loaded: Loaded) -> None:
-        """Between two steps of the engine: from now on requests see this version."""
-        self._past, self._before = self._before, self._slots.followed[self._number]
-        self._slots.change(self._number, loaded.lora)
+        """Between two steps of the engine: from now on requests see this version. If this fails, they see
+        what they saw."""
+        past, before = self._before, self._slots.followed[self._number]
+        try:
+            self._before = before
+            self._slots.change(self._number, loaded)
+        except BaseException:
+            self._before = past
+            self._slots.change(self._number, before)
+            raise
+        self._past = past
 
     def rollback(self) -> None:
         """As before the last `apply`."""
@@ -106,13 +120,6 @@ class Adapter:
             return self._loader._load_adapter(LoRARequest(str(self._number), self._number, folder))
 
 
-class _Spare(NamedTuple):
-    """A second slot of an adapter, and what was written into it."""
-
-    slot: int
-    lora: LoRAModel | None
-
-
 class _Slots:
     """The followed adapters among all of an engine.
 
@@ -123,12 +130,13 @@ class _Slots:
 
     Attributes:
         followed: by number, the version that requests see.
+        _ahead: by number, what was written into its second slot; None: part of something.
     """
 
     def __init__(self, manager: Any, sleeps: bool) -> None:
         self.manager = manager
-        self.followed: dict[int, LoRAModel] = {}
-        self._spares: dict[int, _Spare] = {}
+        self.followed: dict[int, Loaded] = {}
+        self._ahead: dict[int, Loaded | None] = {}
         self._told: set[int] = set()
         self._writing = threading.RLock()  # into a spare slot, which vLLM may want meanwhile
         # The memory of slots comes and goes then.
@@ -165,35 +173,37 @@ class _Slots:
             )
         if number not in manager._registered_adapters:
             manager.add_adapter(lora)
-        self._keep(number, manager._registered_adapters[number])
+        self._keep(number, Loaded(None, manager._registered_adapters[number]))
         self._reserve(number)
 
     def pack(self, lora: LoRAModel) -> None:
         self.manager._create_merged_loras_inplace(lora)
 
-    def write_ahead(self, number: int, lora: LoRAModel) -> None:
+    def write_ahead(self, number: int, loaded: Loaded) -> None:
         """In the thread that fetches: into the second slot, if there is one."""
         with self._writing:
-            if spare := self._spares.get(number):
-                self._spares[number] = _Spare(spare.slot, None)
-                self._write(spare.slot, lora)
+            if number in self._ahead:
+                self._ahead[number] = None
+                self._write(self.manager.lora_index_to_id.index(-number), loaded.lora)
                 if self.manager.device.type != "cpu":
                     torch.accelerator.current_stream().synchronize()
-                self._spares[number] = _Spare(spare.slot, lora)
+                self._ahead[number] = loaded
 
-    def change(self, number: int, lora: LoRAModel) -> None:
-        """What requests see."""
-        slots, spare = self.manager.lora_index_to_id, self._spares.get(number)
+    def change(self, number: int, loaded: Loaded) -> None:
+        """What requests see. Where this ends before its time, it can be called again, with any version."""
+        slots, behind = self.manager.lora_index_to_id, None
         if number not in slots:  # it is written when it is asked for
             self.manager._active_adapters.pop(-number, None)
-        elif spare is not None and spare.lora is lora:
+        elif self._ahead.get(number) is loaded:
+            self._ahead[number], behind = None, self.followed[number]
             used = slots.index(number)
-            slots[used], slots[spare.slot] = -number, number
-            self._spares[number] = _Spare(used, self.followed[number])
+            slots[slots.index(-number)], slots[used] = number, -number
         else:
-            self._write(slots.index(number), lora)
-        self._keep(number, lora)
+            self._write(slots.index(number), loaded.lora)
+        self._keep(number, loaded)
         self._reserve(number)
+        if behind is not None:
+            self._ahead[number] = behind
 
     def give_back(self, number: int) -> None:
         manager = self.manager
@@ -202,9 +212,10 @@ class _Slots:
         if number in manager._registered_adapters.pinned_items:
             manager._registered_adapters._unpin(number)
 
-    def _keep(self, number: int, lora: LoRAModel) -> None:
-        self.manager._registered_adapters[number] = self.followed[number] = lora
+    def _keep(self, number: int, loaded: Loaded) -> None:
+        self.manager._registered_adapters[number] = loaded.lora
         self.manager._registered_adapters.pin(number)
+        self.followed[number] = loaded
 
     def _reserve(self, number: int) -> None:
         """A second slot, if one is free."""
@@ -213,7 +224,7 @@ class _Slots:
         enough = slots.count(None) >= (1 if number in slots else 2)
         if enough and -number not in slots and not self._sleeps:
             self._hold(-number, slots.index(None))
-            self._spares[number] = _Spare(slots.index(-number), None)
+            self._ahead[number] = None
 
     def _hold(self, number: int, slot: int) -> None:
         self.manager.lora_index_to_id[slot] = number
@@ -234,22 +245,22 @@ class _Slots:
             self._free(number)
             return
         with self._writing:
-            self._spares.pop(-number, None)
+            self._ahead.pop(-number, None)
             self._free(number)
 
     def _drop_others(self) -> None:
         """vLLM drops all adapters, as after every update of weights."""
         with self._writing:
-            spares = dict(self._spares)
+            ahead = dict(self._ahead)
             slots = {} if self._sleeps else {n: k for k, n in enumerate(self.manager.lora_index_to_id) if n}
             self._drop_all()
-            for number, lora in self.followed.items():
-                self._keep(number, lora)
+            for number, loaded in list(self.followed.items()):
+                self._keep(number, loaded)
                 for one in (number, -number):
                     if one in slots:
                         self._hold(one, slots[one])
                 if -number in slots:
-                    self._spares[number] = spares[number]
+                    self._ahead[number] = ahead[number]
 
     def _remove_other(self, number: int) -> bool:
         if number not in self.followed:

@@ -23,7 +23,7 @@ def on_all_ranks(step: Callable[[], _Result]) -> _Result:
     """
     try:
         result = step()
-    except Exception:
+    except BaseException:
         from_all_ranks(0)
         raise
     if not all(from_all_ranks(1)):

@@ -1,0 +1,117 @@
+"""An update of a running engine that Ctrl-C or an error ends, at any line: it has the old version, or the new
+one, and can go to any other."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import SLOTS, AdapterTrainer, in_slot
+from interruption import Interruption
+from models import save
+from plain_engine import build, follow, generate, keep_weights_plain, same_bits, update
+from test_fp8 import Trainer
+from torch import Tensor, nn
+from vllm import LLM
+from vllm.config import WeightTransferConfig
+from vllm.lora.layers import RowParallelLinearWithLoRA
+from vllm.lora.request import LoRARequest
+
+WITHIN = r"loco\.(integrations\.|sync\.(subscriber|journal)\.)"
+Look = Callable[[Any], dict[str, Tensor]]
+
+
+def all_of(model: nn.Module) -> dict[str, Tensor]:
+    """What its layers hold, also what they have computed from weights."""
+    return {
+        f"{layer} {name}": held.reshape(-1).clone()
+        for layer, module in model.named_modules()
+        for name, held in (vars(module) | dict(module.named_parameters(recurse=False))).items()
+        if isinstance(held, Tensor) and name != "kv_cache"
+    }
+
+
+def adapter_1(model: nn.Module) -> dict[str, Tensor]:
+    return {name: held.clone() for name, held in in_slot(model, 1).items()}
+
+
+def interrupt_at_every_line(engine: LLM, look: Look, *versions: dict[str, Any]) -> int:
+    """On the way from the first to the second one -> how many updates were interrupted."""
+
+    def known() -> dict[str, Tensor]:
+        return engine.apply_model(look)[0]
+
+    states = []
+    for version in versions[::-1]:
+        update(engine, **version)
+        states.insert(0, known())
+    old, new = states
+    assert not same_bits(old, new)
+    number, target = 1, dict(versions[1])
+    info = {"version": target.pop("version", None), "adapters": target}
+    while True:
+        engine.start_weight_update()
+        try:
+            with (interruption := Interruption(number, WITHIN)):
+                engine.update_weights({"update_info": info})
+        except KeyboardInterrupt:
+            found = known()
+            assert same_bits(found, old) or same_bits(found, new), interruption.where
+        else:
+            engine.finish_weight_update()
+            return number - 1
+        update(engine, **versions[0])
+        assert same_bits(known(), old), interruption.where
+        number += 1
+
+
+def test_quantised_weights_and_what_is_computed_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_weights_plain(monkeypatch)
+    trainer = Trainer("deepseek_v3", tmp_path)
+    engine = follow(tmp_path)
+    trainer.step()
+    assert interrupt_at_every_line(engine, all_of, {"version": 1}, {"version": 2}) > 100
+
+
+@pytest.mark.parametrize("slots", [2, 1])
+def test_an_adapter(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no second slot is free."""
+    keep_weights_plain(monkeypatch)
+    trained = AdapterTrainer(tmp_path, save("llama", tmp_path / "1"))
+    trained.step()
+    loco = WeightTransferConfig(backend="loco")
+    engine = build(tmp_path / "1", weight_transfer_config=loco, **SLOTS | {"max_loras": slots})
+    engine.init_weight_transfer_engine({"init_info": {"adapters": {"1": trained.followed()}}})
+    generate(engine, adapter=LoRARequest("adapter", 1, str(tmp_path / "adapter-1")))  # which loads it
+    assert interrupt_at_every_line(engine, adapter_1, {"1": 1}, {"1": 2}) > 50
+
+
+def test_an_adapter_that_can_not_be_written_whole_is_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_weights_plain(monkeypatch)
+    trained = AdapterTrainer(tmp_path, save("llama", tmp_path / "1"))
+    trained.step()
+    loco = WeightTransferConfig(backend="loco")
+    engine = build(tmp_path / "1", weight_transfer_config=loco, **SLOTS | {"max_loras": 1})
+    engine.init_weight_transfer_engine({"init_info": {"adapters": {"1": trained.followed()}}})
+    served = LoRARequest("adapter", 1, str(tmp_path / "adapter-1"))
+    old = generate(engine, adapter=served)
+    write, calls = RowParallelLinearWithLoRA.set_lora, []
+
+    def failing(layer: RowParallelLinearWithLoRA, *given: Any) -> None:
+        calls.append(layer)
+        if len(calls) == 2:
+            raise MemoryError("in the second layer")
+        write(layer, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowParallelLinearWithLoRA, "set_lora", failing)
+        engine.start_weight_update()
+        with pytest.raises(MemoryError, match="in the second layer"):
+            engine.update_weights({"update_info": {"adapters": {"1": 2}}})
+    assert calls
+    engine.reset_prefix_cache()
+    assert generate(engine, adapter=served) == old
