@@ -105,10 +105,12 @@ def _plain_linear(layer: Any, remove_weight: bool) -> None:
 def _plain_experts(
     _: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, **more: Any
 ) -> None:
-    chosen = zip(hidden_states, more["topk_weights"], more["topk_ids"], strict=True)
+    of_rank = more.get("expert_map")  # of all experts the number here, or -1
+    experts = more["topk_ids"] if of_rank is None else of_rank[more["topk_ids"]]
+    chosen = zip(hidden_states, more["topk_weights"], experts, strict=True)
     for row, (token, scales, experts) in enumerate(chosen):
         total = torch.zeros_like(token)
-        for scale, expert in zip(scales, experts, strict=True):
+        for scale, expert in zip(scales[experts >= 0], experts[experts >= 0], strict=True):
             gate, up = linear(token, w1[expert]).chunk(2)
             total += scale.to(token.dtype) * linear(silu(gate) * up, w2[expert])
         output[row] = total

@@ -17,7 +17,7 @@ def publish(kind: str, folder: Path, versions: int) -> None:
     Checkpoints are in folders named for their versions; what is published is under `url`.
     """
     tensors = save(kind, folder / "1")
-    publisher = Publisher(tensors, folder / "url")
+    publisher = Publisher(tensors, folder / "url", dtype=lambda name, tensor: tensor.dtype)
     publisher.publish()
     for version in range(2, versions + 1):
         for name, new in changed(tensors, change(tensors, seed=version)).items():
