@@ -23,6 +23,7 @@ the old weights made. Between `/pause?mode=keep` and `/resume` they wait, and vL
 forgets its prefix cache, too: the last call is not needed then.
 """
 
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -49,6 +50,8 @@ from .engines.vllm_adapters import Adapter, Loaded
 from .engines.vllm_ranks import from_all_ranks, last_rank_raises, on_all_ranks
 from .engines.vllm_source import check_source
 from .engines.vllm_weights import Weights, checkpoint_of, layers_that_compute, weights_of
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -139,18 +142,32 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         before = {name: follower.version for name, follower in self._followers.items()}
 
         def apply() -> None:
-            for name, one in prepared.items():
-                self._followers[name].apply(one)  # type: ignore[arg-type]
-            self._compute_again()
+            try:
+                for name, one in prepared.items():
+                    self._followers[name].apply(one)  # type: ignore[arg-type]
+                self._compute_again()
+            except BaseException:
+                self._take_back(before)
+                raise
 
         try:
             on_all_ranks(apply)
-        except BaseException:
-            for name, follower in self._followers.items():
-                if follower.version != before[name]:
-                    follower.rollback()
-            self._compute_again()
+        except Exception:  # not Ctrl-C: the other ranks may have heard that this one is done
+            self._take_back(before)
             raise
+
+    def _take_back(self, before: Mapping[str, int | None]) -> None:
+        """All followers, to these versions."""
+        for name, follower in self._followers.items():
+            if follower.version != before[name]:
+                try:
+                    follower.rollback()
+                except Exception:
+                    what = f"adapter {name}" if name else "the weights"
+                    logger.exception("%s stay version %s", what, follower.version)
+                except KeyboardInterrupt:  # it is taken back then, too, and an error is raised anyway
+                    logger.info("interrupted while an update was taken back")
+        self._compute_again()
 
     def _compute_again(self) -> None:
         """What layers keep of the weights."""
@@ -241,9 +258,12 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _fetch(self, name: str, version: int | None) -> Prepared | Loaded:
         """What `start_weight_update` has begun to fetch, if it is this version."""
-        fetching = self._fetching.pop(name, None)
-        if fetching is not None and (version is None or fetching.exception() is None):
-            prepared = fetching.result()
-            if version in (None, prepared.version):
-                return prepared
+        fetching = self._fetching.get(name)
+        if fetching is not None:
+            wait([fetching])  # also where this is interrupted nothing else is prepared beside it
+            del self._fetching[name]
+            if version is None or fetching.exception() is None:
+                prepared = fetching.result()
+                if version in (None, prepared.version):
+                    return prepared
         return self._followers[name].prepare(version)

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,26 @@ def test_what_is_no_server_of_ours_is_told_apart(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="has no length"):
             store.read("a", WHOLE)
         thread.join()
+
+
+def test_a_server_that_is_full_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose clients come with several connections each."""
+    monkeypatch.setattr(http_store, "_RESUMING", (0.01, 0.01))
+    answered: list[int] = []
+
+    class Full(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answered.append(200 if len(answered) % 4 == 2 else 503)
+            self.send_response(answered[-1])
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"data")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Full) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = HttpStore(f"http://127.0.0.1:{server.server_address[1]}")
+        assert store.read("a", WHOLE) == b"data"
+        with pytest.raises(ConnectionAbortedError, match="data"):
+            store.read("a", WHOLE)
+        server.shutdown()
+    assert answered == [503, 503, 200, 503, 503, 503]

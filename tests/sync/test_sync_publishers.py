@@ -16,6 +16,7 @@ from torch import nn
 
 import loco
 from loco.sync import (
+    DamagedError,
     NoVersionError,
     Publisher,
     Subscriber,
@@ -74,6 +75,20 @@ def test_files_of_several_publishers_are_read_at_once(generator: torch.Generator
         subscriber.update()
         store.together = None
         same_bits(engine, after)
+
+
+def test_after_an_error_nothing_more_is_read(generator: torch.Generator) -> None:
+    store, trained = CrowdedStore(), {name: torch.randn(40, 9, generator=generator) for name in "abcdef"}
+    publishers = [publisher_at(store, trained, stream=(k, 6)) for k in range(6)]
+    subscriber = subscriber_at(store, zeros(trained))
+    for publisher in publishers:
+        publisher.publish(1)
+    files = sorted(path for path in store.files if path.startswith("weights/"))
+    for path in files[1:3]:
+        store.files[path] = store.files[path][:-1] + b"?"
+    with pytest.raises(DamagedError, match="SHA-256"):
+        subscriber.update()
+    assert not [thread for thread in threading.enumerate() if thread.name == "loco-read"]
 
 
 def test_ctrl_c_waits_for_no_file(generator: torch.Generator) -> None:

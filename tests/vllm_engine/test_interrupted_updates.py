@@ -32,7 +32,15 @@ def all_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_1(model: nn.Module) -> dict[str, Tensor]:
-    return {name: held.clone() for name, held in in_slot(model, 1).items()}
+    """In host memory, and in the slot of its requests, if they have one."""
+    manager: Any = model.lora_manager
+    found = in_slot(model, 1) if 1 in manager.lora_index_to_id else {}
+    for name, layer in manager._registered_adapters[1].loras.items():
+        both = {"a": layer.lora_a, "b": layer.lora_b}
+        for kind, held in both.items():
+            for k, one in enumerate(held if isinstance(held, list) else [held]):
+                found[f"{name} {kind} {k}"] = one
+    return {name: held.clone() for name, held in found.items()}
 
 
 def interrupt_at_every_line(engine: LLM, look: Look, *versions: dict[str, Any]) -> int:
@@ -75,17 +83,22 @@ def test_quantised_weights_and_what_is_computed_from_them(
     assert interrupt_at_every_line(engine, all_of, {"version": 1}, {"version": 2}) > 100
 
 
-@pytest.mark.parametrize("slots", [2, 1])
-def test_an_adapter(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no second slot is free."""
+@pytest.mark.parametrize(("slots", "is_asked_for"), [(2, True), (1, True), (2, False)])
+def test_an_adapter(slots: int, is_asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no second slot is free, and where requests have no slot yet."""
     keep_weights_plain(monkeypatch)
     trained = AdapterTrainer(tmp_path, save("llama", tmp_path / "1"))
     trained.step()
     loco = WeightTransferConfig(backend="loco")
     engine = build(tmp_path / "1", weight_transfer_config=loco, **SLOTS | {"max_loras": slots})
     engine.init_weight_transfer_engine({"init_info": {"adapters": {"1": trained.followed()}}})
-    generate(engine, adapter=LoRARequest("adapter", 1, str(tmp_path / "adapter-1")))  # which loads it
+    served = LoRARequest("adapter", 1, str(tmp_path / "adapter-1"))
+    old = generate(engine, adapter=served) if is_asked_for else None
     assert interrupt_at_every_line(engine, adapter_1, {"1": 1}, {"1": 2}) > 50
+    new = generate(engine, adapter=served)
+    assert new != old
+    second = LoRARequest("second", 1, str(tmp_path / "adapter-2"))
+    assert new == generate(build(tmp_path / "1", **SLOTS), adapter=second)
 
 
 def test_an_adapter_that_can_not_be_written_whole_is_the_old_one(

@@ -181,10 +181,11 @@ class _Slots:
 
     def write_ahead(self, number: int, loaded: Loaded) -> None:
         """In the thread that fetches: into the second slot, if there is one."""
+        slots = self.manager.lora_index_to_id
         with self._writing:
-            if number in self._ahead:
+            if number in self._ahead and -number in slots:
                 self._ahead[number] = None
-                self._write(self.manager.lora_index_to_id.index(-number), loaded.lora)
+                self._write(slots.index(-number), loaded.lora)
                 if self.manager.device.type != "cpu":
                     torch.accelerator.current_stream().synchronize()
                 self._ahead[number] = loaded
@@ -192,18 +193,19 @@ class _Slots:
     def change(self, number: int, loaded: Loaded) -> None:
         """What requests see. Where this ends before its time, it can be called again, with any version."""
         slots, behind = self.manager.lora_index_to_id, None
-        if number not in slots:  # it is written when it is asked for
-            self.manager._active_adapters.pop(-number, None)
-        elif self._ahead.get(number) is loaded:
-            self._ahead[number], behind = None, self.followed[number]
-            used = slots.index(number)
-            slots[slots.index(-number)], slots[used] = number, -number
-        else:
-            self._write(slots.index(number), loaded.lora)
-        self._keep(number, loaded)
-        self._reserve(number)
-        if behind is not None:
-            self._ahead[number] = behind
+        with self._writing:
+            if number not in slots:  # it is written when it is asked for
+                self.manager._active_adapters.pop(-number, None)
+            elif self._ahead.get(number) is loaded:
+                self._ahead[number], behind = None, self.followed[number]
+                used = slots.index(number)
+                slots[slots.index(-number)], slots[used] = number, -number
+            else:
+                self._write(slots.index(number), loaded.lora)
+            self._keep(number, loaded)
+            self._reserve(number)
+            if behind is not None:
+                self._ahead[number] = behind
 
     def give_back(self, number: int) -> None:
         manager = self.manager
@@ -218,17 +220,22 @@ class _Slots:
         self.followed[number] = loaded
 
     def _reserve(self, number: int) -> None:
-        """A second slot, if one is free."""
+        """A second slot, if one is free. What of this was interrupted is done again."""
         slots = self.manager.lora_index_to_id
-        # Another one is for the adapter itself.
-        enough = slots.count(None) >= (1 if number in slots else 2)
-        if enough and -number not in slots and not self._sleeps:
-            self._hold(-number, slots.index(None))
-            self._ahead[number] = None
+        if -number in slots:
+            if -number in self.manager._active_adapters and number in self._ahead:
+                return
+            slot = slots.index(-number)
+        elif slots.count(None) >= (1 if number in slots else 2) and not self._sleeps:
+            slot = slots.index(None)  # another one is for the adapter itself
+        else:
+            return
+        self._ahead[number] = None
+        self._hold(-number, slot)
 
     def _hold(self, number: int, slot: int) -> None:
-        self.manager.lora_index_to_id[slot] = number
         self.manager._active_adapters[number] = None
+        self.manager.lora_index_to_id[slot] = number
 
     def _write(self, slot: int, lora: LoRAModel) -> None:
         """As vLLM does when it activates an adapter."""
@@ -260,7 +267,7 @@ class _Slots:
                     if one in slots:
                         self._hold(one, slots[one])
                 if -number in slots:
-                    self._ahead[number] = ahead[number]
+                    self._ahead[number] = ahead.get(number)
 
     def _remove_other(self, number: int) -> bool:
         if number not in self.followed:

@@ -30,6 +30,7 @@ _LONGEST_DOWNLOAD = 3600.0  # seconds for which a relay may say that it is still
 _LARGEST_LISTING = 16 << 20  # bytes: hundreds of thousands of names
 _SLOWEST_DISK = 50e6  # bytes per second; a server flushes a file to disk before it answers
 _CHUNK = 1 << 20
+_FULL = HTTPStatus.SERVICE_UNAVAILABLE
 
 _NUMBERS: dict[int, int] = {
     HTTPStatus.UNAUTHORIZED: errno.EACCES,
@@ -45,6 +46,10 @@ _NUMBERS: dict[int, int] = {
 }
 
 
+class _FullError(ConnectionAbortedError):
+    """The server has too many clients."""
+
+
 class HttpStore:
     """The store of one server. Each request has a connection of its own; no proxy and no redirect is used.
 
@@ -58,7 +63,7 @@ class HttpStore:
         ValueError: the URL cannot be a server's, or the token is none.
     """
 
-    at_once = AT_ONCE
+    at_once = AT_ONCE // 2  # each has a connection, of which a server bears so many
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 30.0) -> None:
         self.url, self._timeout = url.rstrip("/"), timeout
@@ -80,7 +85,8 @@ class HttpStore:
         return self._chunks(path, sys.maxsize, _LONGEST_DOWNLOAD)
 
     def _chunks(self, path: str, most: int, longest: float) -> Iterator[bytes]:
-        """The first `most` bytes of a file. A body that is cut off is resumed where it was cut, a few times.
+        """The first `most` bytes of a file. A body that is cut off is resumed where it was cut, and a server
+        that is full is asked again, a few times.
 
         Args:
             longest: seconds in which a relay must have the file, which it downloads before it sends it.
@@ -99,11 +105,13 @@ class HttpStore:
                     while chunk := response.read_within(seconds, min(_CHUNK, end - done)):
                         done += len(chunk)
                         yield chunk
-            except ConnectionError:
-                if end < 0:
-                    raise
-            if done != end:
+            except ConnectionError as error:
                 pause = next(pauses, None)
+                if end < 0 and (pause is None or not isinstance(error, _FullError)):
+                    raise
+            else:
+                pause = None if done == end else next(pauses, None)
+            if done != end:
                 if pause is None:
                     text = f"The connection was cut again and again, after {done:,} bytes"
                     raise self._error(errno.ECONNABORTED, text, path)
@@ -224,7 +232,8 @@ class HttpStore:
         text = response.read_within(self._timeout, 1000).decode("utf-8", "replace")
         sentence = text.strip().partition("\n")[0]
         number = _NUMBERS.get(response.status, errno.EIO)
-        return self._error(number, sentence or f"{response.status} {response.reason}", path)
+        error = self._error(number, sentence or f"{response.status} {response.reason}", path)
+        return _FullError(*error.args, error.filename) if response.status == _FULL else error
 
     def _error(self, number: int, text: str, path: str) -> OSError:
         return OSError(number, text, f"{self.url}/{path}")

@@ -91,7 +91,8 @@ class RequestHandler(BaseHTTPRequestHandler):
         with self._refusing():
             path = self._path()
             if path == PATH:
-                self._answer(HTTPStatus.OK, {"Content-Type": CONTENT_TYPE}, self._service.metrics.text())
+                headers = {"Content-Type": CONTENT_TYPE, "Cache-Control": "no-store"}
+                self._answer(HTTPStatus.OK, headers, self._service.metrics.text())
             elif path.endswith("/") or not path:
                 self._send_listing(path.removesuffix("/"))
             else:

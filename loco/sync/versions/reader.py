@@ -2,8 +2,10 @@
 
 import hashlib
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic
@@ -44,6 +46,10 @@ class Download(NamedTuple):
 
     step: Step
     bodies: dict[torch.dtype, tuple[Body, Tensor]]  # by format; uint8
+
+
+class _ReadingThread(threading.Thread):
+    is_over = False  # nobody waits for what it reads
 
 
 class Reader:
@@ -114,11 +120,34 @@ class Reader:
         if threads < 2:
             yield map(read, of)
             return
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="loco-read")
+        found: list[Future[_Found]] = [Future() for _ in of]
+        left = deque(zip(found, of, strict=True))
+
+        def work() -> None:
+            while True:
+                try:
+                    future, one = left.popleft()
+                except IndexError:
+                    return
+                try:
+                    future.set_result(read(one))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        readers = [_ReadingThread(target=work, name="loco-read", daemon=True) for _ in range(threads)]
+        for one in readers:
+            one.start()
         try:
-            yield pool.map(read, of)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for a file
+            yield (future.result() for future in found)
+        except BaseException as error:
+            left.clear()
+            for one in readers:
+                one.is_over = True
+            # Nothing is read after the call has ended; but Ctrl-C waits for nobody.
+            if isinstance(error, Exception):
+                for one in readers:
+                    one.join()
+            raise
 
     def manifest(self, version: int, stream: Stream) -> Manifest:
         """
@@ -209,6 +238,8 @@ def _read(store: Store, path: str, size: int) -> bytearray:
     try:
         with Progress(logger, f"reading {path}", size, lambda: len(content)):
             for chunk in store.read_chunks(path):
+                if getattr(threading.current_thread(), "is_over", False):
+                    raise InterruptedError(f"{path} is not wanted any more")
                 content += memoryview(chunk)[: size + 1 - len(content)]
                 if len(content) > size:
                     break
