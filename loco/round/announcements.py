@@ -154,13 +154,17 @@ def replica_problem(across: Transport, said: Sequence[Announcement | Vote]) -> P
     by_round = {one.site: one.round for one in said}
     if (other := _who_differs(by_round)) is not None:
         rounds = ", ".join(f"{across.called(site)} in round {round}" for site, round in by_round.items())
-        text = f"the sites are in different rounds ({rounds}): resume all from the same checkpoint"
-        return Problem(Status.REPLICA, other, ReplicaError(text))
+        seen = ReplicaError(
+            f"the sites are in different rounds ({rounds}): resume all from the same checkpoint"
+        )
+        return Problem(Status.REPLICA, other, seen)
     by_digest = {one.site: one.digest for one in said if isinstance(one, Announcement)}
     if (other := _who_differs(by_digest)) is not None:
         held = ", ".join(f"{across.called(site)} holds {digest:016x}" for site, digest in by_digest.items())
-        text = f"the sites' anchors differ ({held}): resume all from the same checkpoint"
-        return Problem(Status.REPLICA, other, ReplicaError(f"round {said[0].round}: {text}"))
+        seen = ReplicaError(
+            f"round {said[0].round}: the sites' anchors differ ({held}): resume all from the same checkpoint"
+        )
+        return Problem(Status.REPLICA, other, seen)
     return None
 
 

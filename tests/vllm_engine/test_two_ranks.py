@@ -10,6 +10,7 @@ from typing import Any
 import plain_engine
 import pytest
 from adapters import SLOTS, AdapterTrainer
+from models import KINDS
 from safetensors.torch import load_file
 from trained import publish
 
@@ -24,6 +25,13 @@ LAYOUTS = {
 }
 
 
+CELLS = [("tensor, with an adapter", "qwen3"), ("experts", "deepseek_v3"), ("stages", "llama")]
+if "LOCO_TEST_ALL_LAYOUTS" in os.environ:  # of all models, which takes twenty minutes
+    EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
+    CELLS = [(layout, kind) for layout in ("tensor", "stages") for kind in KINDS]
+    CELLS += [("experts", kind) for kind in EXPERTS]
+
+
 def run(folder: Path, layout: str, checkpoint: str, *versions: int, fails: str = "") -> list[dict[str, Any]]:
     more = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     more["LOCO_TEST_FAILS"] = fails
@@ -36,10 +44,7 @@ def run(folder: Path, layout: str, checkpoint: str, *versions: int, fails: str =
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each rank wants a core of its own")
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [("tensor, with an adapter", "qwen3"), ("experts", "deepseek_v3"), ("stages", "llama")],
-)
+@pytest.mark.parametrize(("layout", "kind"), CELLS)
 def test_both_ranks_change_to_the_same_version_or_neither_does(
     layout: str, kind: str, tmp_path: Path
 ) -> None:
