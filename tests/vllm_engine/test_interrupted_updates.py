@@ -59,8 +59,9 @@ def interrupt_at_every_line(engine: LLM, look: Look, *versions: dict[str, Any]) 
     info = {"version": target.pop("version", None), "adapters": target}
     while True:
         engine.start_weight_update()
+        interruption = Interruption(number, WITHIN)
         try:
-            with (interruption := Interruption(number, WITHIN)):
+            with interruption:
                 engine.update_weights({"update_info": info})
         except KeyboardInterrupt:
             found = known()

@@ -31,7 +31,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 class Loaded(NamedTuple):
     """A version in host memory, packed as the engine has it."""
 
-    version: int | None  # None: as it was in its folder
+    version: int  # -1: as it was in its folder
     lora: LoRAModel
 
 
@@ -78,7 +78,7 @@ class Adapter:
         self._past: Loaded | None = None
 
     @property
-    def version(self) -> int | None:
+    def version(self) -> int:
         """That requests see."""
         return self._slots.followed[self._number].version
 
@@ -173,7 +173,7 @@ class _Slots:
             )
         if number not in manager._registered_adapters:
             manager.add_adapter(lora)
-        self._keep(number, Loaded(None, manager._registered_adapters[number]))
+        self._keep(number, Loaded(-1, manager._registered_adapters[number]))
         self._reserve(number)
 
     def pack(self, lora: LoRAModel) -> None:
