@@ -165,7 +165,7 @@ class LocoWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 except Exception:
                     what = f"adapter {name}" if name else "the weights"
                     logger.exception("%s stay version %s", what, follower.version)
-                except KeyboardInterrupt:  # it is taken back then, too, and an error is raised anyway
+                except KeyboardInterrupt:  # which has waited for all of it; an error is raised anyway
                     logger.info("interrupted while an update was taken back")
         self._compute_again()
 

@@ -212,9 +212,11 @@ def test_a_server_that_is_full_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Full) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        store = HttpStore(f"http://127.0.0.1:{server.server_address[1]}")
-        assert store.read("a", WHOLE) == b"data"
-        with pytest.raises(ConnectionAbortedError, match="data"):
-            store.read("a", WHOLE)
-        server.shutdown()
+        try:
+            store = HttpStore(f"http://127.0.0.1:{server.server_address[1]}")
+            assert store.read("a", WHOLE) == b"data"
+            with pytest.raises(ConnectionAbortedError, match="data"):
+                store.read("a", WHOLE)
+        finally:
+            server.shutdown()
     assert answered == [503, 503, 200, 503, 503, 503]

@@ -3,6 +3,8 @@
 import math
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,18 +79,38 @@ def test_files_of_several_publishers_are_read_at_once(generator: torch.Generator
         same_bits(engine, after)
 
 
+class SlowStore(MemoryStore):
+    """Bears eight reads at once. Those of files of weights, but the first, wait until they may end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_once, self.goes_on, self.reads, self.first = 8, threading.Event(), list[str](), ""
+
+    def read_chunks(self, path: str) -> Iterator[bytes]:
+        if path.startswith("weights/"):
+            self.reads.append(path)
+            if path != self.first:
+                self.goes_on.wait(60.0)
+        return super().read_chunks(path)
+
+
 def test_after_an_error_nothing_more_is_read(generator: torch.Generator) -> None:
-    store, trained = CrowdedStore(), {name: torch.randn(40, 9, generator=generator) for name in "abcdef"}
-    publishers = [publisher_at(store, trained, stream=(k, 6)) for k in range(6)]
+    store, trained = SlowStore(), {f"{k}": torch.randn(40, 9, generator=generator) for k in range(20)}
+    publishers = [publisher_at(store, trained, stream=(k, 20)) for k in range(20)]
     subscriber = subscriber_at(store, zeros(trained))
     for publisher in publishers:
         publisher.publish(1)
-    files = sorted(path for path in store.files if path.startswith("weights/"))
-    for path in files[1:3]:
-        store.files[path] = store.files[path][:-1] + b"?"
+    damaged = next(path for path in sorted(store.files) if path.startswith("weights/"))
+    store.first = damaged
+    store.files[damaged] = store.files[damaged][:-1] + b"?"
     with pytest.raises(DamagedError, match="SHA-256"):
         subscriber.update()
-    assert not [thread for thread in threading.enumerate() if thread.name == "loco-read"]
+    store.goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "loco-read":
+            thread.join(60.0)
+    assert len(store.reads) <= 9  # of each thread one, and another one by the thread that met the error
+    assert subscriber._reader.avoid == {damaged}
 
 
 def test_ctrl_c_waits_for_no_file(generator: torch.Generator) -> None:
@@ -100,12 +122,21 @@ def test_ctrl_c_waits_for_no_file(generator: torch.Generator) -> None:
     for publisher in publishers:
         publisher.publish(1)
     store.together = barrier = threading.Barrier(4)  # which three reads do not reach
+
+    def interrupt() -> None:
+        while barrier.n_waiting < 3:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    with pytest.raises(KeyboardInterrupt):
-        subscriber.update()
-    signal.signal(signal.SIGALRM, before)
-    assert barrier.n_waiting == 3
+    interrupting = threading.Thread(target=interrupt, daemon=True)
+    interrupting.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            subscriber.update()
+    finally:
+        interrupting.join()
+        signal.signal(signal.SIGALRM, before)
     store.together = None
     barrier.abort()
     assert subscriber.update().version == 1

@@ -126,6 +126,6 @@ def test_an_adapter_that_can_not_be_written_whole_is_the_old_one(
         engine.start_weight_update()
         with pytest.raises(MemoryError, match="in the second layer"):
             engine.update_weights({"update_info": {"adapters": {"1": 2}}})
-    assert calls
+    assert len(calls) > 2  # the old version was written again
     engine.reset_prefix_cache()
     assert generate(engine, adapter=served) == old

@@ -101,13 +101,23 @@ class Adapter:
             self._slots.change(self._number, loaded)
         except BaseException:
             self._before = past
-            self._slots.change(self._number, before)
+            self._put_back(before)
             raise
         self._past = past
 
     def rollback(self) -> None:
         """As before the last `apply`."""
-        self._slots.change(self._number, self._before)
+        self._put_back(self._before)
+
+    def _put_back(self, before: Loaded) -> None:
+        while True:
+            try:
+                return self._slots.change(self._number, before)
+            except KeyboardInterrupt:  # half of a version is none
+                continue
+            except Exception as error:
+                text = f"adapter {self._number} can't be put back, and is written half: end the engine"
+                raise RuntimeError(text) from error
 
     def leave(self) -> None:
         """Follow nobody. The adapter stays until vLLM drops it, and is then loaded from its folder."""

@@ -12,6 +12,7 @@ import http.client
 import io
 import json
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -201,7 +202,11 @@ class HttpStore:
 
         connection = self._connect(self._host, self._port, timeout=_CONNECTING, blocksize=_CHUNK)
         try:
-            connection.connect()
+            try:
+                connection.connect()
+            except (ConnectionResetError, ssl.SSLEOFError) as error:  # in TLS's handshake it can't say why
+                text = "The server has too many clients, or speaks no TLS"
+                raise _FullError(errno.ECONNABORTED, text, f"{self.url}/{path}") from error
             connection.sock.settimeout(self._timeout + patience)
             # A server that refuses may close before it has read the body; then its answer says why.
             with suppress(BrokenPipeError, ConnectionResetError):

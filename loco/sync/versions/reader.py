@@ -36,6 +36,7 @@ from .route import Step
 from .ties import why_mixed
 
 logger = logging.getLogger(__name__)
+_ENDING = 1.0  # seconds for threads that read what an error has made useless
 _Of = TypeVar("_Of")
 _Found = TypeVar("_Found")
 _FORMATS = {name_of_dtype(format): format for format in kernels.FORMATS}
@@ -50,6 +51,10 @@ class Download(NamedTuple):
 
 class _ReadingThread(threading.Thread):
     is_over = False  # nobody waits for what it reads
+
+
+def _is_over() -> bool:
+    return getattr(threading.current_thread(), "is_over", False)
 
 
 class Reader:
@@ -116,12 +121,8 @@ class Reader:
     def several(self, read: Callable[[_Of], _Found], of: Sequence[_Of]) -> Iterator[Iterator[_Found]]:
         """Read something of several publishers. The results come in order; while one is used, threads read
         those that follow."""
-        threads = min(len(of), self._store.at_once)
-        if threads < 2:
-            yield map(read, of)
-            return
-        found: list[Future[_Found]] = [Future() for _ in of]
-        left = deque(zip(found, of, strict=True))
+        found = deque[Future[_Found]](Future() for _ in of)
+        left, readers = deque(zip(found, of, strict=True)), list[_ReadingThread]()
 
         def work() -> None:
             while True:
@@ -133,21 +134,31 @@ class Reader:
                     future.set_result(read(one))
                 except BaseException as error:
                     future.set_exception(error)
+                del future, one  # an error's traceback would keep them, and they the error
 
-        readers = [_ReadingThread(target=work, name="loco-read", daemon=True) for _ in range(threads)]
-        for one in readers:
-            one.start()
+        def results() -> Iterator[_Found]:
+            while found:
+                yield found.popleft().result()
+
+        threads = min(len(of), self._store.at_once)
         try:
-            yield (future.result() for future in found)
+            with suppress(RuntimeError):  # no more threads can be started
+                while 1 < threads > len(readers):
+                    reader = _ReadingThread(target=work, name="loco-read", daemon=True)
+                    reader.start()
+                    readers.append(reader)
+            yield results() if readers else map(read, of)
         except BaseException as error:
+            for reader in readers:
+                reader.is_over = True
             left.clear()
-            for one in readers:
-                one.is_over = True
-            # Nothing is read after the call has ended; but Ctrl-C waits for nobody.
-            if isinstance(error, Exception):
-                for one in readers:
-                    one.join()
+            found.clear()  # or errors and threads would keep each other, and what they have read
+            until = monotonic() + (_ENDING if isinstance(error, Exception) else 0.0)
+            for reader in readers:
+                reader.join(max(0.0, until - monotonic()))
             raise
+        finally:
+            left.clear()
 
     def manifest(self, version: int, stream: Stream) -> Manifest:
         """
@@ -174,7 +185,7 @@ class Reader:
                     f"{self.training} is followed: make a new Subscriber for another one"
                 )
         except (DamagedError, AuthenticationError, OtherTrainingError):
-            self.avoid.add(f"{FOLDER}/{name_of(version, stream)}")
+            self._avoid(f"{FOLDER}/{name_of(version, stream)}")
             raise
         return manifest
 
@@ -204,8 +215,12 @@ class Reader:
         try:
             return _download(self._store, step)
         except DamagedError as error:
-            self.avoid.add(error.path)
+            self._avoid(error.path)
             raise
+
+    def _avoid(self, path: str) -> None:
+        if not _is_over():
+            self.avoid.add(path)
 
 
 def _download(store: Store, step: Step) -> Download:
@@ -238,7 +253,7 @@ def _read(store: Store, path: str, size: int) -> bytearray:
     try:
         with Progress(logger, f"reading {path}", size, lambda: len(content)):
             for chunk in store.read_chunks(path):
-                if getattr(threading.current_thread(), "is_over", False):
+                if _is_over():
                     raise InterruptedError(f"{path} is not wanted any more")
                 content += memoryview(chunk)[: size + 1 - len(content)]
                 if len(content) > size:
