@@ -95,8 +95,9 @@ class Relay:
                 self._kept.open(path).close()
                 return None
             # In a thread of its own, so that it goes on if the client that asked first hangs up.
-            download = self._downloads[path] = Future()
+            download = Future[None]()
             threading.Thread(target=self._run, args=(path, download), daemon=True).start()
+            self._downloads[path] = download  # which ends, now that there is the thread
             return download
 
     def _run(self, path: str, download: Future[None]) -> None:
