@@ -97,7 +97,7 @@ class Relay:
             # In a thread of its own, so that it goes on if the client that asked first hangs up.
             download = Future[None]()
             threading.Thread(target=self._run, args=(path, download), daemon=True).start()
-            self._downloads[path] = download  # which ends, now that there is the thread
+            self._downloads[path] = download  # not before: what no thread ends, all would wait for
             return download
 
     def _run(self, path: str, download: Future[None]) -> None:
