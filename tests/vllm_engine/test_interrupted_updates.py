@@ -10,12 +10,13 @@ from adapters import SLOTS, AdapterTrainer, in_slot
 from interruption import Interruption
 from models import save
 from plain_engine import build, follow, generate, keep_weights_plain, same_bits, update
+from test_adapters import follow as follow_adapter
+from test_adapters import request
 from test_fp8 import Trainer
 from torch import Tensor, nn
 from vllm import LLM
 from vllm.config import WeightTransferConfig
 from vllm.lora.layers import RowParallelLinearWithLoRA
-from vllm.lora.request import LoRARequest
 
 WITHIN = r"loco\.(integrations\.|sync\.(subscriber|journal)\.)"
 Look = Callable[[Any], dict[str, Tensor]]
@@ -84,34 +85,32 @@ def test_quantised_weights_and_what_is_computed_from_them(
     assert interrupt_at_every_line(engine, all_of, {"version": 1}, {"version": 2}) > 100
 
 
+def with_adapter(folder: Path, slots: int) -> LLM:
+    """An engine whose adapter 1 follows a trainer, which has published two versions."""
+    trained = AdapterTrainer(folder, save("llama", folder / "1"))
+    trained.step()
+    loco = WeightTransferConfig(backend="loco")
+    engine = build(folder / "1", weight_transfer_config=loco, **SLOTS | {"max_loras": slots})
+    return follow_adapter(folder, trained, engine)
+
+
 @pytest.mark.parametrize(("slots", "is_asked_for"), [(2, True), (1, True), (2, False)])
 def test_an_adapter(slots: int, is_asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no second slot is free, and where requests have no slot yet."""
     keep_weights_plain(monkeypatch)
-    trained = AdapterTrainer(tmp_path, save("llama", tmp_path / "1"))
-    trained.step()
-    loco = WeightTransferConfig(backend="loco")
-    engine = build(tmp_path / "1", weight_transfer_config=loco, **SLOTS | {"max_loras": slots})
-    engine.init_weight_transfer_engine({"init_info": {"adapters": {"1": trained.followed()}}})
-    served = LoRARequest("adapter", 1, str(tmp_path / "adapter-1"))
+    engine, served = with_adapter(tmp_path, slots), request(tmp_path, "adapter-1")
     old = generate(engine, adapter=served) if is_asked_for else None
     assert interrupt_at_every_line(engine, adapter_1, {"1": 1}, {"1": 2}) > 50
     new = generate(engine, adapter=served)
     assert new != old
-    second = LoRARequest("second", 1, str(tmp_path / "adapter-2"))
-    assert new == generate(build(tmp_path / "1", **SLOTS), adapter=second)
+    assert new == generate(build(tmp_path / "1", **SLOTS), adapter=request(tmp_path, "adapter-2"))
 
 
 def test_an_adapter_that_can_not_be_written_whole_is_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_weights_plain(monkeypatch)
-    trained = AdapterTrainer(tmp_path, save("llama", tmp_path / "1"))
-    trained.step()
-    loco = WeightTransferConfig(backend="loco")
-    engine = build(tmp_path / "1", weight_transfer_config=loco, **SLOTS | {"max_loras": 1})
-    engine.init_weight_transfer_engine({"init_info": {"adapters": {"1": trained.followed()}}})
-    served = LoRARequest("adapter", 1, str(tmp_path / "adapter-1"))
+    engine, served = with_adapter(tmp_path, 1), request(tmp_path, "adapter-1")
     old = generate(engine, adapter=served)
     write, calls = RowParallelLinearWithLoRA.set_lora, []
 

@@ -36,15 +36,19 @@ def main(folder: Path, options: dict[str, Any], checkpoint: str, versions: list[
     adapters = {
         str(one.lora_int_id): {"url": str(folder / "url of adapter"), "folder": str(served)} for one in asked
     }
-    if versions:
-        engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url"), "adapters": adapters}})
     # vLLM 0.32 for CPUs can't generate in stages: it makes room for what they hand on when it profiles.
     can_generate = "pipeline_parallel_size" not in options
-    for version in (None, *versions):
-        error = "" if version is None else update(engine, version, dict.fromkeys(adapters, 10 + version))
+
+    def tell(error: str = "") -> None:
         generated = [generate(engine, adapter=one) for one in (None, *asked) if can_generate]
         ranks = engine.apply_model(digests)
         print(json.dumps({"ranks": ranks, "generated": generated, "error": error}), flush=True)
+
+    tell()
+    if versions:
+        engine.init_weight_transfer_engine({"init_info": {"url": str(folder / "url"), "adapters": adapters}})
+    for version in versions:
+        tell(update(engine, version, dict.fromkeys(adapters, 10 + version)))
 
 
 def update(engine: LLM, version: int, adapters: dict[str, int]) -> str:

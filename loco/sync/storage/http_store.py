@@ -92,7 +92,7 @@ class HttpStore:
         Args:
             longest: seconds in which a relay must have the file, which it downloads before it sends it.
         """
-        done, size, end, tag, pauses = 0, -1, -1, "", iter(_RESUMING)
+        done, size, end, tag, pauses = 0, -1, -1, "", list(_RESUMING)
         while done != end:
             rest = {"Range": f"bytes={done}-", "If-Range": tag} if done else {}
             try:
@@ -107,16 +107,13 @@ class HttpStore:
                         done += len(chunk)
                         yield chunk
             except ConnectionError as error:
-                pause = next(pauses, None)
-                if end < 0 and (pause is None or not isinstance(error, _FullError)):
+                if end < 0 and not (pauses and isinstance(error, _FullError)):
                     raise
-            else:
-                pause = None if done == end else next(pauses, None)
             if done != end:
-                if pause is None:
+                if not pauses:
                     text = f"The connection was cut again and again, after {done:,} bytes"
                     raise self._error(errno.ECONNABORTED, text, path)
-                time.sleep(pause)
+                time.sleep(pauses.pop(0))
 
     def write(self, path: str, data: bytes) -> None:
         self._put(path, data, {})
